@@ -1,0 +1,80 @@
+"""raycheck: checkpointing for Ray Train straight to cloud object storage.
+
+The names below are the whole public surface. They load on first use, so that browsing a bucket imports neither
+torch nor ray.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raycheck.bucket.catalog import Run, open_checkpoint, open_run
+    from raycheck.errors import (
+        ConfigError,
+        ConflictError,
+        CorruptError,
+        FencedError,
+        NotFoundError,
+        RaycheckError,
+        SaveFailedError,
+        StateMismatchError,
+        StoreError,
+        SupersededError,
+    )
+    from raycheck.settings import SaveSettings
+    from raycheck.train.coordinator import start_coordinator
+    from raycheck.train.data import Batches
+    from raycheck.train.fit import fit
+    from raycheck.train.group import Group
+    from raycheck.train.worker import Checkpointer
+
+_HOMES = {
+    "raycheck.bucket.catalog": ("Run", "open_checkpoint", "open_run"),
+    "raycheck.errors": (
+        "ConfigError",
+        "ConflictError",
+        "CorruptError",
+        "FencedError",
+        "NotFoundError",
+        "RaycheckError",
+        "SaveFailedError",
+        "StateMismatchError",
+        "StoreError",
+        "SupersededError",
+    ),
+    "raycheck.settings": ("SaveSettings",),
+    "raycheck.train.coordinator": ("start_coordinator",),
+    "raycheck.train.data": ("Batches",),
+    "raycheck.train.fit": ("fit",),
+    "raycheck.train.group": ("Group",),
+    "raycheck.train.worker": ("Checkpointer",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Batches",
+    "Checkpointer",
+    "ConfigError",
+    "ConflictError",
+    "CorruptError",
+    "FencedError",
+    "Group",
+    "NotFoundError",
+    "RaycheckError",
+    "Run",
+    "SaveFailedError",
+    "SaveSettings",
+    "StateMismatchError",
+    "StoreError",
+    "SupersededError",
+    "fit",
+    "open_checkpoint",
+    "open_run",
+    "start_coordinator",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'raycheck' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)

@@ -1,0 +1,150 @@
+"""The read side of a run: what is in the bucket, and is it whole. Never writes (I8), imports neither torch nor ray.
+
+A reader needs no lease: on a missing object it reads `latest` again. Gone from the live list means evicted (start
+again on the head), still listed means damage.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from raycheck.bucket import layout
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.index import Index, load_index
+from raycheck.bucket.latest import Entry, Latest, load_latest
+from raycheck.bucket.manifest import Manifest, load_manifest
+from raycheck.bucket.store import Store, open_store
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
+
+READ_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One object that was verified. `problem` is empty when size and checksum are right."""
+
+    key: str
+    size_bytes: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint: its entry in `latest`, and what lies behind it."""
+
+    store: Store
+    entry: Entry
+
+    def manifest(self) -> Manifest:
+        """Read and checked against the checksum in `latest`. Raises CorruptError, or NotFoundError when evicted."""
+        key = layout.manifest_key(self.entry.key)
+        data = _get_live(self.store, self.entry.key, key)
+        if crc32(data) != self.entry.manifest_crc32:
+            raise CorruptError(f"{self.store.uri}: {key} has another checksum than latest says")
+        return load_manifest(data, what=f"{self.store.uri}: {key}")
+
+    def index(self, manifest: Manifest) -> Index:
+        """Read and checked against the checksum in the manifest."""
+        key = layout.index_key(self.entry.key)
+        data = _get_live(self.store, self.entry.key, key)
+        if len(data) != manifest.index.size_bytes or crc32(data) != manifest.index.crc32:
+            raise CorruptError(f"{self.store.uri}: {key} is not what the manifest says (size or checksum)")
+        return load_index(data, what=f"{self.store.uri}: {key}")
+
+    def verify(self) -> Iterator[Finding]:
+        """Read every object of the checkpoint and compare size and checksum. Yields one finding per object."""
+        key = layout.manifest_key(self.entry.key)
+        try:
+            manifest = self.manifest()
+        except RaycheckError as error:
+            yield Finding(key=key, size_bytes=0, problem=str(error))
+            return
+        yield Finding(key=key, size_bytes=self.store.head(key), problem="")
+        for key, record in manifest.objects():
+            yield Finding(
+                key=key,
+                size_bytes=record.size_bytes,
+                problem=self._problem(key, record.size_bytes, record.crc32),
+            )
+
+    def _problem(self, key: str, size: int, crc: int) -> str:
+        try:
+            there = self.store.head(key)
+        except NotFoundError:
+            return "missing"
+        if there != size:
+            return f"has {there} bytes, the manifest says {size}"
+        total = 0
+        for start in range(0, size, READ_BYTES):
+            total = crc32(self.store.get_range(key, start, min(start + READ_BYTES, size)), total)
+        return "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as `latest` had it at one moment."""
+
+    store: Store
+    latest: Latest
+
+    @property
+    def head(self) -> Checkpoint | None:
+        """What a resume would restore; None when nothing was committed yet."""
+        return None if self.latest.head is None else self.checkpoint(self.latest.head)
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """All live checkpoints, oldest commit first."""
+        return tuple(Checkpoint(self.store, entry) for entry in self.latest.live)
+
+    def at_step(self, step: int) -> Checkpoint:
+        """The newest committed checkpoint of `step`. Raises NotFoundError that lists what there is."""
+        found = [entry for entry in self.latest.live if entry.step == step]
+        if not found:
+            steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
+            raise NotFoundError(f"{self.store.uri}: no checkpoint of step {step}; there are: {steps}")
+        return Checkpoint(self.store, found[-1])
+
+    def checkpoint(self, key: str) -> Checkpoint:
+        """The live checkpoint with this name. Raises NotFoundError."""
+        entry = self.latest.entry(key)
+        if entry is None:
+            raise NotFoundError(f"{self.store.uri}: checkpoint {key} is no longer live; open the run again")
+        return Checkpoint(self.store, entry)
+
+
+def open_run(uri: str) -> Run:
+    """The run at `uri` (Ray's storage path and run name). Raises NotFoundError when there is none."""
+    store = open_store(uri)
+    try:
+        got = store.get(layout.LATEST_KEY)
+    except NotFoundError:
+        raise NotFoundError(f"{uri}: no run here (no object named latest). Give storage path and run name") from None
+    return Run(store, load_latest(got.data, what=f"{uri}: latest"))
+
+
+def open_checkpoint(pointer: Any) -> Checkpoint:
+    """What a Ray checkpoint of raycheck points to: `Result.checkpoint`, or any ray.train.Checkpoint of the run.
+
+    Raises ConfigError when it is not one of raycheck's pointers, NotFoundError when retention has dropped it.
+    """
+    try:
+        with pointer.filesystem.open_input_stream(f"{pointer.path}/pointer.json") as stream:
+            body = json.loads(stream.read(1 << 16))
+        uri, key = str(body["uri"]), str(body["key"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{pointer}: not a checkpoint that raycheck reported ({error})") from None
+    return open_run(uri).checkpoint(key)
+
+
+def _get_live(store: Store, name: str, key: str) -> bytes:
+    try:
+        return store.get(key).data
+    except NotFoundError:
+        body = load_latest(store.get(layout.LATEST_KEY).data, what=f"{store.uri}: latest")
+        if body.entry(name) is None:
+            raise NotFoundError(
+                f"{store.uri}: checkpoint {name} was dropped by retention; open the run again"
+            ) from None
+        raise CorruptError(f"{store.uri}: {key} is missing although latest lists its checkpoint") from None

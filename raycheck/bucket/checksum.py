@@ -1,0 +1,32 @@
+"""CRC-32, the zip polynomial: one value serves a torch record, the index, the manifest and the store.
+
+isal computes it at memory speed outside the GIL; the stdlib's zlib gives the same numbers.
+"""
+
+from collections.abc import Iterable
+
+from isal import isal_zlib
+
+SUB_BLOCK = 4 * 1024 * 1024
+"""Payload bytes under one checksum: the smallest piece that a partial read can verify."""
+
+
+def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
+    return int(isal_zlib.crc32(data, start))
+
+
+def sub_block_crcs(payload: memoryview) -> list[int]:
+    """CRC-32 of each 4 MiB sub-block, the last one shorter; none for an empty payload."""
+    return [crc32(payload[at : at + SUB_BLOCK]) for at in range(0, len(payload), SUB_BLOCK)]
+
+
+def combined(parts: Iterable[tuple[int, int]]) -> int:
+    """CRC-32 of a concatenation, from (crc32, length in bytes) of its parts."""
+    total = 0
+    for crc, length in parts:
+        total = int(isal_zlib.crc32_combine(total, crc, length))
+    return total
+
+
+def sub_block_lengths(size: int) -> list[int]:
+    return [min(SUB_BLOCK, size - at) for at in range(0, size, SUB_BLOCK)]

@@ -1,0 +1,381 @@
+"""Claim, commit, fence: the only module that writes `latest`. Step numbers are those of FORMAT.md.
+
+`latest` is a register only ever replaced by compare-and-swap. Why no two coordinators can both commit: a commit is
+one swap of the very body it was computed from, and that body must carry the committer's own attempt number and
+coordinator id; whoever claims later has replaced the body, so an older one's swap is refused, and when it reads
+again it finds itself fenced. Safety uses no clock.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from uuid import uuid4
+
+from raycheck.bucket import layout
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.document import dump
+from raycheck.bucket.latest import (
+    MAX_ATTEMPTS_LISTED,
+    Attempt,
+    Entry,
+    Evicted,
+    Latest,
+    dump_latest,
+    load_latest,
+)
+from raycheck.bucket.manifest import Manifest
+from raycheck.bucket.retention import to_evict
+from raycheck.bucket.store import Got, Store
+from raycheck.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    NotFoundError,
+    SaveFailedError,
+    StoreError,
+    SupersededError,
+)
+
+SWAP_DEADLINE_S = 60.0
+Decide = Callable[[Latest | None, float], Latest | None]
+"""From the body and the bucket's time to the new body; None when the effect stands there already. Raises to stop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Who writes: the driver's `fit` (owner) and this start of its coordinator."""
+
+    owner: str
+    coordinator: str
+
+
+class Register:
+    """`latest` of one run, as this process sees it. One swap at a time."""
+
+    def __init__(self, store: Store, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.store = store
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._seen_attempt = 0
+
+    def read(self) -> tuple[Latest, Got] | None:
+        """Body and response, or None when there is no `latest` and this process never saw one.
+
+        Raises CorruptError when it was there before, or went back to an older attempt: it was lost or rolled back,
+        and nothing may be built on that (FORMAT.md, step 4).
+        """
+        try:
+            got = self.store.get(layout.LATEST_KEY)
+        except NotFoundError:
+            if self._seen_attempt:
+                raise CorruptError(_lost(self.store.uri, "is gone")) from None
+            return None
+        body = load_latest(got.data, what=f"{self.store.uri}: latest")
+        if body.attempt.number < self._seen_attempt:
+            raise CorruptError(_lost(self.store.uri, f"went back to attempt {body.attempt.number}"))
+        self._seen_attempt = body.attempt.number
+        return body, got
+
+    def swap(self, decide: Decide, *, what: str) -> Latest:
+        """Steps 1 to 5. Returns the body in which the effect of `decide` stands."""
+        deadline = self._monotonic() + SWAP_DEADLINE_S
+        pause = 0.05
+        with self._lock:
+            while True:
+                try:
+                    body, got = self.read() or (None, None)  # 1
+                    new = decide(body, got.at if got else time.time())  # 2; also judges by effect, 4
+                    if new is None:
+                        assert body is not None, "an effect can only stand in a body"
+                        return body
+                    new = replace(new, counter=body.counter + 1 if body else 1)
+                    self._write(new, got)  # 3
+                except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
+                    if self._monotonic() > deadline:
+                        raise StoreError(
+                            f"{self.store.uri}: {what}: latest could not be swapped in {SWAP_DEADLINE_S:.0f} s "
+                            f"({error}); whether it was stays unknown"
+                        ) from error
+                    time.sleep(pause)
+                    pause = min(pause * 2, 2.0)
+                else:
+                    self._seen_attempt = new.attempt.number
+                    return new
+
+    def _write(self, new: Latest, got: Got | None) -> None:
+        data = dump_latest(new)
+        try:
+            if got is None:
+                self.store.put_if_absent(layout.LATEST_KEY, data)
+            else:
+                self.store.put_if_match(layout.LATEST_KEY, data, got.version)
+        except (ConflictError, NotFoundError) as error:  # S3 answers 404 to an If-Match on a missing key
+            raise _NotSwappedError(str(error)) from error
+
+
+class _NotSwappedError(Exception):
+    """The condition was refused: by a rival's write, or by our own repeated one."""
+
+
+def probe(store: Store) -> None:
+    """Step 6: prove on a scratch object that conditional writes are conditional. It cannot prove atomicity.
+
+    Raises ConfigError when a stale swap or a second create is accepted, or the right swap is refused.
+    """
+    key = layout.probe_key(uuid4().hex)
+    try:
+        store.put_if_absent(key, b"one")
+        first = store.get(key)
+        _must_refuse(store, lambda: store.put_if_absent(key, b"two"), "creates over an existing object")
+        try:
+            store.put_if_match(key, b"three", first.version)
+        except ConflictError:
+            raise ConfigError(
+                f"{store.uri}: the store refuses the right If-Match; raycheck cannot commit here"
+            ) from None
+        _must_refuse(store, lambda: store.put_if_match(key, b"four", first.version), "swaps a stale version")
+        if store.get(key).data != b"three":
+            raise ConfigError(f"{store.uri}: the store refused a conditional write and applied it all the same")
+    finally:
+        store.delete(key)
+
+
+def claim(
+    register: Register, me: Identity, *, group: str, world_size: int, resume: str | int, run_id: str
+) -> tuple[Attempt, Entry | None]:
+    """Steps 8 to 11: make `group` the live attempt and name the one checkpoint that all its ranks restore.
+
+    resume: "auto", "never", "must", or a step; it binds this owner's first claim only. Idempotent per group.
+    Raises FencedError, SupersededError, ConfigError, CorruptError.
+    """
+
+    def attempt(number: int, restore_key: str | None, now: float) -> Attempt:
+        return Attempt(
+            number=number,
+            owner=me.owner,
+            coordinator=me.coordinator,
+            group=group,
+            world_size=world_size,
+            restore_key=restore_key,
+            claimed_at=now,
+        )
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        if body is None:
+            if resume == "must" or isinstance(resume, int):
+                raise NotFoundError(f"{register.store.uri}: resume={resume!r}, but there is no run here")
+            return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
+        current = body.attempt
+        check_owner(register, body, me)
+        if current.group == group:  # 8: this group holds the attempt already
+            return _taken_over(body, me)
+        if any(known.group == group for known in body.attempts):
+            raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
+        new_owner = me.owner not in body.owners
+        head = _resume_head(register, body, resume) if new_owner else body.head
+        return replace(
+            body,
+            owners=(*body.owners, me.owner) if new_owner else body.owners,
+            head=head,
+            attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
+        )
+
+    body = register.swap(decide, what=f"claim for group {group}")
+    _check_not_lost(register, body.attempt)  # 10
+    key = body.attempt.restore_key
+    entry = None
+    if key is not None:
+        entry = body.entry(key)
+        if entry is None:
+            raise CorruptError(_lost(register.store.uri, f"restores {key}, which it does not list"))
+    return body.attempt, entry  # 11
+
+
+def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
+    """Step 12: a coordinator that Ray restarted goes on with the attempt of the group that called it.
+
+    Raises SupersededError when that group is not the live one, FencedError when its driver is not.
+    """
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        if body is None:
+            raise CorruptError(_lost(register.store.uri, "is gone"))
+        check_owner(register, body, me)
+        if body.attempt.group != group:
+            raise SupersededError(f"group {group} is not the live one; attempt {body.attempt.number} is")
+        return _taken_over(body, me)
+
+    return register.swap(decide, what=f"take-over of group {group}").attempt
+
+
+def write_manifest(store: Store, manifest: Manifest) -> bytes:
+    """Step 16: put-if-absent; equal bytes there already are our own earlier self's. Returns the bytes."""
+    data = dump(manifest)
+    put_once(store, layout.manifest_key(manifest.key), data)
+    return data
+
+
+def put_once(store: Store, key: str, data: bytes) -> None:
+    """Create `key`, or accept that exactly these bytes are there. Raises SaveFailedError on other bytes (I2)."""
+    try:
+        store.put_if_absent(key, data)
+    except (ConflictError, StoreError) as error:
+        try:
+            there = store.get(key).data
+        except NotFoundError:
+            raise error from None
+        if there != data:
+            raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up") from None
+
+
+def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, *, keep_last: int) -> bool:
+    """Step 17, THE commit point. `data` are the manifest's bytes as they lie in the bucket: the proof.
+
+    Retention's choice is part of the same swap. False when a later save of the attempt was committed before (15):
+    then this one never will be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError
+    when the manifest refers to a directory that is no longer held.
+    """
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        if body is None:
+            raise CorruptError(_lost(register.store.uri, "is gone"))
+        if body.entry(manifest.key) is not None:
+            return None
+        check_owner(register, body, me)
+        current = body.attempt
+        if current.number != manifest.attempt or current.coordinator != me.coordinator:
+            raise SupersededError(
+                f"{manifest.key}: attempt {current.number} is live now; this save of attempt {manifest.attempt} is over"
+            )
+        if manifest.save <= current.last_save:
+            raise _TooLateError
+        missing = set(manifest.refs) - body.held()
+        if missing:
+            raise SaveFailedError(f"{manifest.key} refers to {min(missing)}, which is no longer held")
+        entry = Entry(
+            key=manifest.key,
+            refs=manifest.refs,
+            step=manifest.step,
+            committed_at=now,
+            size_bytes=manifest.size_bytes,
+            metrics=manifest.metrics,
+            manifest_crc32=crc32(data),
+        )
+        live = (*body.live, entry)
+        gone = to_evict(live, head=manifest.key, keep_last=keep_last)
+        return replace(
+            body,
+            head=manifest.key,
+            live=tuple(item for item in live if item.key not in gone),
+            evicted=(*body.evicted, *(Evicted(key=key, at=now) for key in gone)),
+            attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
+        )
+
+    try:
+        register.swap(decide, what=f"commit of {manifest.key}")
+    except _TooLateError:
+        return False
+    return True
+
+
+class _TooLateError(Exception):
+    """A later save of the same attempt is committed."""
+
+
+def forget_evicted(register: Register, me: Identity, keys: frozenset[str]) -> Latest:
+    """Step 21: drop entries from `evicted` whose objects are all deleted. Only by the current coordinator."""
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        if body is None:
+            raise CorruptError(_lost(register.store.uri, "is gone"))
+        check_current(register, body, me)
+        left = tuple(item for item in body.evicted if item.key not in keys)
+        return None if len(left) == len(body.evicted) else replace(body, evicted=left)
+
+    return register.swap(decide, what="prune")
+
+
+def check_owner(register: Register, body: Latest, me: Identity) -> None:
+    """Step 9: an owner that is listed but not current is fenced for good. Owners are never taken off the list."""
+    if body.attempt.owner != me.owner and me.owner in body.owners:
+        raise FencedError(
+            f"{register.store.uri}: another driver ({body.attempt.owner}) has taken over this run with attempt "
+            f"{body.attempt.number}. This driver commits nothing more; stop it, or give it another run name"
+        )
+
+
+def check_current(register: Register, body: Latest, me: Identity) -> None:
+    """Step 28: raises FencedError when another driver owns the run, SupersededError when another coordinator does."""
+    check_owner(register, body, me)
+    if body.attempt.owner != me.owner or body.attempt.coordinator != me.coordinator:
+        raise SupersededError(f"{register.store.uri}: attempt {body.attempt.number} belongs to another coordinator")
+
+
+def _taken_over(body: Latest, me: Identity) -> Latest | None:
+    current = body.attempt
+    if current.coordinator == me.coordinator:
+        return None
+    return replace(body, attempts=(*body.attempts[:-1], replace(current, coordinator=me.coordinator)))
+
+
+def _attempt(number: int, me: Identity, group: str, world_size: int, restore_key: str | None, now: float) -> Attempt:
+    return Attempt(
+        number=number,
+        owner=me.owner,
+        coordinator=me.coordinator,
+        group=group,
+        world_size=world_size,
+        restore_key=restore_key,
+        claimed_at=now,
+    )
+
+
+def _resume_head(register: Register, body: Latest, resume: str | int) -> str | None:
+    uri = register.store.uri
+    if resume == "never":
+        raise ConfigError(f"{uri}: resume='never', but the run has {len(body.live)} checkpoints. Use another run name")
+    if resume == "must" and body.head is None:
+        raise NotFoundError(f"{uri}: resume='must', but the run has no committed checkpoint")
+    if isinstance(resume, int):
+        keys = [entry.key for entry in body.live if entry.step == resume]
+        if not keys:
+            steps = ", ".join(str(entry.step) for entry in body.live) or "none"
+            raise NotFoundError(f"{uri}: no checkpoint of step {resume}; there are: {steps}")
+        return keys[-1]
+    return body.head
+
+
+def _check_not_lost(register: Register, mine: Attempt) -> None:
+    """Step 10. After winning, not before: the listing then sees everything that an older `latest` allowed. A group
+    saves nothing before its claim is answered, so a directory of this very attempt is also one too many."""
+    names = [layout.CheckpointName.parse(name) for name in register.store.list_names(layout.CHECKPOINTS_PREFIX)]
+    ahead = [name for name in names if name is not None and name.attempt >= mine.number]
+    if not ahead:
+        return
+    now = register.read()
+    assert now is not None, "this process has just seen it"
+    if now[0].attempt != mine:
+        raise SupersededError(f"attempt {now[0].attempt.number} was claimed meanwhile")
+    raise CorruptError(_lost(register.store.uri, f"is older than the checkpoint {max(ahead)}"))
+
+
+def _lost(uri: str, what: str) -> str:
+    return (
+        f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "
+        "checkpoints. Put the object back (bucket versioning), or move the run's folder away to start anew"
+    )
+
+
+def _must_refuse(store: Store, write: Callable[[], None], what: str) -> None:
+    try:
+        write()
+    except ConflictError:
+        return
+    raise ConfigError(
+        f"{store.uri}: the store {what} although told not to. Two drivers could overwrite each other here; "
+        "use a store with conditional writes"
+    )

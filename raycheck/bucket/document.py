@@ -1,0 +1,122 @@
+"""Frozen dataclasses as JSON: typed on the way in, lossless on the way out.
+
+Readers ignore fields they do not know, writers preserve them: each document carries what it did not understand in
+`unknown` and writes it back. A body from the bucket is hostile until it has passed `parse`: wrong types, depth or
+numbers raise CorruptError with the path of the field.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from raycheck.errors import CorruptError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """Base of all documents. `unknown` holds fields of newer minor writers."""
+
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+D = TypeVar("D", bound=Document)
+
+
+def dump(document: Document) -> bytes:
+    """UTF-8 JSON with sorted keys: equal documents give equal bytes."""
+    text = json.dumps(_to_json(document), sort_keys=True, allow_nan=False, ensure_ascii=False, indent=1)
+    return text.encode()
+
+
+def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
+    """Parse `data` as `cls`. `what` names the object in errors.
+
+    Raises CorruptError for anything that is not such a document, and for a higher format version (by number).
+    """
+    if len(data) > max_bytes:
+        raise CorruptError(f"{what} has {len(data)} bytes, more than the {max_bytes} it may have")
+    try:
+        tree = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what} is not JSON: {error}") from None
+    check_format_version(tree, what=what)
+    return _parse(cls, tree, what)  # type: ignore[no-any-return]
+
+
+def check_format_version(tree: object, *, what: str) -> None:
+    """Refuse by number what a newer raycheck wrote, before any field of it is believed."""
+    version = tree.get("format_version") if isinstance(tree, dict) else None
+    if type(version) is not int or version < 1:
+        raise CorruptError(f"{what} has no format version")
+    if version > FORMAT_VERSION:
+        raise CorruptError(
+            f"{what} has format version {version}; this raycheck reads up to {FORMAT_VERSION}. Install a newer raycheck"
+        )
+
+
+def _to_json(value: object) -> object:
+    if is_dataclass(value) and isinstance(value, Document):
+        tree = dict(value.unknown)
+        for spec in fields(value):
+            if spec.name != "unknown":
+                tree[spec.name] = _to_json(getattr(value, spec.name))
+        return tree
+    if isinstance(value, tuple | list):
+        return [_to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _to_json(item) for key, item in value.items()}
+    return value
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _parse(expected: Any, value: object, path: str) -> Any:
+    origin = get_origin(expected)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in get_args(expected):
+            return None
+        (inner,) = (arm for arm in get_args(expected) if arm is not NoneType)
+        return _parse(inner, value, path)
+    if expected is Any:
+        return value
+    if origin is tuple and isinstance(value, list):
+        item_type = get_args(expected)[0]
+        return tuple(_parse(item_type, item, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        value_type = get_args(expected)[1]
+        return {key: _parse(value_type, item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(expected, type) and issubclass(expected, Document) and isinstance(value, dict):
+        return _parse_document(expected, value, path)
+    if expected is float and type(value) is int:
+        return float(value)
+    if expected in (int, float, str, bool) and type(value) is expected:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CorruptError(f"{path} is not a finite number")
+        return value
+    raise CorruptError(f"{path} is not {getattr(expected, '__name__', expected)}: {str(value)[:80]!r}")
+
+
+def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
+    hints = _hints(cls)
+    known: dict[str, Any] = {}
+    for spec in fields(cls):
+        if spec.name == "unknown":
+            continue
+        if spec.name in value:
+            known[spec.name] = _parse(hints[spec.name], value[spec.name], f"{path}.{spec.name}")
+        elif spec.default is MISSING and spec.default_factory is MISSING:
+            raise CorruptError(f"{path} lacks the field {spec.name!r}")
+    return cls(unknown={key: item for key, item in value.items() if key not in hints}, **known)
+
+
+def _refuse_constant(text: str) -> object:
+    raise ValueError(f"{text} is not JSON")

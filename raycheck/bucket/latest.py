@@ -1,0 +1,109 @@
+"""`latest`: the run's one mutable object, as a value.
+
+One GET of it tells a reader everything: who owns the run, which attempt is live, which checkpoints exist. It only
+names committed checkpoints (I3). It is replaced by compare-and-swap only, in commit.py; this module knows no store.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raycheck.bucket.document import FORMAT_VERSION, Document, dump, load
+from raycheck.bucket.layout import CheckpointName
+from raycheck.errors import ConfigError, CorruptError
+
+MAX_BYTES = 64 * 1024
+MAX_ATTEMPTS_LISTED = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry(Document):
+    """A live checkpoint. `refs` are the checkpoints whose directories it uses besides its own."""
+
+    key: str
+    refs: tuple[str, ...] = ()
+    step: int
+    committed_at: float
+    size_bytes: int
+    metrics: Mapping[str, float]
+    manifest_crc32: int
+    pinned: bool = False
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evicted(Document):
+    """A checkpoint that left the live list at `at` (bucket time) for ever. Its objects may be deleted after a grace."""
+
+    key: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt(Document):
+    """One life of the worker group. `number` is the fencing token; `last_save` the highest save committed in it."""
+
+    number: int
+    owner: str
+    coordinator: str
+    group: str
+    world_size: int
+    restore_key: str | None
+    last_save: int = 0
+    claimed_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latest(Document):
+    """The body of `latest`. `attempts` lists the newest 50, the live one last; `owners` lists all owners ever."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: str
+    counter: int
+    owners: tuple[str, ...]
+    attempts: tuple[Attempt, ...]
+    head: str | None
+    live: tuple[Entry, ...] = ()
+    evicted: tuple[Evicted, ...] = ()
+
+    def __post_init__(self) -> None:
+        keys = [entry.key for entry in self.live]
+        names = [
+            *keys,
+            *(item.key for item in self.evicted),
+            *(ref for entry in self.live for ref in entry.refs),
+        ]
+        bad = [name for name in names if CheckpointName.parse(name) is None]
+        if bad:
+            raise CorruptError(f"latest names {bad[0]!r}, which is not a checkpoint's name")
+        if len(set(keys)) < len(keys):
+            raise CorruptError("latest lists a checkpoint twice")
+        if self.head is not None and self.head not in keys:
+            raise CorruptError(f"latest has head {self.head}, which it does not list")
+        if not self.attempts:
+            raise CorruptError("latest names no attempt")
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.attempts[-1]
+
+    def entry(self, key: str) -> Entry | None:
+        """The live entry `key`, or None when it is not live (evicted, or never committed)."""
+        return next((entry for entry in self.live if entry.key == key), None)
+
+    def held(self) -> set[str]:
+        """Checkpoint directories that a live entry holds, as its own or by reference."""
+        return {name for entry in self.live for name in (entry.key, *entry.refs)}
+
+
+def dump_latest(body: Latest) -> bytes:
+    data = dump(body)
+    if len(data) > MAX_BYTES:
+        raise ConfigError(
+            f"latest would have {len(data)} bytes, more than {MAX_BYTES}: it lists {len(body.live)} checkpoints. "
+            "Keep fewer (SaveSettings.keep_last)"
+        )
+    return data
+
+
+def load_latest(data: bytes, *, what: str) -> Latest:
+    return load(Latest, data, what=what, max_bytes=MAX_BYTES)

@@ -1,0 +1,90 @@
+"""Every key in a run, and nothing but keys. All are relative to the run's root.
+
+A checkpoint's name carries its step, attempt and save number and is used once, so that no writer, however late,
+can touch what another one wrote (I2). No other module joins keys.
+"""
+
+import re
+from dataclasses import dataclass
+
+LATEST_KEY = "latest"
+CHECKPOINTS_PREFIX = "checkpoints/"
+_NAME = re.compile(r"step-(\d{9,18})-a(\d{1,9})-s(\d{1,9})")
+_COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class CheckpointName:
+    """`step-000000100-a3-s7`: step 100, save 7 of attempt 3. Ordered by attempt, then save, as commits are."""
+
+    attempt: int
+    save: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:09d}-a{self.attempt}-s{self.save}"
+
+    @classmethod
+    def parse(cls, text: str) -> "CheckpointName | None":
+        """The name behind `text`, or None when it is not exactly one: then it is none of ours."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return None
+        step, attempt, save = (int(group) for group in match.groups())
+        name = cls(step=step, attempt=attempt, save=save)
+        return name if str(name) == text else None
+
+
+def checkpoint_prefix(name: str) -> str:
+    """Where a checkpoint's objects lie. Refuses anything that is not a checkpoint's name: a name read from a
+    hostile bucket must not become a key outside `checkpoints/`."""
+    if CheckpointName.parse(name) is None:
+        raise ValueError(f"{name!r} is not a checkpoint's name (step-SSSSSSSSS-aN-sM)")
+    return f"{CHECKPOINTS_PREFIX}{name}/"
+
+
+def manifest_key(name: str) -> str:
+    return checkpoint_prefix(name) + "manifest.json"
+
+
+def index_key(name: str) -> str:
+    return checkpoint_prefix(name) + "index"
+
+
+def component_prefix(name: str, component: str) -> str:
+    """One stock DCP directory."""
+    if not _COMPONENT.fullmatch(component):
+        raise ValueError(f"{component!r} is not a component's name (letters, digits, '_', '.', '-')")
+    return f"{checkpoint_prefix(name)}{component}/"
+
+
+def metadata_key(name: str, component: str) -> str:
+    return component_prefix(name, component) + ".metadata"
+
+
+def shard_file(rank: int) -> str:
+    """File name of a rank's shard inside a component's directory, as stock DCP names it."""
+    return f"__{rank}_0.distcp"
+
+
+def shard_key(name: str, component: str, rank: int) -> str:
+    return component_prefix(name, component) + shard_file(rank)
+
+
+def attempt_key(number: int) -> str:
+    return f"attempts/{number:06d}.json"
+
+
+def pointer_prefix(name: str) -> str:
+    """The directory Ray is told of. Ray's own retention may delete it; nothing of ours is in it."""
+    checkpoint_prefix(name)
+    return f"ray/{name}"
+
+
+def pointer_key(name: str) -> str:
+    return pointer_prefix(name) + "/pointer.json"
+
+
+def probe_key(token: str) -> str:
+    """A scratch object on which a claim proves the store's conditional writes."""
+    return f"probes/{token}"

@@ -1,0 +1,94 @@
+"""A checkpoint's manifest: immutable, small, and the only proof that its objects are whole.
+
+It names only durable objects, each with size and checksum (I1); an object's existence proves nothing. Its bytes are
+a pure function of the ranks' reports, so that a coordinator which died half-way and its successor write the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from raycheck.bucket.document import FORMAT_VERSION, Document, load
+from raycheck.bucket.layout import component_prefix, index_key, metadata_key, shard_key
+
+MAX_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRecord(Document):
+    """One object written by one rank: its size in bytes and the CRC-32 of all of it."""
+
+    component: str
+    rank: int
+    size_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blob(Document):
+    """Size in bytes and CRC-32 of an object that the coordinator wrote."""
+
+    size_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component(Document):
+    """A stock DCP directory. `checkpoint` is the one that holds it: this one, or an earlier one by reference."""
+
+    name: str
+    checkpoint: str
+    metadata: Blob
+    shards: tuple[ShardRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord(Document):
+    """What the save cost one rank, in seconds and bytes: training blocked, upload (checksums included)."""
+
+    rank: int
+    blocked_s: float
+    upload_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest(Document):
+    """Everything about one checkpoint except where each tensor's bytes lie: that is in its index."""
+
+    format_version: int = FORMAT_VERSION
+    key: str
+    step: int
+    attempt: int
+    save: int
+    epoch: int
+    samples: int
+    world_size: int
+    restored_from: str | None
+    metrics: Mapping[str, float]
+    index: Blob
+    components: tuple[Component, ...]
+    ranks: tuple[RankRecord, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(blob.size_bytes for _, blob in self.objects())
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        return tuple(sorted({part.checkpoint for part in self.components} - {self.key}))
+
+    def objects(self) -> Iterator[tuple[str, Blob | ShardRecord]]:
+        """(key, size and checksum) of every object that this checkpoint needs besides the manifest itself."""
+        yield index_key(self.key), self.index
+        for part in self.components:
+            yield metadata_key(part.checkpoint, part.name), part.metadata
+            for shard in part.shards:
+                yield shard_key(part.checkpoint, part.name, shard.rank), shard
+
+    def prefixes(self) -> dict[str, str]:
+        """Component name to the prefix of its DCP directory."""
+        return {part.name: component_prefix(part.checkpoint, part.name) for part in self.components}
+
+
+def load_manifest(data: bytes, *, what: str) -> Manifest:
+    return load(Manifest, data, what=what, max_bytes=MAX_BYTES)

@@ -1,0 +1,97 @@
+"""What a store must do, in object words. Keys are relative to the store's root and never begin with "/".
+
+Errors are the same from every backend: NotFoundError (the object is not there), ConflictError (a condition was
+refused), StoreError (anything else; after it a write may or may not have been applied). Nothing here retries a
+conditional write: the caller judges by effect.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from raycheck.errors import ConfigError, CorruptError
+
+MAX_CONDITIONAL_BYTES = 1024 * 1024
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """Body, version (etag or generation, opaque) and the store's own clock (seconds), from ONE response."""
+
+    data: bytes
+    version: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    key: str
+    size_bytes: int
+
+
+class Store(ABC):
+    """Objects under one root. Safe to use from several threads; not to be carried through fork."""
+
+    uri: str
+
+    @abstractmethod
+    def get(self, key: str) -> Got:
+        """The whole object. Raises NotFoundError."""
+
+    @abstractmethod
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Exactly the bytes start..stop. Raises NotFoundError, and CorruptError when the object is shorter."""
+
+    @abstractmethod
+    def head(self, key: str) -> int:
+        """Size in bytes. Raises NotFoundError."""
+
+    @abstractmethod
+    def list_objects(self, prefix: str) -> Iterator[Listed]:
+        """Every object whose key begins with `prefix` (which ends in "/"), in no promised order."""
+
+    @abstractmethod
+    def list_names(self, prefix: str) -> list[str]:
+        """The names directly under `prefix` (which ends in "/") that have objects below them, as `ls` would show."""
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer) -> None:
+        """Write one object whole: a reader sees the old bytes or the new ones. Returns when it is durable."""
+
+    @abstractmethod
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        """Write one object from `parts`, pulled just ahead of the send; all but the last are `part_bytes` long.
+
+        When it raises, no object exists and no request that reads a part is still under way: the buffer behind the
+        parts may be used again.
+        """
+
+    @abstractmethod
+    def part_bytes(self, size_bytes: int) -> int:
+        """How long the parts of an object of this size should be."""
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Create, or raise ConflictError when the object exists. One single-part PUT of at most 1 MiB."""
+
+    @abstractmethod
+    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        """Replace that very version, or raise ConflictError. One single-part PUT of at most 1 MiB."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove; removing what is not there is fine."""
+
+
+def check_conditional_size(key: str, data: bytes) -> None:
+    if len(data) > MAX_CONDITIONAL_BYTES:
+        # s3fs drops If-Match once a body goes multipart, and Ceph RGW ignores conditions on completion.
+        raise ConfigError(f"{key}: {len(data)} bytes; a conditional write carries at most {MAX_CONDITIONAL_BYTES}")
+
+
+def check_length(uri: str, key: str, data: bytes, start: int, stop: int) -> bytes:
+    """Contract of get_range: a store that clamps a range at the object's end must not pass for a short tensor."""
+    if len(data) != stop - start:
+        raise CorruptError(f"{uri}: {key} ends before byte {stop}: got {len(data)} of {stop - start} bytes")
+    return data

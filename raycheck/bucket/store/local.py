@@ -1,0 +1,145 @@
+"""`file://`: a folder, for one machine or a shared file system with hard links and flock.
+
+A whole object appears by rename, so a reader never sees half; data and folder are flushed before a put returns.
+Creation is exclusive through `link`, replacement through a lock file that dies with its process.
+"""
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
+from raycheck.errors import ConflictError, NotFoundError, StoreError
+
+_HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
+
+
+class LocalStore(Store):
+    """Versions are content digests: equal bytes are equal state, and conditional bodies are small."""
+
+    def __init__(self, uri: str, root: str) -> None:
+        self.uri = uri
+        self._root = Path(root)
+
+    def get(self, key: str) -> Got:
+        with self._errors(key):
+            data = self._path(key).read_bytes()
+            return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        with self._errors(key), self._path(key).open("rb") as file:
+            data = os.pread(file.fileno(), stop - start, start)
+            while data and len(data) < stop - start:  # one pread returns at most 2 GiB
+                more = os.pread(file.fileno(), stop - start - len(data), start + len(data))
+                if not more:
+                    break
+                data += more
+            return check_length(self.uri, key, data, start, stop)
+
+    def head(self, key: str) -> int:
+        with self._errors(key):
+            path = self._path(key)
+            if path.is_dir():
+                raise FileNotFoundError(key)
+            return path.stat().st_size
+
+    def list_objects(self, prefix: str) -> Iterator[Listed]:
+        for folder, _, names in os.walk(self._path(prefix)):
+            for name in names:
+                path = Path(folder, name)
+                if not name.startswith(_HIDDEN):
+                    with suppress(FileNotFoundError):  # deleted while we list
+                        yield Listed(path.relative_to(self._root).as_posix(), path.stat().st_size)
+
+    def list_names(self, prefix: str) -> list[str]:
+        with self._errors(prefix), suppress(FileNotFoundError):
+            return sorted(item.name for item in os.scandir(self._path(prefix)) if item.is_dir())
+        return []
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.put_parts(key, [memoryview(data)], len(data))
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        del size_bytes
+        with self._errors(key), self._written(key, parts) as temporary:
+            temporary.replace(self._path(key))
+
+    def part_bytes(self, size_bytes: int) -> int:
+        del size_bytes
+        return 16 * 1024 * 1024
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_conditional_size(key, data)
+        with self._errors(key), self._written(key, [memoryview(data)]) as temporary:
+            try:
+                os.link(temporary, self._path(key))
+            except FileExistsError:
+                raise ConflictError(f"{self.uri}: {key} exists") from None
+
+    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        check_conditional_size(key, data)
+        with self._errors(key), self._written(key, [memoryview(data)]) as temporary, self._locked(key):
+            try:
+                current = self.get(key).version
+            except NotFoundError:
+                current = ""
+            if current != version:
+                raise ConflictError(f"{self.uri}: {key} is another version")
+            temporary.replace(self._path(key))
+
+    def delete(self, key: str) -> None:
+        with self._errors(key), suppress(FileNotFoundError):
+            path = self._path(key)
+            path.unlink()
+            for folder in path.parents:  # an object store has no empty folders
+                if folder == self._root or not folder.is_relative_to(self._root):
+                    break
+                folder.rmdir()
+
+    def _path(self, key: str) -> Path:
+        return self._root / key
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise NotFoundError(f"{self.uri}: no object {key}") from None
+        except OSError as error:
+            if error.errno == 39:  # ENOTEMPTY from rmdir: the folder still holds objects
+                return
+            raise StoreError(f"{self.uri}: {key}: {error.strerror or error}") from error
+
+    @contextmanager
+    def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[Path]:
+        """The parts in a flushed temporary beside `key`; after the block the folder is flushed too."""
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f"{_HIDDEN}{uuid4().hex}"
+        try:
+            with temporary.open("xb", buffering=0) as file:
+                for part in parts:
+                    view = memoryview(part).cast("B")
+                    while view:
+                        view = view[file.write(view) :]
+                os.fsync(file.fileno())
+            yield temporary
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        path = self._path(key)
+        with (path.parent / f"{_HIDDEN}lock-{path.name}").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,237 @@
+"""`s3://`: S3 and its relatives through s3fs, which supplies the session, the credentials and the event loop.
+
+Requests are made on its botocore client directly: s3fs drops If-Match once a body goes multipart, retries
+conditional writes into a 412 of its own making, and uploads parts one after another. Retrying happens here, once,
+and only for requests that may be repeated.
+"""
+
+import asyncio
+import base64
+import email.utils
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+import s3fs
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from fsspec.asyn import get_loop
+
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
+from raycheck.errors import ConfigError, ConflictError, NotFoundError, RaycheckError, StoreError
+
+PART_BYTES = 16 * 1024 * 1024
+MAX_PARTS = 10_000
+PARTS_IN_FLIGHT = 4
+ATTEMPTS = 5
+REQUEST_TIMEOUT_S = 60.0  # aiobotocore's own read time-out does not cover a stalled upload
+T = TypeVar("T")
+
+
+class S3Store(Store):
+    """One bucket and prefix. Settings from the URI's query: endpoint_override, scheme, region."""
+
+    def __init__(self, uri: str, *, bucket: str, prefix: str, query: Mapping[str, str]) -> None:
+        unknown = sorted(set(query) - {"endpoint_override", "scheme", "region"})
+        if unknown:
+            raise ConfigError(f"{uri}: unknown setting {unknown[0]!r}; known: endpoint_override, scheme, region")
+        self.uri = uri
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        endpoint = query.get("endpoint_override")
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{query.get('scheme', 'https')}://{endpoint}"
+        self._fs = s3fs.S3FileSystem(
+            skip_instance_cache=True,
+            use_listings_cache=False,
+            endpoint_url=endpoint,
+            client_kwargs={"region_name": query["region"]} if "region" in query else {},
+            config_kwargs={
+                "max_pool_connections": 50,
+                "connect_timeout": 10,
+                "retries": {"total_max_attempts": 1},
+                # Bodies are views of the staging buffer, each sent with its CRC-32: botocore must neither validate
+                # nor hash them (it takes only bytes for both).
+                "parameter_validation": False,
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+                "s3": {"payload_signing_enabled": False},
+            },
+        )
+
+    def get(self, key: str) -> Got:
+        async def call(client: Any) -> Got:
+            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            data = await answer["Body"].read()
+            return Got(data, answer["ETag"], _date(answer))
+
+        return self._run(key, call)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        async def call(client: Any) -> bytes:
+            span = f"bytes={start}-{stop - 1}"
+            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key, Range=span)
+            return bytes(await answer["Body"].read())
+
+        if start == stop:
+            return b""
+        return check_length(self.uri, key, self._run(key, call), start, stop)
+
+    def head(self, key: str) -> int:
+        async def call(client: Any) -> int:
+            return int((await client.head_object(Bucket=self._bucket, Key=self._prefix + key))["ContentLength"])
+
+        return self._run(key, call)
+
+    def list_objects(self, prefix: str) -> Iterator[Listed]:
+        for page in self._pages(prefix):
+            for item in page.get("Contents", []):
+                yield Listed(item["Key"][len(self._prefix) :], item["Size"])
+
+    def list_names(self, prefix: str) -> list[str]:
+        start = len(self._prefix) + len(prefix)
+        return [
+            item["Prefix"][start:].rstrip("/")
+            for page in self._pages(prefix, Delimiter="/")
+            for item in page.get("CommonPrefixes", [])
+        ]
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._run(key, lambda client: self._put_object(client, key, data))
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return max(PART_BYTES, -(-size_bytes // MAX_PARTS))
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        if size_bytes <= self.part_bytes(size_bytes):
+            self.put(key, next(iter(parts), memoryview(b"")))
+            return
+        where = {"Bucket": self._bucket, "Key": self._prefix + key}
+        created = self._run(key, lambda client: client.create_multipart_upload(**where, ChecksumAlgorithm="CRC32"))
+        where["UploadId"] = created["UploadId"]
+        sent: list[Future[dict[str, Any]]] = []
+        try:
+            for number, part in enumerate(parts, 1):
+                sent.append(self._start(key, partial(_upload_part, where, number, part)))
+                flying = [future for future in sent if not future.done()]
+                if len(flying) >= PARTS_IN_FLIGHT:
+                    wait(flying, return_when=FIRST_COMPLETED)
+                _raise_first(sent)
+            done = [future.result() for future in sent]
+            self._run(key, lambda c: c.complete_multipart_upload(**where, MultipartUpload={"Parts": done}))
+        except BaseException:
+            wait(sent)  # the buffer is in use until every request that reads it has ended
+            self._abandon(key, where)
+            raise
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_conditional_size(key, data)
+        self._run(key, lambda client: self._put_object(client, key, data, IfNoneMatch="*"), attempts=1)
+
+    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        check_conditional_size(key, data)
+        try:
+            self._run(key, lambda client: self._put_object(client, key, data, IfMatch=version), attempts=1)
+        except ConflictError:
+            # Ceph RGW 16 compares If-Match with the bare ETag only. Still conditional, so asking twice is safe.
+            bare = version.strip('"')
+            self._run(key, lambda client: self._put_object(client, key, data, IfMatch=bare), attempts=1)
+
+    def delete(self, key: str) -> None:
+        self._run(key, lambda client: client.delete_object(Bucket=self._bucket, Key=self._prefix + key))
+
+    async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
+        await client.put_object(
+            Bucket=self._bucket,
+            Key=self._prefix + key,
+            Body=data,
+            ChecksumCRC32=_crc_header(data),
+            **condition,
+        )
+
+    def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
+        where: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **more}
+        while True:
+            page = self._run(prefix, lambda client: client.list_objects_v2(**where))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            where["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _abandon(self, key: str, where: dict[str, str]) -> None:
+        try:
+            self._run(key, lambda client: client.abort_multipart_upload(**where), attempts=1)
+        except RaycheckError:
+            return  # the error that brought us here matters more; sweep and lifecycle rules abort what is left
+
+    def _run(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> T:
+        return self._start(key, call, attempts=attempts).result()
+
+    def _start(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(self._repeated(key, call, attempts), get_loop())
+
+    async def _repeated(self, key: str, call: Callable[[Any], Awaitable[T]], attempts: int) -> T:
+        for attempt in range(1, attempts + 1):
+            try:
+                client = await self._fs.set_session()
+                return await asyncio.wait_for(call(client), REQUEST_TIMEOUT_S)
+            except Exception as error:
+                translated, may_repeat = _translate(self.uri, key, error)
+                if not may_repeat or attempt == attempts:
+                    raise translated from error
+            await asyncio.sleep(random.uniform(0.5, 1.0) * 0.1 * 3**attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
+    crc = _crc_header(part)
+    answer = await client.upload_part(**where, PartNumber=number, Body=part, ChecksumCRC32=crc)
+    return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
+
+
+def _raise_first(sent: list[Future[Any]]) -> None:
+    for future in sent:
+        if future.done():
+            future.result()
+
+
+def _crc_header(data: Buffer) -> str:
+    return base64.b64encode(crc32(data).to_bytes(4, "big")).decode()
+
+
+def _date(answer: Mapping[str, Any]) -> float:
+    """The bucket's clock. Ages are differences of these, never of a host's clock."""
+    header = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return email.utils.parsedate_to_datetime(header).timestamp() if header else time.time()
+
+
+def _translate(uri: str, key: str, error: Exception) -> tuple[RaycheckError, bool]:
+    """The typed error, and whether an unconditional request may be repeated after it."""
+    if isinstance(error, RaycheckError):
+        return error, False
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = error.response.get("Error", {}).get("Code", "")
+        if code == "NoSuchBucket":
+            return ConfigError(f"{uri}: there is no such bucket; create it or correct the name"), False
+        if status == 404:
+            return NotFoundError(f"{uri}: no object {key}"), False
+        if status in (409, 412):
+            return ConflictError(f"{uri}: {key}: refused by its condition ({code})"), False
+        if status in (401, 403):
+            return StoreError(
+                f"{uri}: {key}: access denied ({code}). Check the credentials and their permissions; "
+                "S3 also says this for a missing object when s3:ListBucket is not granted"
+            ), False
+        text = f"{uri}: {key}: the store answered {status} {code}"
+        return StoreError(text), status >= 500 or status == 429 or code in ("SlowDown", "RequestTimeout")
+    if isinstance(error, NoCredentialsError):
+        return ConfigError(f"{uri}: no credentials found; set AWS_PROFILE or AWS_ACCESS_KEY_ID and its secret"), False
+    if isinstance(error, TimeoutError):
+        return StoreError(f"{uri}: {key}: no answer within {REQUEST_TIMEOUT_S:.0f} s"), True
+    if isinstance(error, BotoCoreError | OSError):
+        return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True
+    return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True

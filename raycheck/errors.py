@@ -1,0 +1,57 @@
+"""Every error raycheck raises, by what the caller should do.
+
+All take one message that names the object and says what to do, so that they survive pickling between Ray's
+processes unchanged. `ends_run` marks those which a restart cannot cure: `raycheck.fit` stops the run on them
+however many failures Ray may still retry.
+"""
+
+
+class RaycheckError(Exception):
+    """Root of all errors of raycheck."""
+
+    ends_run = False
+
+
+class NotFoundError(RaycheckError, FileNotFoundError):
+    """An object, checkpoint or run that was named does not exist."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ConflictError(RaycheckError):
+    """A conditional write was refused: the object is there already, or is another version."""
+
+
+class FencedError(ConflictError):
+    """Another driver owns the run now. Final for this driver: nothing more of it will be committed."""
+
+    ends_run = True
+
+
+class SupersededError(ConflictError):
+    """A newer attempt of the same driver runs. Only this attempt is over."""
+
+
+class CorruptError(RaycheckError):
+    """Bytes in the bucket are not what a manifest or `latest` says, or their format version is newer."""
+
+    ends_run = True
+
+
+class StoreError(RaycheckError):
+    """The store or the way to it failed; the same call may succeed later unless the message says otherwise."""
+
+
+class ConfigError(RaycheckError, ValueError):
+    """Something the caller wrote cannot work; nothing was changed."""
+
+    ends_run = True
+
+
+class StateMismatchError(ConfigError):
+    """The live state and the checkpoint do not hold the same things; all differences are listed."""
+
+
+class SaveFailedError(RaycheckError):
+    """A save did not become a checkpoint. Earlier checkpoints are untouched."""

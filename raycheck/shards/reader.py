@@ -1,0 +1,199 @@
+"""Reading tensors back: byte-exact ranged GETs from the index's offsets, straight into the live tensors.
+
+Works at any world size: each wanted box is cut from whatever boxes were saved. Every 4 MiB sub-block that is read is
+checked, also of partial reads; nothing is unpickled.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from raycheck.bucket.checksum import SUB_BLOCK, crc32
+from raycheck.bucket.index import Chunk, Index, Tensor
+from raycheck.bucket.layout import shard_file
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError
+from raycheck.shards.pieces import Piece
+
+REQUEST_BYTES = 16 * 1024 * 1024
+GAP_BYTES = 64 * 1024
+REQUESTS_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """Bytes start..stop of a chunk's payload (whole sub-blocks), and the box of them that goes into a piece.
+
+    first, sizes, strides: the box inside the chunk, in elements from its first; target_low: its corner inside the
+    piece. One run of bytes on both sides is a box of one dimension.
+    """
+
+    tensor: Tensor
+    chunk: Chunk
+    piece: Piece
+    start: int
+    stop: int
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    target_low: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One ranged GET of an object: bytes start..stop, serving reads in order."""
+
+    key: str
+    start: int
+    stop: int
+    reads: tuple[Read, ...]
+
+
+def read_into(store: Store, prefixes: dict[str, str], index: Index, pieces: Sequence[Piece]) -> int:
+    """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory.
+
+    Returns the bytes fetched. Raises CorruptError that names rank, component, tensor and sub-block, NotFoundError for
+    a missing object. After an error the tensors hold a mixture and must not be used.
+    """
+    requests = list(_requests(prefixes, _reads(index, pieces)))
+    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
+        for _ in pool.map(lambda request: _serve(store, request), requests):
+            pass
+    return sum(request.stop - request.start for request in requests)
+
+
+def _reads(index: Index, pieces: Sequence[Piece]) -> Iterator[Read]:
+    numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
+    chunks: dict[int, list[Chunk]] = {}
+    for chunk in index.chunks:
+        chunks.setdefault(chunk.tensor, []).append(chunk)
+    for piece in pieces:
+        number = numbers[piece.name]
+        covered = 0
+        for chunk in chunks.get(number, []):
+            low = tuple(map(max, chunk.offsets, piece.offsets))
+            high = tuple(
+                min(a + n, b + m)
+                for a, n, b, m in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.sizes, strict=True)
+            )
+            sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+            if all(size > 0 for size in sizes):
+                covered += math.prod(sizes)
+                yield from _reads_of_box(index.tensors[number], chunk, piece, low, sizes)
+        if covered != math.prod(piece.sizes):
+            raise CorruptError(f"the checkpoint's index does not cover {piece.name} at {piece.offsets}")
+
+
+def _reads_of_box(
+    tensor: Tensor, chunk: Chunk, piece: Piece, low: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[Read]:
+    """The reads for one box: cut at sub-blocks where it is one run of bytes on both sides, else at rows."""
+    inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
+    target = tuple(a - b for a, b in zip(low, piece.offsets, strict=True))
+    item = piece.local.element_size()
+    if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
+        raise CorruptError(f"{tensor.name}: a chunk of {chunk.sizes} has {chunk.payload_size} bytes")
+
+    def read(corner: tuple[int, ...], box: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
+        begin = sum(a * s for a, s in zip(corner, strides, strict=True)) * item
+        end = begin + (sum((n - 1) * s for n, s in zip(box, strides, strict=True)) + 1) * item
+        return Read(
+            tensor=tensor,
+            chunk=chunk,
+            piece=piece,
+            start=begin // SUB_BLOCK * SUB_BLOCK,
+            stop=min(-(-end // SUB_BLOCK) * SUB_BLOCK, chunk.payload_size),
+            first=begin // item,
+            sizes=box,
+            strides=strides,
+            target_low=into,
+        )
+
+    strides = _strides(chunk.sizes)
+    if sizes[1:] == chunk.sizes[1:] == piece.sizes[1:] and piece.local.is_contiguous():
+        at = inside[0] * strides[0] if sizes else 0
+        stop = at + math.prod(sizes)
+        shift = (target[0] * strides[0] if sizes else 0) - at
+        while at < stop:
+            until = min(stop, (at * item // SUB_BLOCK * SUB_BLOCK + REQUEST_BYTES) // item)
+            yield read((at,), (until - at,), (at + shift,), (1,))
+            at = until
+        return
+    rows = max(1, REQUEST_BYTES // (strides[0] * item))
+    for skip in range(0, sizes[0], rows):
+        box = (min(rows, sizes[0] - skip), *sizes[1:])
+        yield read((inside[0] + skip, *inside[1:]), box, (target[0] + skip, *target[1:]), strides)
+
+
+def _requests(prefixes: dict[str, str], reads: Iterator[Read]) -> Iterator[Request]:
+    """Sorted by object and offset; neighbours across small gaps become one request."""
+    by_key: dict[str, list[Read]] = {}
+    for read in reads:
+        key = prefixes[read.chunk.component] + shard_file(read.chunk.rank)
+        by_key.setdefault(key, []).append(read)
+    for key, group in by_key.items():
+        group.sort(key=_start_in_object)
+        batch: list[Read] = []
+        for read in group:
+            if batch:
+                end = max(map(_stop_in_object, batch))
+                size = max(end, _stop_in_object(read)) - _start_in_object(batch[0])
+                if _start_in_object(read) - end > GAP_BYTES or size > REQUEST_BYTES:
+                    yield _request(key, batch)
+                    batch = []
+            batch.append(read)
+        yield _request(key, batch)
+
+
+def _request(key: str, batch: list[Read]) -> Request:
+    stop = max(map(_stop_in_object, batch))
+    return Request(key=key, start=_start_in_object(batch[0]), stop=stop, reads=tuple(batch))
+
+
+def _start_in_object(read: Read) -> int:
+    return read.chunk.payload_offset + read.start
+
+
+def _stop_in_object(read: Read) -> int:
+    return read.chunk.payload_offset + read.stop
+
+
+def _serve(store: Store, request: Request) -> None:
+    data = bytearray(store.get_range(request.key, request.start, request.stop))
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    for read in request.reads:
+        begin = _start_in_object(read) - request.start
+        end = begin + read.stop - read.start
+        _verify(memoryview(data)[begin:end], read)
+        _scatter(flat[begin:end], read)
+
+
+def _verify(payload: memoryview, read: Read) -> None:
+    first = read.start // SUB_BLOCK
+    for number, at in enumerate(range(0, len(payload), SUB_BLOCK), first):
+        if crc32(payload[at : at + SUB_BLOCK]) != read.chunk.crcs[number]:
+            raise CorruptError(
+                f"shard of rank {read.chunk.rank}, component {read.chunk.component}: tensor {read.tensor.name}, "
+                f"sub-block {number} has another checksum than the index says"
+            )
+
+
+def _scatter(payload: torch.Tensor, read: Read) -> None:
+    local = read.piece.local
+    box = payload.view(local.dtype).as_strided(
+        read.sizes,
+        read.strides,
+        payload.storage_offset() // local.element_size() + read.first - read.start // local.element_size(),
+    )
+    target = local.view(-1) if len(read.sizes) != local.dim() else local
+    for dim, (low, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
+        target = target.narrow(dim, low, size)
+    with torch.no_grad():
+        target.copy_(box)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

@@ -1,0 +1,76 @@
+"""Random state of python, numpy, torch's CPU and every accelerator device, as values of one rank.
+
+Kept per rank. Rule for another world size: a rank that existed takes its own state; a new rank gets seeds derived
+from rank 0's saved state and its own number, so that the same resize always gives the same run.
+"""
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from raycheck.bucket.lossless import decode, encode
+from raycheck.errors import CorruptError
+
+
+def rng_values() -> Any:
+    """This process's random state, as a lossless tree."""
+    numpy = sys.modules.get("numpy")
+    return encode(
+        {
+            "python": random.getstate(),
+            "numpy": numpy.random.get_state() if numpy else None,
+            "torch": bytes(torch.get_rng_state().numpy()),
+            "accelerator": [bytes(state.cpu().numpy()) for state in _accelerator_states()],
+        },
+        "rng",
+    )
+
+
+def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
+    """Set this process's random state from those saved. Returns what was done, for the restore report."""
+    if not rank_values:
+        raise CorruptError("the checkpoint holds no random state")
+    if rank >= len(rank_values):
+        digest = hashlib.blake2b(json.dumps(rank_values[0]).encode() + rank.to_bytes(8, "big"), digest_size=8)
+        _seed_all(int.from_bytes(digest.digest(), "big") >> 1)
+        return f"derived for new rank {rank} from rank 0's saved state"
+    saved = decode(rank_values[rank], _no_tensor)
+    random.setstate(saved["python"])
+    if saved["numpy"] is not None:
+        import numpy as np
+
+        np.random.set_state(saved["numpy"])  # noqa: NPY002  the legacy global state is what user code draws from
+    torch.set_rng_state(_state_tensor(saved["torch"]))
+    devices = len(_accelerator_states())
+    for device, state in enumerate(saved["accelerator"][:devices]):
+        torch.get_device_module().set_rng_state(_state_tensor(state), device)
+    if len(saved["accelerator"]) != devices:
+        return f"restored; accelerator devices: {len(saved['accelerator'])} saved, {devices} here, the first ones set"
+    return "restored"
+
+
+def _accelerator_states() -> list[torch.Tensor]:
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module()
+    return [module.get_rng_state(device) for device in range(torch.accelerator.device_count())]
+
+
+def _state_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _no_tensor(name: str) -> object:
+    raise CorruptError(f"random state refers to a tensor {name!r}")

@@ -1,0 +1,117 @@
+"""A train state as a whole: gathered for a save, checked and applied at a restore.
+
+The user's entries, plus what raycheck adds by itself: `rng` (per rank) and `progress`. Nothing is changed before the
+whole checkpoint was compared with the live state; every difference is listed in one error.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.lossless import encode
+from raycheck.bucket.manifest import Manifest
+from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.shards.parts import SavedPart, parts_of
+from raycheck.shards.pieces import Piece, mine, piece_of
+from raycheck.shards.reader import read_into
+from raycheck.shards.rng import apply_rng, rng_values
+from raycheck.shards.stager import Staged, Stager
+
+COMPONENT = "train"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """step: completed optimizer steps, and index of the next. epoch, samples: consumed position of the data."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+
+
+class TrainState:
+    """The live objects of one rank, with the staging buffer they are saved through."""
+
+    def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int) -> None:
+        if not state:
+            raise ConfigError("the state is empty; give at least the model and the optimizer")
+        self._parts = parts_of(state)
+        self._rank = rank
+        self._world_size = world_size
+        self._stager = Stager(COMPONENT, rank)
+
+    def stage(self, progress: Progress) -> Staged:
+        """Copy this rank's shard into the buffer. Live state may change again when it returns (on an accelerator:
+        by work enqueued from then on). Raises ConfigError, naming the path, for what cannot be saved."""
+        pieces: list[Piece] = []
+        values: dict[str, Any] = {"progress": _progress_values(progress)}
+        leaves: dict[str, tuple[tuple[str | int, ...], object]] = {}
+        for part in self._parts:
+            own_pieces, values[part.name], own_leaves = part.gather()
+            pieces += own_pieces
+            leaves |= own_leaves
+        if self._rank == 0:
+            for name in ("step", "epoch", "samples"):
+                leaves[f"progress.{name}"] = (("progress", name), getattr(progress, name))
+        rank_values = {"rng": rng_values()}
+        own = mine(pieces, rank=self._rank, world_size=self._world_size)
+        staged = self._stager.stage(own, leaves if self._rank == 0 else {})
+        return staged.with_values(values if self._rank == 0 else {}, rank_values)
+
+    def apply(self, checkpoint: Checkpoint) -> "Restored":
+        """Put a checkpoint into the live objects, resharded to this rank.
+
+        Raises StateMismatchError listing every difference before anything was changed; CorruptError or NotFoundError
+        while reading, after which the state is a mixture and the process must not train on.
+        """
+        manifest = checkpoint.manifest()
+        index = checkpoint.index(manifest)
+        saved = [SavedPart(part.name, index) for part in self._parts]
+        wanted = [part.prepare(found) for part, found in zip(self._parts, saved, strict=True)]
+        extra = sorted(set(index.values) - {part.name for part in self._parts} - {"progress"})
+        _refuse_differences(checkpoint, saved, extra)
+        pieces = [
+            piece_of(name, (name,), tensor, may_spread=False) for tensors in wanted for name, tensor in tensors.items()
+        ]
+        fetched = read_into(checkpoint.store, manifest.prefixes(), index, pieces)
+        for part, found, tensors in zip(self._parts, saved, wanted, strict=True):
+            part.finish(found, tensors)
+        return Restored(
+            manifest=manifest,
+            progress=Progress(**index.values["progress"]),
+            rng_values=tuple(values.get("rng") for values in index.rank_values),
+            tensors=len(pieces),
+            bytes_fetched=fetched,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a restore did on this rank. Random state is applied apart, as late as possible."""
+
+    manifest: Manifest
+    progress: Progress
+    rng_values: Sequence[Any]
+    tensors: int
+    bytes_fetched: int
+
+    def apply_rng(self, rank: int) -> str:
+        return apply_rng(self.rng_values, rank)
+
+
+def _progress_values(progress: Progress) -> Any:
+    return encode({"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}, "progress")
+
+
+def _refuse_differences(checkpoint: Checkpoint, saved: Sequence[SavedPart], extra: Sequence[str]) -> None:
+    missing = [line for part in saved for line in part.missing]
+    unexpected = [line for part in saved for line in part.unexpected] + [f"{name} (a whole entry)" for name in extra]
+    if not missing and not unexpected:
+        return
+    lines = [
+        f"checkpoint {checkpoint.entry.key} and the live state do not hold the same things; nothing was changed.",
+        *(f"  missing in the checkpoint: {line}" for line in missing),
+        *(f"  only in the checkpoint: {line}" for line in unexpected),
+    ]
+    raise StateMismatchError("\n".join(lines))

@@ -1,0 +1,9 @@
+#!/bin/sh
+# Every check of the project. `--all` adds the long profiles; anything else goes to pytest.
+extras=train,demo,dev
+. "$(dirname "$0")/../cluster/bootstrap.sh"
+cd "$root"
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m mypy
+exec "$python" -m pytest "$@"
