@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raycheck.bucket.catalog import Run, open_checkpoint, open_run
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
+    from raycheck.run import Run, open_checkpoint, open_run
     from raycheck.settings import SaveSettings
     from raycheck.train.coordinator import start_coordinator
     from raycheck.train.data import Batches
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from raycheck.train.worker import Checkpointer
 
 _HOMES = {
-    "raycheck.bucket.catalog": ("Run", "open_checkpoint", "open_run"),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -42,6 +41,7 @@ _HOMES = {
         "StoreError",
         "SupersededError",
     ),
+    "raycheck.run": ("Run", "open_checkpoint", "open_run"),
     "raycheck.settings": ("SaveSettings",),
     "raycheck.train.coordinator": ("start_coordinator",),
     "raycheck.train.data": ("Batches",),

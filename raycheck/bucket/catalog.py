@@ -4,18 +4,16 @@ A reader needs no lease: on a missing object it reads `latest` again. Gone from 
 again on the head), still listed means damage.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.index import Index, load_index
 from raycheck.bucket.latest import Entry, Latest, load_latest
 from raycheck.bucket.manifest import Manifest, load_manifest
-from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError, NotFoundError, RaycheckError
 
 READ_BYTES = 16 * 1024 * 1024
 
@@ -81,69 +79,22 @@ class Checkpoint:
         return "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run as `latest` had it at one moment."""
-
-    store: Store
-    latest: Latest
-
-    @property
-    def head(self) -> Checkpoint | None:
-        """What a resume would restore; None when nothing was committed yet."""
-        return None if self.latest.head is None else self.checkpoint(self.latest.head)
-
-    @property
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """All live checkpoints, oldest commit first."""
-        return tuple(Checkpoint(self.store, entry) for entry in self.latest.live)
-
-    def at_step(self, step: int) -> Checkpoint:
-        """The newest committed checkpoint of `step`. Raises NotFoundError that lists what there is."""
-        found = [entry for entry in self.latest.live if entry.step == step]
-        if not found:
-            steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
-            raise NotFoundError(f"{self.store.uri}: no checkpoint of step {step}; there are: {steps}")
-        return Checkpoint(self.store, found[-1])
-
-    def checkpoint(self, key: str) -> Checkpoint:
-        """The live checkpoint with this name. Raises NotFoundError."""
-        entry = self.latest.entry(key)
-        if entry is None:
-            raise NotFoundError(f"{self.store.uri}: checkpoint {key} is no longer live; open the run again")
-        return Checkpoint(self.store, entry)
-
-
-def open_run(uri: str) -> Run:
-    """The run at `uri` (Ray's storage path and run name). Raises NotFoundError when there is none."""
-    store = open_store(uri)
+def read_latest(store: Store) -> Latest:
+    """`latest` as it stands. Raises NotFoundError when there is no run here."""
     try:
         got = store.get(layout.LATEST_KEY)
     except NotFoundError:
-        raise NotFoundError(f"{uri}: no run here (no object named latest). Give storage path and run name") from None
-    return Run(store, load_latest(got.data, what=f"{uri}: latest"))
-
-
-def open_checkpoint(pointer: Any) -> Checkpoint:
-    """What a Ray checkpoint of raycheck points to: `Result.checkpoint`, or any ray.train.Checkpoint of the run.
-
-    Raises ConfigError when it is not one of raycheck's pointers, NotFoundError when retention has dropped it.
-    """
-    try:
-        with pointer.filesystem.open_input_stream(f"{pointer.path}/pointer.json") as stream:
-            body = json.loads(stream.read(1 << 16))
-        uri, key = str(body["uri"]), str(body["key"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{pointer}: not a checkpoint that raycheck reported ({error})") from None
-    return open_run(uri).checkpoint(key)
+        raise NotFoundError(
+            f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name"
+        ) from None
+    return load_latest(got.data, what=f"{store.uri}: latest")
 
 
 def _get_live(store: Store, name: str, key: str) -> bytes:
     try:
         return store.get(key).data
     except NotFoundError:
-        body = load_latest(store.get(layout.LATEST_KEY).data, what=f"{store.uri}: latest")
-        if body.entry(name) is None:
+        if read_latest(store).entry(name) is None:
             raise NotFoundError(
                 f"{store.uri}: checkpoint {name} was dropped by retention; open the run again"
             ) from None

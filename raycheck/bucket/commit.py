@@ -322,18 +322,6 @@ def _taken_over(body: Latest, me: Identity) -> Latest | None:
     return replace(body, attempts=(*body.attempts[:-1], replace(current, coordinator=me.coordinator)))
 
 
-def _attempt(number: int, me: Identity, group: str, world_size: int, restore_key: str | None, now: float) -> Attempt:
-    return Attempt(
-        number=number,
-        owner=me.owner,
-        coordinator=me.coordinator,
-        group=group,
-        world_size=world_size,
-        restore_key=restore_key,
-        claimed_at=now,
-    )
-
-
 def _resume_head(register: Register, body: Latest, resume: str | int) -> str | None:
     uri = register.store.uri
     if resume == "never":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from raycheck.errors import CorruptError
 
@@ -106,7 +106,7 @@ def _parse(expected: Any, value: object, path: str) -> Any:
 
 
 def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
-    hints = _hints(cls)
+    hints = _hints(cast("Any", cls))
     known: dict[str, Any] = {}
     for spec in fields(cls):
         if spec.name == "unknown":

@@ -59,9 +59,10 @@ class TrainState:
         staged = self._stager.stage(own, leaves if self._rank == 0 else {})
         return staged.with_values(values if self._rank == 0 else {}, rank_values)
 
-    def apply(self, checkpoint: Checkpoint) -> "Restored":
+    def apply(self, checkpoint: Checkpoint, *, only_mine: bool = False) -> "Restored":
         """Put a checkpoint into the live objects, resharded to this rank.
 
+        only_mine: entries of the checkpoint that this state does not have are left alone instead of refused.
         Raises StateMismatchError listing every difference before anything was changed; CorruptError or NotFoundError
         while reading, after which the state is a mixture and the process must not train on.
         """
@@ -70,7 +71,7 @@ class TrainState:
         saved = [SavedPart(part.name, index) for part in self._parts]
         wanted = [part.prepare(found) for part, found in zip(self._parts, saved, strict=True)]
         extra = sorted(set(index.values) - {part.name for part in self._parts} - {"progress"})
-        _refuse_differences(checkpoint, saved, extra)
+        _refuse_differences(checkpoint, saved, [] if only_mine else extra)
         pieces = [
             piece_of(name, (name,), tensor, may_spread=False) for tensors in wanted for name, tensor in tensors.items()
         ]

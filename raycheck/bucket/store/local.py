@@ -83,7 +83,7 @@ class LocalStore(Store):
 
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
         check_conditional_size(key, data)
-        with self._errors(key), self._written(key, [memoryview(data)]) as temporary, self._locked(key):
+        with self._errors(key), self._written(key, [memoryview(data)]) as temporary, self._locked():
             try:
                 current = self.get(key).version
             except NotFoundError:
@@ -138,8 +138,7 @@ class LocalStore(Store):
             temporary.unlink(missing_ok=True)
 
     @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
-        path = self._path(key)
-        with (path.parent / f"{_HIDDEN}lock-{path.name}").open("wb") as lock:
+    def _locked(self) -> Iterator[None]:
+        with (self._root / f"{_HIDDEN}lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

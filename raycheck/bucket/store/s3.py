@@ -21,7 +21,7 @@ from fsspec.asyn import get_loop
 
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
-from raycheck.errors import ConfigError, ConflictError, NotFoundError, RaycheckError, StoreError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 
 PART_BYTES = 16 * 1024 * 1024
 MAX_PARTS = 10_000
@@ -89,6 +89,8 @@ class S3Store(Store):
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         for page in self._pages(prefix):
             for item in page.get("Contents", []):
+                if item["Key"].endswith("/"):
+                    continue  # an empty "folder" object, as pyarrow and consoles make them
                 yield Listed(item["Key"][len(self._prefix) :], item["Size"])
 
     def list_names(self, prefix: str) -> list[str]:
@@ -221,6 +223,8 @@ def _translate(uri: str, key: str, error: Exception) -> tuple[RaycheckError, boo
             return NotFoundError(f"{uri}: no object {key}"), False
         if status in (409, 412):
             return ConflictError(f"{uri}: {key}: refused by its condition ({code})"), False
+        if status == 416:
+            return CorruptError(f"{uri}: {key} is shorter than the range that was asked for"), False
         if status in (401, 403):
             return StoreError(
                 f"{uri}: {key}: access denied ({code}). Check the credentials and their permissions; "

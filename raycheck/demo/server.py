@@ -1,0 +1,70 @@
+"""The demo's own bucket: moto's S3 server as a child process on 127.0.0.1. Its objects live in its memory."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raycheck.errors import ConfigError
+
+BUCKET = "raycheck"
+START_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """A running server with one empty bucket; yields its URI. Sets throw-away credentials in this process.
+
+    Raises ConfigError when moto is not installed or does not start.
+    """
+    port = _free_port()
+    # moto wants any credentials at all; real ones must not be sent to it, nor a profile be looked up.
+    os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_EC2_METADATA_DISABLED="true")  # noqa: S106
+    command = [sys.executable, "-c", _SERVE, str(port)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # noqa: S603
+    try:
+        address = f"127.0.0.1:{port}"
+        _wait_until_up(server, f"http://{address}/{BUCKET}")
+        yield f"s3://{BUCKET}?endpoint_override={address}&scheme=http&region=us-east-1"
+    finally:
+        server.kill()
+        server.wait()
+
+
+# The pipe closes when the parent dies, however it dies, and takes the server along.
+_SERVE = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+from moto.server import main
+main(["-H", "127.0.0.1", "-p", sys.argv[1]])
+"""
+
+
+def _wait_until_up(server: "subprocess.Popen[bytes]", bucket_url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            assert server.stderr is not None
+            text = server.stderr.read().decode(errors="replace").strip().splitlines()
+            raise ConfigError(
+                f"the embedded S3 server did not start: {text[-1] if text else 'no message'}. "
+                "Install it (pip install 'raycheck[demo]') or give --root"
+            )
+        try:
+            request = urllib.request.Request(bucket_url, method="PUT")  # noqa: S310  our own loopback address
+            with urllib.request.urlopen(request, timeout=5):  # noqa: S310
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.1)
+    raise ConfigError(f"the embedded S3 server did not answer within {START_TIMEOUT_S:.0f} s; give --root instead")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,77 @@
+"""A run as people see it: what is in the bucket, and putting it into live objects outside of any training."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.latest import Latest
+from raycheck.bucket.store import Store, open_store
+from raycheck.errors import ConfigError, NotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as `latest` had it at one moment."""
+
+    store: Store
+    latest: Latest
+
+    @property
+    def head(self) -> Checkpoint | None:
+        """What a resume would restore; None when nothing was committed yet."""
+        return None if self.latest.head is None else self.checkpoint(self.latest.head)
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """All live checkpoints, oldest commit first."""
+        return tuple(Checkpoint(self.store, entry) for entry in self.latest.live)
+
+    def at_step(self, step: int) -> Checkpoint:
+        """The newest committed checkpoint of `step`. Raises NotFoundError that lists what there is."""
+        found = [entry for entry in self.latest.live if entry.step == step]
+        if not found:
+            steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
+            raise NotFoundError(f"{self.store.uri}: no checkpoint of step {step}; there are: {steps}")
+        return Checkpoint(self.store, found[-1])
+
+    def checkpoint(self, key: str) -> Checkpoint:
+        """The live checkpoint with this name. Raises NotFoundError."""
+        entry = self.latest.entry(key)
+        if entry is None:
+            raise NotFoundError(f"{self.store.uri}: checkpoint {key} is no longer live; open the run again")
+        return Checkpoint(self.store, entry)
+
+    def restore(self, step: int | None = None, *, into: Mapping[str, object]) -> int:
+        """Put those entries of a checkpoint (the head, or `step`) that `into` names into its live objects.
+
+        Needs torch, but neither Ray nor a process group. Other entries of the checkpoint are left alone. Returns the
+        restored step. Raises StateMismatchError when an entry of `into` differs; nothing is changed then.
+        """
+        from raycheck.shards.state import TrainState
+
+        checkpoint = self.head if step is None else self.at_step(step)
+        if checkpoint is None:
+            raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
+        return TrainState(into, rank=0, world_size=1).apply(checkpoint, only_mine=True).progress.step
+
+
+def open_run(uri: str) -> Run:
+    """The run at `uri` (Ray's storage path and run name). Raises NotFoundError when there is none."""
+    store = open_store(uri)
+    return Run(store, read_latest(store))
+
+
+def open_checkpoint(pointer: Any) -> Checkpoint:
+    """What a Ray checkpoint of raycheck points to: `Result.checkpoint`, or any ray.train.Checkpoint of the run.
+
+    Raises ConfigError when it is not one of raycheck's pointers, NotFoundError when retention has dropped it.
+    """
+    try:
+        with pointer.filesystem.open_input_stream(f"{pointer.path}/pointer.json") as stream:
+            body = json.loads(stream.read(1 << 16))
+        uri, key = str(body["uri"]), str(body["key"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{pointer}: not a checkpoint that raycheck reported ({error})") from None
+    return open_run(uri).checkpoint(key)

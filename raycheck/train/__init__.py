@@ -1,0 +1,1 @@
+"""Ray: the coordinator actor, the workers' Checkpointer, the data stream, and `fit`."""

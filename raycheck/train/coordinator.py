@@ -1,0 +1,319 @@
+"""The coordinator: one actor per driver and run that turns the ranks' reports into a commit.
+
+It holds no truth. After its own death Ray starts it again with empty memory; the ranks repeat their reports until
+they are told an outcome, and the first call of the live group makes it take the attempt over. Every answer is an
+outcome, never a receipt. All rules are those of bucket/commit.py; this module only gathers and waits.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycheck.bucket import commit as protocol
+from raycheck.bucket import layout
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.commit import Identity, Register
+from raycheck.bucket.document import dump
+from raycheck.bucket.index import dump_index, load_index, merge, uncovered
+from raycheck.bucket.latest import Attempt, Entry
+from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
+from raycheck.bucket.sweep import GRACE_S, prune
+from raycheck.errors import ConfigError, ConflictError, RaycheckError, SaveFailedError, StoreError, SupersededError
+
+WAIT_S = 10.0
+"""How long one report waits for the outcome before it is answered "pending" and repeated."""
+POLL_S = 45.0
+
+logger = logging.getLogger("raycheck")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """The answer to a claim: the attempt's number, and the one checkpoint all ranks restore (None: start fresh)."""
+
+    attempt: int
+    restore: Entry | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one rank hands in when its shards are durable, or why they are not (`failure`).
+
+    section: its part of the index, encoded. progress: step, epoch, samples.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    attempt: int
+    save: int
+    step: int
+    epoch: int = 0
+    samples: int = 0
+    failure: str = ""
+    shards: tuple[ShardRecord, ...] = ()
+    section: bytes = b""
+    restored_from: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    blocked_s: float = 0.0
+    upload_s: float = 0.0
+    keep_last: int = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of a save. "pending" names the ranks that have not reported; ask again."""
+
+    kind: Literal["committed", "superseded", "failed", "pending"]
+    key: str
+    message: str = ""
+
+
+class Coordinator:
+    """See the module. Every method may be repeated."""
+
+    def __init__(self, uri: str, owner: str, resume: str | int = "auto", poll_s: float = POLL_S) -> None:
+        self._me = Identity(owner=owner, coordinator=uuid4().hex[:16])
+        self._uri = uri
+        self._resume = resume
+        self._poll_s = poll_s
+        self._store: Store = open_store(uri)
+        self._register = Register(self._store)
+        self._lock = asyncio.Lock()
+        self._claims: dict[str, Claim] = {}
+        self._adopted: dict[str, int] = {}  # group taken over -> last save committed before
+        self._saves: dict[tuple[str, int], _Pending] = {}
+        self._probed = False
+        self._pruned_at = time.monotonic()
+
+    async def claim(self, group: str, world_size: int) -> Claim:
+        """Make `group` the live attempt. All its ranks may call; they get one answer."""
+        async with self._lock:
+            if group not in self._claims:
+                await self._finish_commits()
+                self._claims[group] = await asyncio.to_thread(self._claim, group, world_size)
+            return self._claims[group]
+
+    async def report(self, report: Report) -> Outcome:
+        """Take a rank's report and wait a while for the outcome of its save."""
+        await self._adopt(report.group)
+        if report.save <= self._adopted.get(report.group, 0):
+            return await asyncio.to_thread(self._past, report)
+        pending = self._saves.setdefault((report.group, report.save), _Pending())
+        pending.reports.setdefault(report.rank, report)
+        if not pending.is_started and (report.failure or len(pending.reports) == report.world_size):
+            pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)))
+        await asyncio.wait([pending.outcome], timeout=WAIT_S)
+        if pending.outcome.done():
+            self._forget_before(report)
+            return pending.outcome.result()
+        missing = sorted(set(range(report.world_size)) - set(pending.reports))
+        what = f"ranks {missing} have not reported" if missing else "the commit is under way"
+        return Outcome(kind="pending", key=_name(report), message=what)
+
+    async def watch(self, group: str) -> None:
+        """Look at `latest` once after the poll interval. Raises FencedError or SupersededError when the group's
+        attempt is over, so that a paused driver learns of it before its next save."""
+        await self._adopt(group)
+        await asyncio.sleep(self._poll_s)
+        await asyncio.to_thread(self._look, group)
+
+    async def _adopt(self, group: str) -> None:
+        """Step 12: the first call of a group that this start of the coordinator does not know."""
+        async with self._lock:
+            if group not in self._claims and group not in self._adopted:
+                attempt = await asyncio.to_thread(protocol.take_over, self._register, self._me, group=group)
+                self._adopted[group] = attempt.last_save
+
+    async def _finish_commits(self) -> None:
+        """Step 7: a fully reported save of the old attempt is committed before a new claim, within a bound."""
+        running = [save.outcome for save in self._saves.values() if save.is_started and not save.outcome.done()]
+        if running:
+            await asyncio.wait(running, timeout=30.0)
+
+    def _forget_before(self, report: Report) -> None:
+        for key in [key for key in self._saves if key[0] != report.group or key[1] < report.save - 1]:
+            del self._saves[key]
+
+    # --- below: in threads ---
+
+    def _claim(self, group: str, world_size: int) -> Claim:
+        if not self._probed:
+            protocol.probe(self._store)
+            self._probed = True
+        before = self._register.read()
+        attempt, entry = protocol.claim(
+            self._register, self._me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
+        )
+        if before is not None and before[0].attempt.number < attempt.number:
+            self._record_end(before[0].attempt, attempt)
+        logger.info(
+            "run %s attempt %d: %d ranks, %s",
+            self._uri,
+            attempt.number,
+            world_size,
+            f"restoring {entry.key}" if entry else "starting fresh",
+        )
+        return Claim(attempt=attempt.number, restore=entry)
+
+    def _record_end(self, ended: Attempt, by: Attempt) -> None:
+        """The ended attempt's record, once. For people only: nothing depends on it."""
+        who = "the same driver restarted its workers" if ended.owner == by.owner else "another driver took over"
+        record = {
+            "format_version": 1,
+            "attempt": json.loads(dump(ended)),
+            "ended_by_attempt": by.number,
+            "ended_at": by.claimed_at,
+            "cause": who,
+        }
+        try:
+            data = json.dumps(record, sort_keys=True, indent=1).encode()
+            self._store.put_if_absent(layout.attempt_key(ended.number), data)
+        except (ConflictError, StoreError) as error:
+            logger.info("attempt %d: its record was not written (%s)", ended.number, error)
+
+    def _past(self, report: Report) -> Outcome:
+        """Step 15 after a take-over: some ranks were told already and will not report again."""
+        found = self._register.read()
+        is_live = found is not None and found[0].entry(_name(report)) is not None
+        return Outcome(kind="committed" if is_live else "superseded", key=_name(report))
+
+    def _conclude(self, reports: dict[int, Report]) -> Outcome:
+        """Steps 15 to 18 for one save. Raises what ends the attempt or the run; a failed save is an outcome."""
+        first = next(iter(reports.values()))
+        name = _name(first)
+        failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
+        if failures:
+            return Outcome(kind="failed", key=name, message="; ".join(failures))
+        try:
+            manifest = self._write_files([reports[rank] for rank in sorted(reports)])
+            data = protocol.write_manifest(self._store, manifest)
+            keep_last = reports[0].keep_last
+            if not protocol.commit(self._register, self._me, manifest, data, keep_last=keep_last):
+                return Outcome(kind="superseded", key=name)
+            self._after_commit(manifest)
+        except (SaveFailedError, StoreError, ConfigError) as error:
+            return Outcome(kind="failed", key=name, message=str(error))
+        return Outcome(kind="committed", key=name)
+
+    def _write_files(self, reports: list[Report]) -> Manifest:
+        """Step 16: index and `.metadata`, bytes a pure function of the reports; returns the manifest to write."""
+        from raycheck.shards.dcp import dcp_metadata
+
+        first, name = reports[0], _name(reports[0])
+        index = merge([load_index(report.section, what=f"report of rank {report.rank}") for report in reports])
+        holes = uncovered(index)
+        if holes:
+            raise SaveFailedError(
+                f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
+                f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
+            )
+        components = []
+        for component in sorted({shard.component for report in reports for shard in report.shards}):
+            shards = [shard for report in reports for shard in report.shards if shard.component == component]
+            metadata = self._put_blob(layout.metadata_key(name, component), dcp_metadata(index, component))
+            components.append(
+                Component(name=component, checkpoint=name, metadata=metadata, shards=tuple(shards)),
+            )
+        return Manifest(
+            key=name,
+            step=first.step,
+            attempt=first.attempt,
+            save=first.save,
+            epoch=first.epoch,
+            samples=first.samples,
+            world_size=len(reports),
+            restored_from=first.restored_from,
+            metrics=first.metrics,
+            index=self._put_blob(layout.index_key(name), dump_index(index)),
+            components=tuple(components),
+            ranks=tuple(
+                RankRecord(
+                    rank=report.rank,
+                    blocked_s=report.blocked_s,
+                    upload_s=report.upload_s,
+                    size_bytes=sum(shard.size_bytes for shard in report.shards),
+                )
+                for report in reports
+            ),
+        )
+
+    def _put_blob(self, key: str, data: bytes) -> Blob:
+        if len(data) <= MAX_CONDITIONAL_BYTES:
+            protocol.put_once(self._store, key, data)
+        else:
+            self._store.put(key, data)  # too large for a condition; a repeated write carries the same bytes
+        return Blob(size_bytes=len(data), crc32=crc32(data))
+
+    def _after_commit(self, manifest: Manifest) -> None:
+        """What may fail without harm: Ray's pointer, and retention's deletes."""
+        try:
+            pointer = json.dumps({"uri": self._uri, "key": manifest.key, "step": manifest.step}).encode()
+            self._store.put(layout.pointer_key(manifest.key), pointer)
+            if time.monotonic() - self._pruned_at > GRACE_S / 4:
+                self._pruned_at = time.monotonic()
+                prune(self._register, self._me)
+        except RaycheckError as error:
+            logger.warning("run %s: after the commit of %s: %s", self._uri, manifest.key, error)
+
+    def _look(self, group: str) -> None:
+        found = self._register.read()
+        assert found is not None, "a group has claimed, so this process has seen latest"
+        protocol.check_current(self._register, found[0], self._me)
+        if found[0].attempt.group != group:
+            raise SupersededError(f"attempt {found[0].attempt.number} is live now")
+
+
+class _Pending:
+    """One save that is being reported."""
+
+    def __init__(self) -> None:
+        self.reports: dict[int, Report] = {}
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.is_started = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, conclude: Coroutine[Any, Any, Outcome]) -> None:
+        self.is_started = True
+        self._task = asyncio.create_task(self._run(conclude))
+
+    async def _run(self, conclude: Coroutine[Any, Any, Outcome]) -> None:
+        try:
+            self.outcome.set_result(await conclude)
+        except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
+            self.outcome.set_exception(error)
+
+
+def start_coordinator(
+    uri: str, *, owner: str, resume: str | int = "auto", poll_s: float = POLL_S, suffix: str = ""
+) -> Any:
+    """The coordinator actor of `owner` for the run at `uri`; returns its handle, which lives as long as its maker.
+
+    Pinned to this node, so that it does not live on a preemptible one when the driver does not. suffix: told apart
+    from an earlier one of the same owner that is just dying.
+    """
+    root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
+    context = ray.get_runtime_context()
+    actor: Any = ray.remote(Coordinator)
+    return actor.options(
+        name=f"raycheck:{context.get_job_id()}:{root}:{owner}{suffix}",
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=4096,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+    ).remote(uri, owner, resume, poll_s)
+
+
+def _name(report: Report) -> str:
+    return str(layout.CheckpointName(step=report.step, attempt=report.attempt, save=report.save))

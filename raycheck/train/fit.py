@@ -1,0 +1,70 @@
+"""`raycheck.fit`: trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
+
+import logging
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import ActorDiedError
+from ray.train import FailureConfig, TrainingFailedError
+
+from raycheck.errors import ConfigError
+from raycheck.train.coordinator import start_coordinator
+from raycheck.train.ray_names import RunGuard, final_error, run_uri
+
+MAX_FAILURES = 3
+CONTROLLER_RETRIES = 3
+
+logger = logging.getLogger("raycheck")
+
+
+def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
+    """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
+
+    resume: "auto" goes on from the run's head, or starts; "never" refuses a run that has checkpoints; "must" refuses
+    one that has none; a step goes back to that step's checkpoint. It binds the first attempt of this call.
+
+    FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is started again up to 3 times. Raises
+    ConfigError before anything starts for a run that could never resume, FencedError when another driver has taken
+    the run over, and Ray's TrainingFailedError for everything else that ends a run.
+    """
+    if resume not in ("auto", "never", "must") and type(resume) is not int:
+        raise ConfigError(f"fit(resume={resume!r}): give 'auto', 'never', 'must', or a step as a whole number")
+    config = trainer.run_config
+    uri = run_uri(config)
+    _allow_failures(config)
+    if not ray.is_initialized():
+        ray.init()
+    coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=resume)
+    callbacks = list(config.callbacks or ())
+    config.callbacks = [*callbacks, RunGuard(coordinator)]
+    try:
+        return _fit_again(trainer)
+    except TrainingFailedError as error:
+        final = final_error(error)
+        if final is not None:
+            raise final from error
+        raise
+    finally:
+        config.callbacks = callbacks
+        ray.kill(coordinator)
+
+
+def _fit_again(trainer: Any) -> Any:
+    """The controller is never restarted by Ray, and its death is not a TrainingFailedError."""
+    for left in reversed(range(CONTROLLER_RETRIES + 1)):
+        try:
+            return trainer.fit()
+        except ActorDiedError:
+            if not left:
+                raise
+            logger.warning("Ray Train's controller died; starting it again (%d more times)", left)
+    raise AssertionError("unreachable: the last round returns or raises")
+
+
+def _allow_failures(config: Any) -> None:
+    failures = config.failure_config or FailureConfig()
+    if failures.max_failures == 0:
+        logger.info("FailureConfig(max_failures) was 0, so that no failure would be survived; using %d", MAX_FAILURES)
+        failures.max_failures = MAX_FAILURES
+        config.failure_config = failures

@@ -1,0 +1,84 @@
+"""Who a rank is, and how it reaches the coordinator: Ray Train's own answer, or one given by hand."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from raycheck.bucket.store import Store, open_store
+from raycheck.errors import ConfigError, StoreError
+from raycheck.train import ray_names
+from raycheck.train.coordinator import start_coordinator
+
+RETRY_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One rank's place in a worker group.
+
+    id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the actor's handle.
+    broadcast: hands rank 0's value to all ranks, None where there is no such way (then only step triggers work).
+    is_ray_train: whether Ray Train is to be told of commits.
+    """
+
+    id: str
+    uri: str
+    rank: int
+    world_size: int
+    coordinator: Any
+    broadcast: Callable[[Any], Any] | None = None
+    is_ray_train: bool = False
+
+    @classmethod
+    def of_ray_train(cls) -> "Group":
+        """This Ray Train worker's group. Under a plain trainer.fit() rank 0 makes the coordinator.
+
+        Raises ConfigError outside Ray Train, and for an unnamed run.
+        """
+        if not ray_names.in_ray_train():
+            raise ConfigError("not inside a Ray Train worker: give Checkpointer(..., group=raycheck.Group(...))")
+        uri = ray_names.run_uri(ray_names.run_config())
+        rank, world_size = ray_names.rank_and_world_size()
+        coordinator = ray_names.coordinator_from_fit()
+        mine: tuple[str, Any] | None = None
+        if rank == 0:
+            group = uuid4().hex[:16]
+            if coordinator is None:
+                ray_names.guard_this_run()
+                owner = ray_names.train_run_id()[:16]  # one per trainer.fit(), the same over its restarts
+                coordinator = start_coordinator(uri, owner=owner, suffix=f":{group}")
+            mine = (group, coordinator)
+        shared = ray_names.broadcast(mine)
+        assert shared is not None, "rank 0 has set it"
+        return cls(
+            id=shared[0],
+            uri=uri,
+            rank=rank,
+            world_size=world_size,
+            coordinator=shared[1],
+            broadcast=ray_names.broadcast if world_size > 1 else _same,
+            is_ray_train=True,
+        )
+
+    def store(self) -> Store:
+        return open_store(self.uri)
+
+    def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+        """Call the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return ray_names.call(getattr(self.coordinator, method), *args, timeout_s=max(1.0, left))
+            except TimeoutError as error:
+                if time.monotonic() + RETRY_PAUSE_S > deadline:
+                    raise StoreError(
+                        f"rank {self.rank}: {what}: the coordinator did not answer within {timeout_s:.0f} s ({error})"
+                    ) from error
+                time.sleep(RETRY_PAUSE_S)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,186 @@
+"""Every name of Ray that may change between its releases, feature-detected, in one place.
+
+Tested on Ray 2.60. Alpha and developer APIs: upload modes, preemption info, the train context's innards.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import ray
+import ray.train
+from ray.exceptions import RayActorError, RayTaskError
+from ray.train import UserCallback
+
+from raycheck.bucket.store.uri import join_uri
+from raycheck.errors import ConfigError, RaycheckError
+
+_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
+T = TypeVar("T")
+
+
+class RunGuard(UserCallback):
+    """In the controller: ends the run on errors that a restart cannot cure, which Ray would retry for ever.
+
+    Raising from a callback is Ray's only way to stop a run whatever `max_failures` says; this is the one place where
+    raycheck wants that. It also carries the coordinator's handle from `fit` to the workers.
+    """
+
+    def __init__(self, coordinator: Any = None) -> None:
+        self.coordinator = coordinator
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        del run_context
+        for error in worker_exceptions.values():
+            final = final_error(error)
+            if final is not None:
+                raise final
+
+
+def final_error(error: BaseException | None) -> RaycheckError | None:
+    """The raycheck error inside one of Ray's that ends the run; None when a restart may help."""
+    seen: set[int] = set()
+    queue = [error]
+    while queue:
+        item = queue.pop(0)
+        if item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, RaycheckError) and not isinstance(item, RayTaskError):
+            if item.ends_run:
+                return item
+            continue
+        failures = getattr(item, "worker_failures", None)
+        queue += [
+            getattr(item, "cause", None),
+            getattr(item, "_base_exc", None),
+            getattr(item, "controller_failure", None),
+            *(failures.values() if isinstance(failures, dict) else ()),
+            item.__cause__,
+        ]
+    return None
+
+
+def in_ray_train() -> bool:
+    """Whether this is a Ray Train worker's train_fn."""
+    return _context() is not None
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Of Ray Train, else of torch.distributed, else (0, 1)."""
+    import torch.distributed as dist
+
+    context = _context()
+    if context is not None:
+        return context.get_world_rank(), context.get_world_size()
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank. A barrier by actor call: every rank must call it equally often."""
+    from ray.train.collective import broadcast_from_rank_zero
+
+    result: T = broadcast_from_rank_zero(value)
+    return result
+
+
+def run_config() -> Any:
+    """The RunConfig of the run this worker belongs to."""
+    context = _context()
+    assert context is not None, "only asked for inside Ray Train"
+    return context.train_run_context.run_config
+
+
+def train_run_id() -> str:
+    """One per trainer.fit() call."""
+    context = _context()
+    assert context is not None, "only asked for inside Ray Train"
+    return str(context.train_run_context.run_id)
+
+
+def coordinator_from_fit() -> Any:
+    """The coordinator's handle that `raycheck.fit` put on the RunConfig; None under a plain trainer.fit()."""
+    for callback in run_config().callbacks or ():
+        if isinstance(callback, RunGuard):
+            return callback.coordinator
+    return None
+
+
+def guard_this_run() -> None:
+    """Under a plain trainer.fit(): put a RunGuard into the running controller, so that final errors are final."""
+    context = _context()
+    assert context is not None, "only asked for inside Ray Train"
+    ray.get(context.controller_actor.__ray_call__.remote(_install_guard), timeout=60)
+
+
+def _install_guard(controller: Any) -> None:
+    from ray.train.v2._internal.callbacks.user_callback import UserCallbackHandler
+
+    for callback in controller._callbacks:  # noqa: SLF001
+        if isinstance(callback, UserCallbackHandler):
+            guards = callback._user_callbacks  # noqa: SLF001
+            if not any(isinstance(item, RunGuard) for item in guards):
+                guards.append(RunGuard())
+
+
+def run_uri(config: Any) -> str:
+    """The run's root: Ray's storage path and run name. Raises ConfigError for a run that could never be resumed."""
+    if not config.name or _DEFAULT_NAME.fullmatch(config.name):
+        raise ConfigError(
+            "RunConfig(name=...) is not set, so Ray makes up a new name each time and nothing could ever resume. "
+            "Give the run a name"
+        )
+    if config.storage_filesystem is not None:
+        raise ConfigError(
+            "RunConfig(storage_filesystem=...) is not supported: raycheck cannot see which bucket is behind it. "
+            "Give storage_path as a URI, with endpoint_override, scheme and region in its query where needed"
+        )
+    return join_uri(str(config.storage_path), config.name)
+
+
+def report_pointer(prefix: str, metrics: dict[str, float]) -> None:
+    """Tell Ray of the pointer directory `prefix` (relative to the run). Every rank calls this at the same step."""
+    context = _context()
+    assert context is not None, "only asked for inside Ray Train"
+    storage = context.storage_context
+    checkpoint = None
+    if context.get_world_rank() == 0:
+        path = storage.build_checkpoint_path_from_name(prefix)
+        checkpoint = ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)
+    ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
+
+
+def preemption_deadline() -> float | None:
+    """Unix seconds at which a node of this group is to go, None without a notice. Every rank calls it equally often."""
+    if not hasattr(ray.train, "get_preemption_info"):
+        return None
+    info = ray.train.get_preemption_info()
+    return None if info is None else info.deadline_ms / 1000.0
+
+
+def call(method: Any, *args: Any, timeout_s: float) -> Any:
+    """One actor call. Typed errors of raycheck come out as they were raised.
+
+    Raises TimeoutError when the actor is being restarted or does not answer; the call may be repeated.
+    """
+    try:
+        return ray.get(method.remote(*args), timeout=timeout_s)
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, RaycheckError):
+            raise cause from None
+        raise
+    except (RayActorError, ray.exceptions.GetTimeoutError) as error:
+        raise TimeoutError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def _context() -> Any:
+    try:
+        from ray.train.v2._internal.execution.context import get_train_context
+    except ImportError:
+        return None
+    try:
+        return get_train_context()
+    except RuntimeError:
+        return None

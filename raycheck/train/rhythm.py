@@ -1,0 +1,119 @@
+"""When to save and when to tell Ray: decisions that come out the same on every rank.
+
+Step triggers are arithmetic. Time, preemption and news of commits are rank 0's word, handed to all ranks in one small
+broadcast every k steps, with k chosen so that it costs under 1 % of the step time.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from raycheck.bucket.layout import pointer_prefix
+from raycheck.errors import ConfigError
+from raycheck.settings import SaveSettings
+from raycheck.train import ray_names
+from raycheck.train.group import Group
+
+RAY_REPORT_PAUSE_S = 5.0
+"""Two of Ray's reports within 2 s block the training loop."""
+COST_SHARE = 0.01
+MAX_GAP = 1000
+
+logger = logging.getLogger("raycheck")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Word:
+    """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again."""
+
+    save: bool
+    news: str | None
+    gap: int
+
+
+class Rhythm:
+    """One rank's sense of time. Every rank calls its methods at the same steps."""
+
+    def __init__(self, settings: SaveSettings, group: Group) -> None:
+        if settings.every_seconds is not None and group.broadcast is None and group.world_size > 1:
+            raise ConfigError("SaveSettings(every_seconds=...) needs Group(broadcast=...): ranks must decide alike")
+        self._settings = settings
+        self._group = group
+        self._saved_at = time.monotonic()
+        self._save_s = 0.0
+        self._news: str | None = None
+        self._told_at = float("-inf")
+        self._saved_for_notice = False
+        self._word = _Word(save=False, news=None, gap=1)
+        self._next_sync = 1
+        self._synced_at = (0, time.monotonic())
+        self._broadcast_s = 0.005
+
+    def start_at(self, step: int) -> None:
+        self._next_sync = step + 1
+        self._synced_at = (step, time.monotonic())
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step's end is a moment to save."""
+        self._word = _Word(save=False, news=None, gap=1)
+        if self._group.broadcast is not None and step >= self._next_sync:
+            self._sync(step)
+        every = self._settings.every_steps
+        return self._word.save or (every is not None and step % every == 0)
+
+    def saved(self) -> None:
+        """A save begins."""
+        self._saved_at = time.monotonic()
+
+    def committed(self, key: str) -> None:
+        """A save of this rank was committed; the newest is what Ray is told of."""
+        self._save_s = time.monotonic() - self._saved_at
+        self._news = key
+
+    def tell_ray(self) -> None:
+        """Report to Ray the commit that rank 0 named at this step, if any. Every rank calls it at every step."""
+        if self._word.news is None or not self._group.is_ray_train:
+            return
+        self._told_at = time.monotonic()
+        if self._news == self._word.news:
+            self._news = None
+        try:
+            ray_names.report_pointer(pointer_prefix(self._word.news), {})
+        except (OSError, ValueError) as error:  # facts that all ranks share; no reason to stop training
+            logger.warning("Ray could not be told of %s: %s", self._word.news, error)
+
+    def tell_ray_at_end(self) -> None:
+        """The same for the last commit, so that Result.checkpoint is the newest. Every rank calls it once."""
+        if self._group.is_ray_train and self._group.broadcast is not None:
+            self._word = self._group.broadcast(_Word(save=False, news=self._news, gap=1))
+            self.tell_ray()
+
+    def _sync(self, step: int) -> None:
+        assert self._group.broadcast is not None, "the caller has checked"
+        began = time.monotonic()
+        leaving = ray_names.preemption_deadline() if self._group.is_ray_train else None
+        word: _Word | None = None
+        if self._group.rank == 0:
+            word = _Word(save=self._is_time(leaving), news=self._fresh_news(began), gap=self._gap(step, began))
+        self._word = self._group.broadcast(word)
+        self._broadcast_s = time.monotonic() - began
+        self._next_sync = step + self._word.gap
+
+    def _is_time(self, leaving: float | None) -> bool:
+        now = time.monotonic()
+        if leaving is not None and not self._saved_for_notice:
+            # A save that cannot end before the node goes would only cost steps; the one in flight goes on.
+            self._saved_for_notice = True
+            return time.time() + 1.5 * self._save_s < leaving
+        every = self._settings.every_seconds
+        return every is not None and now - self._saved_at >= every
+
+    def _fresh_news(self, now: float) -> str | None:
+        return self._news if now - self._told_at >= RAY_REPORT_PAUSE_S else None
+
+    def _gap(self, step: int, now: float) -> int:
+        steps, seconds = step - self._synced_at[0], now - self._synced_at[1]
+        self._synced_at = (step, now)
+        if self._group.world_size == 1 or seconds <= 0 or steps <= 0:
+            return 1
+        return max(1, min(MAX_GAP, round(self._broadcast_s * steps / (COST_SHARE * seconds))))
