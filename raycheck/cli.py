@@ -111,7 +111,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def demo(
+def demo(  # noqa: PLR0917  typer makes options of them
     root: Annotated[
         str | None, typer.Option(help="Bucket or folder for the run; default: an embedded S3 server.")
     ] = None,

@@ -36,7 +36,7 @@ def run_demo(
     screen.print("raycheck demo: loading torch and Ray ...")
     with _bucket(root) as uri:
         config = {"steps": steps, "kill_step": kill_step, "save_every": save_every}
-        screen.print(Text(f"bucket {uri}\nrun    {join_uri(uri, RUN)}"))
+        screen.print(Text(f"the run is {join_uri(uri, RUN)}"), soft_wrap=True)
         events = _train(screen, uri, workers, config)
         run = open_run(join_uri(uri, RUN))
         where = join_uri(uri, RUN) if root is not None else f"file://{_keep(run)}/{RUN}"
@@ -77,7 +77,7 @@ def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> l
     ray.init(num_cpus=max(workers + 1, 4), log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        board = Board.remote()
+        board: Any = Board.remote()  # type: ignore[attr-defined]  # ray.remote is not typed
         trainer = ray.train.torch.TorchTrainer(
             train_fn,
             train_loop_config={**config, "board": board},
@@ -87,9 +87,10 @@ def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> l
         screen.print(f"starting {workers} workers ({'GPU' if gpu else 'CPU'}) ...")
         with _shown(screen, board, join_uri(uri, RUN)):
             raycheck.fit(trainer)
-        return ray.get(board.read.remote(0))
+        events: list[dict[str, Any]] = ray.get(board.read.remote(0))
     finally:
         ray.shutdown()
+    return events
 
 
 @contextmanager
@@ -132,8 +133,8 @@ def _print_event(screen: Console, event: dict[str, Any]) -> None:
     if event["kind"] == "step":
         screen.print(f"step {event['step']:4d}  loss {event['loss']:.4f}")
     elif event["kind"] == "kill":
-        text = f"SIGKILL rank {event['rank']} (pid {event['pid']}) after step {event['step']}; Ray restarts the workers ..."
-        screen.print(f"[bold red]{text}[/bold red]")
+        text = f"SIGKILL rank {event['rank']} (pid {event['pid']}) after step {event['step']}"
+        screen.print(f"[bold red]{text}; Ray restarts the workers ...[/bold red]")
     elif event["step"]:
         text = f"attempt {event['attempt']}: restored step {event['step']} on {event['ranks']} workers"
         screen.print(f"[bold yellow]{text}[/bold yellow]")
@@ -154,14 +155,16 @@ def _hugging_face(run: Run) -> tuple[Path, str]:
     """Export the head as a Hugging Face directory, load it again, and let it write some bytes."""
     import torch
     from transformers import LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     from raycheck.demo.job import build_model
 
-    model = build_model()
-    run.restore(into={"model": model})
+    transformers_logging.disable_progress_bar()
+    trained = build_model()
+    run.restore(into={"model": trained})
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-hf-"))
-    model.save_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)
+    trained.save_pretrained(folder)
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)
     prompt = torch.tensor([list(b"def ")])
     written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=True, top_k=5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.train.torch
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
@@ -75,7 +76,7 @@ class Board:
 
 
 def train_fn(config: dict[str, Any]) -> None:
-    """One worker. Leaves after config["steps"] steps; rank world_size-1 kills itself once, after config["kill_step"]."""
+    """One worker. Leaves after config["steps"] steps; the last rank kills itself once, after config["kill_step"]."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = ray.train.torch.get_device()

@@ -124,7 +124,7 @@ class Batches:
         share = _shares(self._order(epoch), self._global_batch, self._rank, self._world_size, start=self._consumed)
         loader: DataLoader[Any] = DataLoader(
             _SeededPerSample(self._dataset, self._seed, epoch),
-            batch_sampler=share,  # type: ignore[arg-type]  # lists of (position, index), which the dataset unpacks
+            batch_sampler=share,
             generator=torch.Generator().manual_seed(self._seed),
             **options,
         )
