@@ -159,7 +159,7 @@ def _hugging_face(run: Run) -> tuple[Path, str]:
 
     from raycheck.demo.job import build_model
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     trained = build_model()
     run.restore(into={"model": trained})
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-hf-"))
