@@ -4,11 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO
 
 from raycheck.errors import ConfigError
 
@@ -26,14 +28,16 @@ def s3_server() -> Iterator[str]:
     # moto wants any credentials at all; real ones must not be sent to it, nor a profile be looked up.
     os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_EC2_METADATA_DISABLED="true")  # noqa: S106
     command = [sys.executable, "-c", _SERVE, str(port)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # noqa: S603
-    try:
-        address = f"127.0.0.1:{port}"
-        _wait_until_up(server, f"http://{address}/{BUCKET}")
-        yield f"s3://{BUCKET}?endpoint_override={address}&scheme=http&region=us-east-1"
-    finally:
-        server.kill()
-        server.wait()
+    address = f"127.0.0.1:{port}"
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log) as server,  # noqa: S603
+    ):
+        try:
+            _wait_until_up(server, log, f"http://{address}/{BUCKET}")
+            yield f"s3://{BUCKET}?endpoint_override={address}&scheme=http&region=us-east-1"
+        finally:
+            server.kill()
 
 
 # The pipe closes when the parent dies, however it dies, and takes the server along.
@@ -45,12 +49,12 @@ main(["-H", "127.0.0.1", "-p", sys.argv[1]])
 """
 
 
-def _wait_until_up(server: "subprocess.Popen[bytes]", bucket_url: str) -> None:
+def _wait_until_up(server: "subprocess.Popen[bytes]", log: IO[bytes], bucket_url: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            assert server.stderr is not None
-            text = server.stderr.read().decode(errors="replace").strip().splitlines()
+            log.seek(0)
+            text = log.read().decode(errors="replace").strip().splitlines()
             raise ConfigError(
                 f"the embedded S3 server did not start: {text[-1] if text else 'no message'}. "
                 "Install it (pip install 'raycheck[demo]') or give --root"

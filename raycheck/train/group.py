@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
@@ -62,7 +63,9 @@ class Group:
             is_ray_train=True,
         )
 
+    @cached_property
     def store(self) -> Store:
+        """One per rank: each holds its own connections."""
         return open_store(self.uri)
 
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:

@@ -104,7 +104,7 @@ class Checkpointer:
             self._saved_step = 0  # nothing to save before the first step
             return At(attempt=claim.attempt)
         began = time.monotonic()
-        done = self._state.apply(Checkpoint(group.store(), claim.restore))
+        done = self._state.apply(Checkpoint(group.store, claim.restore))
         rng = self._apply_rng(done)
         self._step = self._saved_step = done.progress.step
         self._rhythm.start_at(self._step)
@@ -218,7 +218,7 @@ class Checkpointer:
         began = time.monotonic()
         facts = {field: getattr(report, field) for field in Report.__dataclass_fields__}
         try:
-            store = self._group.store()
+            store = self._group.store
             store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
             shard = ShardRecord(component=COMPONENT, rank=report.rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
             facts |= {"shards": (shard,), "section": dump_index(staged.section())}

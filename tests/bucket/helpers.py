@@ -1,0 +1,151 @@
+"""What the bucket's tests share: tiny real checkpoints, drivers as the protocol sees them, and a store in a store.
+
+A checkpoint here has all its objects as ranks and coordinator leave them, only small: one tensor, one component, one
+shard of 64 bytes per rank.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from raycheck.bucket import commit, layout
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.commit import Identity, Register
+from raycheck.bucket.document import dump
+from raycheck.bucket.index import Chunk, Index, Tensor, dump_index
+from raycheck.bucket.latest import Attempt, Entry, Latest
+from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.store import Store
+
+SHARD_BYTES = 64
+
+
+def write_checkpoint(
+    store: Store,
+    *,
+    attempt: int,
+    save: int,
+    step: int | None = None,
+    world_size: int = 1,
+    base: Manifest | None = None,
+) -> Manifest:
+    """Steps 13 to 16 of one save: every object durable, nothing committed. `base`: its components are referred to."""
+    step = 10 * save if step is None else step
+    name = str(layout.CheckpointName(attempt=attempt, save=save, step=step))
+    component = "train" if base is None else "head"
+    shards = []
+    for rank in range(world_size):
+        key = layout.shard_key(name, component, rank)
+        data = hashlib.blake2b(key.encode(), digest_size=SHARD_BYTES).digest()
+        store.put(key, data)
+        shards.append(ShardRecord(component=component, rank=rank, size_bytes=len(data), crc32=crc32(data)))
+    own = Component(
+        name=component,
+        checkpoint=name,
+        metadata=_put(store, layout.metadata_key(name, component), f"metadata of {name}".encode()),
+        shards=tuple(shards),
+    )
+    manifest = Manifest(
+        key=name,
+        step=step,
+        attempt=attempt,
+        save=save,
+        epoch=0,
+        samples=8 * step,
+        world_size=world_size,
+        restored_from=None,
+        metrics={"loss": 1.0 / (1 + step)},
+        index=_put(store, layout.index_key(name), dump_index(tiny_index(component, world_size))),
+        components=(own, *(base.components if base else ())),
+        ranks=tuple(
+            RankRecord(rank=rank, blocked_s=0.1, upload_s=0.2, size_bytes=SHARD_BYTES) for rank in range(world_size)
+        ),
+    )
+    commit.write_manifest(store, manifest)
+    return manifest
+
+
+def tiny_index(component: str = "train", world_size: int = 1) -> Index:
+    """One float32 tensor, four elements on each rank."""
+    return Index(
+        tensors=(Tensor(name="model.w", dtype="float32", shape=(4 * world_size,), path=("model", "w")),),
+        chunks=tuple(
+            Chunk(
+                tensor=0,
+                component=component,
+                rank=rank,
+                offsets=(4 * rank,),
+                sizes=(4,),
+                record_offset=0,
+                record_size=SHARD_BYTES,
+                payload_offset=16,
+                payload_size=16,
+                crcs=(7,),
+            )
+            for rank in range(world_size)
+        ),
+        values={"step": 1},
+        rank_values=tuple({"rank": rank} for rank in range(world_size)),
+    )
+
+
+def _put(store: Store, key: str, data: bytes) -> Blob:
+    commit.put_once(store, key, data)
+    return Blob(size_bytes=len(data), crc32=crc32(data))
+
+
+class Driver:
+    """One start of a driver's coordinator: its own view of `latest`, and no memory of an earlier start."""
+
+    def __init__(self, store: Store, owner: str = "ann", coordinator: str = "c1") -> None:
+        self.store = store
+        self.register = Register(store)
+        self.me = Identity(owner=owner, coordinator=f"{owner}-{coordinator}")
+
+    def claim(self, group: str, *, resume: str | int = "auto", world_size: int = 1) -> tuple[Attempt, Entry | None]:
+        return commit.claim(
+            self.register, self.me, group=group, world_size=world_size, resume=resume, run_id="run-of-a-test"
+        )
+
+    def take_over(self, group: str) -> Attempt:
+        return commit.take_over(self.register, self.me, group=group)
+
+    def commit(self, manifest: Manifest, *, keep_last: int = 10) -> bool:
+        """`dump` is pure, so these are the bytes that write_checkpoint left in the bucket."""
+        return commit.commit(self.register, self.me, manifest, dump(manifest), keep_last=keep_last)
+
+    def save(self, attempt: int, save: int, *, keep_last: int = 10, **more: Any) -> Manifest:
+        """Write and commit; the commit must be the first of this save."""
+        manifest = write_checkpoint(self.store, attempt=attempt, save=save, **more)
+        assert self.commit(manifest, keep_last=keep_last)
+        return manifest
+
+    def look(self) -> Latest:
+        found = self.register.read()
+        assert found is not None
+        return found[0]
+
+
+class Around:
+    """A store around another one; a test overrides the one verb that it wants to go wrong."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def everything(store: Store) -> dict[str, bytes]:
+    """All objects of the run with their bytes."""
+    return {item.key: store.get(item.key).data for item in store.list_objects("")}
+
+
+def latest_tree(store: Store) -> dict[str, Any]:
+    """`latest` as plain JSON, to be edited behind the protocol's back."""
+    tree: dict[str, Any] = json.loads(store.get(layout.LATEST_KEY).data)
+    return tree
+
+
+def put_latest_tree(store: Store, tree: object) -> None:
+    store.put(layout.LATEST_KEY, json.dumps(tree).encode())

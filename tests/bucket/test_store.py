@@ -1,0 +1,550 @@
+"""The conformance suite: what every backend must do, word for word, whatever lies beneath it.
+
+The protocol in commit.py stands on these verbs alone; a new backend is done when it passes this file.
+"""
+
+import multiprocessing
+import random
+import threading
+import time
+import urllib.request
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier
+
+import pytest
+
+from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
+from raycheck.bucket.store.uri import join_uri
+from raycheck.demo.server import s3_server
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
+
+WAIT_S = 60.0
+
+
+def keys(store: Store, prefix: str) -> list[str]:
+    return sorted(item.key for item in store.list_objects(prefix))
+
+
+# --- whole objects ---
+
+
+def test_get_returns_exactly_the_bytes_that_were_put(store):
+    data = random.Random(1).randbytes(100_000)
+
+    store.put("a/b/c.bin", data)
+
+    assert store.get("a/b/c.bin").data == data
+    assert type(store.get("a/b/c.bin").data) is bytes
+    assert store.head("a/b/c.bin") == len(data)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, lambda data: memoryview(data)[1:-1]])
+def test_any_buffer_can_be_put(store, kind):
+    body = kind(b"0123456789")
+
+    store.put("a", body)
+
+    assert store.get("a").data == bytes(body)
+
+
+def test_an_empty_object_is_an_object(store):
+    store.put("empty", b"")
+
+    assert store.get("empty").data == b""
+    assert store.head("empty") == 0
+    assert [(item.key, item.size_bytes) for item in store.list_objects("")] == [("empty", 0)]
+
+
+def test_put_replaces_and_changes_the_version(store):
+    store.put("a", b"old")
+    old = store.get("a")
+
+    store.put("a", b"newer")
+
+    assert store.get("a").data == b"newer"
+    assert store.get("a").version != old.version
+    assert keys(store, "") == ["a"]
+
+
+def test_a_reader_sees_old_or_new_bytes_and_never_a_mixture(store):
+    bodies = [bytes([letter]) * 200_000 for letter in b"ab"]
+    store.put("a", bodies[0])
+    done = threading.Event()
+
+    def write() -> None:
+        for i in range(20):
+            store.put("a", bodies[i % 2])
+        done.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        seen = {store.get("a").data}
+        while not done.is_set() and not writing.done():
+            seen.add(store.get("a").data)
+        writing.result(WAIT_S)
+
+    assert seen <= set(bodies)
+
+
+def test_the_answer_to_a_get_carries_the_stores_clock(store):
+    store.put("a", b"1")
+
+    assert abs(store.get("a").at - time.time()) < 60
+
+
+def test_a_missing_object_is_not_found_by_any_read(store):
+    store.put("other", b"1")
+
+    for read in (store.get, store.head, lambda key: store.get_range(key, 0, 1)):
+        with pytest.raises(NotFoundError, match="no/such"):
+            read("no/such")
+
+
+def test_what_is_only_a_prefix_is_not_an_object(store):
+    store.put("a/b", b"1")
+
+    for read in (store.get, store.head, lambda key: store.get_range(key, 0, 1)):
+        with pytest.raises(NotFoundError):
+            read("a")
+
+
+def test_delete_removes_one_object_and_leaves_its_neighbours(store):
+    store.put("a/b", b"1")
+    store.put("a/c", b"2")
+
+    store.delete("a/b")
+
+    with pytest.raises(NotFoundError):
+        store.get("a/b")
+    assert keys(store, "a/") == ["a/c"]
+
+
+def test_deleting_what_is_not_there_is_fine(store):
+    store.delete("never")
+    store.delete("never/even/deeper")
+    store.put("a/b", b"1")
+    store.delete("a/b")
+
+    store.delete("a/b")
+
+    assert keys(store, "") == []
+
+
+def test_deleting_a_mere_prefix_deletes_nothing(store):
+    store.put("a/b", b"1")
+
+    store.delete("a")
+
+    assert keys(store, "") == ["a/b"]
+
+
+# --- ranges ---
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 10), (0, 1), (9, 10), (3, 7), (4, 4)])
+def test_a_range_is_exactly_its_bytes(store, start, stop):
+    store.put("a", b"0123456789")
+
+    assert store.get_range("a", start, stop) == b"0123456789"[start:stop]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 11), (9, 12), (10, 11), (50, 60)])
+def test_a_range_past_the_end_is_corrupt_and_never_a_short_answer(store, start, stop):
+    store.put("a", b"0123456789")
+
+    with pytest.raises(CorruptError, match="a"):
+        store.get_range("a", start, stop)
+
+
+# --- parts ---
+
+
+@pytest.mark.parametrize("root", ["memory", "file"])
+def test_many_small_parts_make_one_object(root, tmp_path):
+    store = open_store("memory://parts" if root == "memory" else f"file://{tmp_path}")
+    data = random.Random(2).randbytes(1001)
+    parts = [memoryview(data)[at : at + 100] for at in range(0, len(data), 100)]
+
+    store.put_parts("a/b", iter(parts), len(data))
+
+    assert store.get("a/b").data == data
+
+
+def test_an_object_of_several_parts_arrives_whole_on_s3(s3):
+    store = open_store(join_uri(s3, "several-parts"))
+    data = random.Random(3).randbytes(33 * 1024 * 1024 + 5)
+    part = store.part_bytes(len(data))
+    parts = (memoryview(data)[at : at + part] for at in range(0, len(data), part))
+
+    store.put_parts("a/b", parts, len(data))
+
+    assert len(data) > 2 * part
+    assert store.head("a/b") == len(data)
+    assert store.get("a/b").data == data
+    assert store.get_range("a/b", part - 10, part + 10) == data[part - 10 : part + 10]
+
+
+def test_an_object_of_one_part_arrives_whole(store):
+    data = random.Random(4).randbytes(1000)
+
+    store.put_parts("a", iter([memoryview(data)]), len(data))
+    store.put_parts("empty", iter([]), 0)
+
+    assert store.get("a").data == data
+    assert store.get("empty").data == b""
+
+
+class FaultOfTheSource(Exception):
+    """What a generator of parts may raise; the store knows nothing of it."""
+
+
+def test_parts_that_fail_midway_leave_no_object_and_raise_their_own_error(store):
+    part = store.part_bytes(0)
+
+    def parts():
+        yield memoryview(bytes(part))
+        raise FaultOfTheSource
+
+    with pytest.raises(FaultOfTheSource):
+        store.put_parts("a/b", parts(), 3 * part)
+
+    with pytest.raises(NotFoundError):
+        store.head("a/b")
+    assert keys(store, "") == []
+
+
+def test_parts_that_fail_midway_leave_no_name_in_a_listing(store):
+    part = store.part_bytes(0)
+
+    def parts():
+        yield memoryview(bytes(part))
+        raise FaultOfTheSource
+
+    with pytest.raises(FaultOfTheSource):
+        store.put_parts("a/b/c", parts(), 3 * part)
+
+    assert store.list_names("a/") == []
+
+
+def test_parts_that_fail_midway_leave_no_upload_open_on_s3(s3):
+    store = open_store(join_uri(s3, "failed-upload"))
+    part = store.part_bytes(0)
+
+    def parts():
+        yield memoryview(bytes(part))
+        raise FaultOfTheSource
+
+    with pytest.raises(FaultOfTheSource):
+        store.put_parts("a", parts(), 3 * part)
+
+    endpoint = s3.partition("endpoint_override=")[2].partition("&")[0]
+    with urllib.request.urlopen(f"http://{endpoint}/raycheck?uploads", timeout=WAIT_S) as answer:
+        assert b"failed-upload" not in answer.read()
+
+
+# --- listings ---
+
+
+def test_a_listing_names_every_object_below_its_prefix_with_its_size(store):
+    for key in ("a/x", "a/b/x", "a/b/c/.metadata"):
+        store.put(key, key.encode())
+
+    assert {item.key: item.size_bytes for item in store.list_objects("a/")} == {"a/x": 3, "a/b/x": 5, "a/b/c/.metadata": 15}
+    assert keys(store, "nothing/") == []
+
+
+def test_prefixes_that_begin_alike_are_not_mixed(store):
+    for key in ("a/x", "ab/x", "ab/c/x", "abc"):
+        store.put(key, b"1")
+
+    assert keys(store, "a/") == ["a/x"]
+    assert keys(store, "ab/") == ["ab/c/x", "ab/x"]
+    assert store.list_names("ab/") == ["c"]
+
+
+def test_roots_that_begin_alike_are_not_mixed(uri):
+    one, other = open_store(join_uri(uri, "run")), open_store(join_uri(uri, "run2"))
+    one.put("a/b/c", b"1")
+    other.put("a/d/e", b"2")
+
+    assert keys(one, "") == ["a/b/c"]
+    assert one.list_names("a/") == ["b"]
+    assert keys(other, "a/") == ["a/d/e"]
+
+
+def test_names_are_those_that_have_objects_below_them(store):
+    for key in ("a/one/x", "a/one/y", "a/two/deep/x", "a/object"):
+        store.put(key, b"1")
+
+    assert sorted(store.list_names("a/")) == ["one", "two"]
+    assert store.list_names("nothing/") == []
+
+
+def test_a_name_goes_with_its_last_object(store):
+    store.put("a/one/x", b"1")
+    store.put("a/two/x", b"1")
+
+    store.delete("a/one/x")
+
+    assert store.list_names("a/") == ["two"]
+
+
+def test_a_listing_of_several_pages_is_complete(monkeypatch):
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "3")
+    names = [f"name-{i}" for i in range(8)]
+
+    with s3_server() as root:
+        store = open_store(join_uri(root, "pages"))
+        for name in names:
+            store.put(f"a/{name}/x", b"1")
+
+        assert keys(store, "a/") == [f"a/{name}/x" for name in names]
+        assert sorted(store.list_names("a/")) == names
+
+
+# --- conditions ---
+
+
+def test_the_second_create_is_refused_and_changes_nothing(store):
+    store.put_if_absent("a", b"first")
+
+    with pytest.raises(ConflictError):
+        store.put_if_absent("a", b"second")
+
+    assert store.get("a").data == b"first"
+
+
+def test_a_create_after_a_delete_is_accepted(store):
+    store.put_if_absent("a", b"first")
+    store.delete("a")
+
+    store.put_if_absent("a", b"second")
+
+    assert store.get("a").data == b"second"
+
+
+def test_a_swap_of_the_right_version_replaces(store):
+    store.put_if_absent("a", b"one")
+
+    store.put_if_match("a", b"two", store.get("a").version)
+    store.put_if_match("a", b"three", store.get("a").version)
+
+    assert store.get("a").data == b"three"
+
+
+def test_a_stale_swap_is_refused_and_changes_nothing(store):
+    store.put("a", b"one")
+    stale = store.get("a").version
+    store.put("a", b"two")
+
+    with pytest.raises(ConflictError):
+        store.put_if_match("a", b"three", stale)
+
+    assert store.get("a").data == b"two"
+
+
+def test_a_swap_of_a_missing_object_is_refused_and_creates_nothing(store):
+    store.put("a", b"one")
+    version = store.get("a").version
+    store.delete("a")
+
+    with pytest.raises((ConflictError, NotFoundError)):
+        store.put_if_match("a", b"two", version)
+
+    assert keys(store, "") == []
+
+
+def test_a_conditional_body_may_have_a_mebibyte_and_no_byte_more(store):
+    largest = bytes(MAX_CONDITIONAL_BYTES)
+
+    store.put_if_absent("a", largest)
+    store.put_if_match("a", b"1" + largest[1:], store.get("a").version)
+
+    with pytest.raises(ConfigError):
+        store.put_if_absent("b", largest + b"1")
+    with pytest.raises(ConfigError):
+        store.put_if_match("a", largest + b"1", store.get("a").version)
+    assert keys(store, "") == ["a"]
+    assert store.head("a") == MAX_CONDITIONAL_BYTES
+
+
+def wins(store: Store, write) -> int:
+    try:
+        write()
+    except ConflictError:
+        return 0
+    return 1
+
+
+def test_of_racing_threads_exactly_one_creates_and_exactly_one_swaps(store):
+    racers = 8
+
+    def race(write) -> int:
+        barrier = threading.Barrier(racers)
+
+        def run(racer: int) -> int:
+            barrier.wait(WAIT_S)
+            return wins(store, lambda: write(str(racer).encode()))
+
+        return sum(pool.map(run, range(racers), timeout=WAIT_S))
+
+    with ThreadPoolExecutor(racers) as pool:
+        for i in range(10):
+            key = f"race/{i}"
+
+            created = race(lambda body, key=key: store.put_if_absent(key, body))
+            version = store.get(key).version
+            swapped = race(lambda body, key=key, version=version: store.put_if_match(key, b"new" + body, version))
+
+            assert (created, swapped) == (1, 1)
+            assert store.get(key).data.startswith(b"new")
+
+
+def test_of_racing_processes_exactly_one_creates_and_exactly_one_swaps(tmp_path):
+    racers, rounds = 4, 10
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(racers)
+
+    with ProcessPoolExecutor(racers, context, _remember, (barrier,)) as pool:
+        racing = [pool.submit(_race, f"file://{tmp_path}/run", str(racer), rounds) for racer in range(racers)]
+        results = [future.result(WAIT_S) for future in racing]
+
+    assert [sum(column) for column in zip(*results, strict=True)] == [1] * (2 * rounds)
+
+
+def _remember(barrier: Barrier) -> None:
+    global _barrier  # noqa: PLW0603  a barrier travels to a spawned process only while that starts
+    _barrier = barrier
+
+
+def _race(uri: str, racer: str, rounds: int) -> list[int]:
+    store = open_store(uri)
+    won = []
+    for i in range(rounds):
+        key = f"race/{i}"
+        _barrier.wait(WAIT_S)
+        won.append(wins(store, lambda key=key: store.put_if_absent(key, racer.encode())))
+        _barrier.wait(WAIT_S)
+        version = store.get(key).version
+        _barrier.wait(WAIT_S)
+        won.append(wins(store, lambda key=key, version=version: store.put_if_match(key, b"new" + racer.encode(), version)))
+    return won
+
+
+def test_writes_and_deletes_in_one_folder_do_not_disturb_each_other(store):
+    """As the probes of several claims do: each on its own object, all under one prefix."""
+    racers = 4
+    rounds = 10 if store.uri.startswith("s3") else 100
+    barrier = threading.Barrier(racers)
+
+    def run(racer: int) -> None:
+        barrier.wait(WAIT_S)
+        for _ in range(rounds):
+            store.put_if_absent(f"probes/{racer}", b"1")
+            store.delete(f"probes/{racer}")
+
+    with ThreadPoolExecutor(racers) as pool:
+        for future in [pool.submit(run, racer) for racer in range(racers)]:
+            future.result(WAIT_S)
+
+    assert keys(store, "") == []
+
+
+# --- addresses ---
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "",
+        "runs/my-run",
+        "ftp://host/run",
+        "s3:///run",
+        "s3://bucket/run?no_such_setting=1",
+        "s3://bucket/run?endpoint_override",
+        "s3://[bucket/run",
+        "memory://run?region=x",
+        "file:///run?region=x",
+        "file://host/run",
+    ],
+)
+def test_an_address_that_cannot_work_is_a_configuration_error(uri):
+    with pytest.raises(ConfigError) as caught:
+        open_store(uri)
+
+    assert str(caught.value)
+
+
+def test_an_unknown_setting_is_named_together_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"no_such_setting.*endpoint_override"):
+        open_store("s3://bucket/run?no_such_setting=1")
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://AKIAXX:hush-hush@bucket/run",
+        "gopher://me:hush-hush@host/run",
+        "file://me:hush-hush@host/run",
+        "s3://bucket/run?secret_key=hush-hush",
+        "s3://bucket/run?access_key=AKIAXX&secret_key=hush-hush&region=us-east-1",
+        "memory://run?secret_key=hush-hush",
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_not_repeated(uri):
+    with pytest.raises(ConfigError) as caught:
+        open_store(uri)
+
+    assert "hush-hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("file://{0}/run#1", "file://{0}/run#2"),
+        ("{0}/run#1", "{0}/run#2"),
+        ("{0}/run 1", "{0}/run%201"),
+    ],
+)
+def test_different_addresses_are_different_runs_or_refused(tmp_path, one, other):
+    try:
+        stores = [open_store(uri.format(tmp_path)) for uri in (one, other)]
+    except ConfigError:
+        return
+
+    stores[0].put("a", b"1")
+
+    with pytest.raises(NotFoundError):
+        stores[1].get("a")
+
+
+def test_a_plain_absolute_path_is_a_folder(tmp_path):
+    open_store(f"{tmp_path}/run").put("a/b", b"1")
+
+    assert (tmp_path / "run/a/b").read_bytes() == b"1"
+    assert open_store(f"file://{tmp_path}/run").get("a/b").data == b"1"
+
+
+def test_a_missing_bucket_is_a_configuration_error_that_names_it(s3):
+    store = open_store(join_uri(s3.replace("s3://raycheck", "s3://no-such-bucket"), "run"))
+
+    for call in (
+        lambda: store.get("a"),
+        lambda: store.put("a", b"1"),
+        lambda: store.put_if_absent("a", b"1"),
+        lambda: list(store.list_objects("a/")),
+    ):
+        with pytest.raises(ConfigError, match="no-such-bucket"):
+            call()
+
+
+@pytest.mark.parametrize("kind", [NotFoundError, ConflictError, CorruptError, ConfigError])
+def test_errors_survive_the_way_between_processes(kind):
+    import pickle
+
+    error: RaycheckError = kind("s3://bucket: what, and what to do")
+
+    again = pickle.loads(pickle.dumps(error))
+
+    assert (type(again), str(again)) == (kind, str(error))

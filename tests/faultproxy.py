@@ -1,0 +1,162 @@
+"""A proxy before a real S3 server that makes faults happen at an exact request, so that kills need no luck and no mock.
+
+Rules match a request by method and key. `hold` stops a request before it reaches the server until it is released and
+tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
+lets the server apply it and breaks the connection instead of answering; `delay` lets it through late.
+"""
+
+import asyncio
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import parse_qs, urlsplit
+
+Kind = Literal["hold", "reset", "lose_answer", "delay"]
+
+
+@dataclass
+class Rule:
+    """What happens to the next `times` requests of `method` whose path matches the regular expression `key`."""
+
+    kind: Kind
+    method: str
+    key: str
+    times: int = 1
+    delay_s: float = 0.0
+    reached: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+    seen: list[str] = field(default_factory=list)
+
+    def wait(self, timeout_s: float = 60.0) -> str:
+        """Until a request has met the rule; returns its path."""
+        assert self.reached.wait(timeout_s), f"no {self.method} of {self.key} came within {timeout_s:.0f} s"
+        return self.seen[0]
+
+    def release(self) -> None:
+        self.released.set()
+
+
+class FaultProxy:
+    """`uri` is the store behind it, through the proxy; `requests` is every request line it saw."""
+
+    def __init__(self, upstream_uri: str) -> None:
+        query = parse_qs(urlsplit(upstream_uri).query)
+        self._upstream = query["endpoint_override"][0].split(":")
+        self._base = upstream_uri
+        self.requests: list[str] = []
+        self._rules: list[Rule] = []
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
+
+    @property
+    def uri(self) -> str:
+        return self._base.replace(":".join(self._upstream), f"127.0.0.1:{self.port}")
+
+    def rule(self, kind: Kind, method: str, key: str, *, times: int = 1, delay_s: float = 0.0) -> Rule:
+        rule = Rule(kind=kind, method=method, key=key, times=times, delay_s=delay_s)
+        self._rules.append(rule)
+        return rule
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._started.wait(10.0)
+
+    def stop(self) -> None:
+        for rule in self._rules:
+            rule.release()
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        server = await asyncio.start_server(self._handle, "127.0.0.1", 0, limit=1 << 20)
+        self.port = server.sockets[0].getsockname()[1]
+        self._started.set()
+        await self._stop.wait()
+        server.close()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._exchange(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request per connection: both sides are told to close, which keeps the proxy's state in one place."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        line = head.split(b"\r\n", 1)[0].decode("latin1")
+        method, path = line.split(" ")[:2]
+        self.requests.append(f"{method} {path}")
+        rule = self._match(method, path)
+        if rule is not None:
+            rule.seen.append(path)
+            rule.reached.set()
+            if rule.kind == "hold":
+                await asyncio.to_thread(rule.released.wait, 120.0)
+            elif rule.kind == "delay":
+                await asyncio.sleep(rule.delay_s)
+            elif rule.kind == "reset":
+                _reset(writer)
+                return
+        up_reader, up_writer = await asyncio.open_connection(self._upstream[0], int(self._upstream[1]))
+        try:
+            head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", head)
+            up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+            sending = asyncio.ensure_future(_pump(reader, up_writer))
+            if rule is not None and rule.kind == "lose_answer":
+                while await up_reader.read(65536):
+                    pass
+                _reset(writer)
+            else:
+                await _pump(up_reader, writer)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        finally:
+            up_writer.close()
+
+    def _match(self, method: str, path: str) -> Rule | None:
+        for rule in self._rules:
+            if rule.times > 0 and rule.method == method and re.search(rule.key, path):
+                rule.times -= 1
+                return rule
+        return None
+
+
+@contextmanager
+def fault_proxy(upstream_uri: str) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(upstream_uri)
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """A real RST: what a client sees when a load balancer drops it."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -1,0 +1,81 @@
+"""Real processes with a real gloo group, started once for the session: importing torch four times takes seconds."""
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+ANSWER_WITHIN_S = 90.0
+
+
+class Ranks:
+    """`run` gives every rank the same call; the first `world_size` processes form the group."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = folder
+        self._connections: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
+        """`function(rank, world_size, *args)` on each rank; their results by rank. Raises what any of them raised."""
+        rendezvous = str(self._folder / uuid4().hex)
+        for rank in range(world_size):
+            self._connections[rank].send((function, rank, world_size, rendezvous, args))
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        answers = []
+        for rank, connection in enumerate(self._connections[:world_size]):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                self.stop()
+                raise TimeoutError(f"rank {rank} did not answer within {ANSWER_WITHIN_S:.0f} s")
+            answers.append(connection.recv())
+        failures = [f"rank {rank}:\n{answer}" for rank, (is_good, answer) in enumerate(answers) if not is_good]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [answer for _, answer in answers]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def mesh_of(world_size: int) -> "dist.DeviceMesh":
+    """A mesh with a name of its own: torch caches DTensor specs by equal meshes, across destroyed groups."""
+    return dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=(f"mesh{uuid4().hex}",))
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, world_size, rendezvous, args = connection.recv()
+        except EOFError:
+            return  # the test session is over
+        try:
+            store = dist.FileStore(rendezvous, world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=ANSWER_WITHIN_S / 2)
+            )
+            try:
+                answer = (True, function(rank, world_size, *args))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:  # DCP's CheckpointException is one
+            answer = (False, traceback.format_exc())
+        connection.send(answer)

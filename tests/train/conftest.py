@@ -1,0 +1,45 @@
+"""One local Ray for all Ray tests of the session."""
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+import ray
+import ray.cloudpickle
+import ray.train
+import ray.train.torch
+
+import tests.train.jobs
+from raycheck.bucket.store.uri import join_uri
+
+
+@pytest.fixture(scope="session")
+def cluster(s3: str) -> Iterator[None]:
+    """Workers inherit this process's environment: credentials of the S3 server, quicker polls."""
+    os.environ.update(RAY_AUTH_MODE="disabled", RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5")
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.cloudpickle.register_pickle_by_value(tests.train.jobs)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def job(cluster: None, tmp_path):
+    """Make a trainer: job(uri, "name", workers=2, mode="fsdp", ...) -> TorchTrainer."""
+
+    def make(
+        storage: str, name: str, *, workers: int = 2, max_failures: int = 0, train=tests.train.jobs.train, **config
+    ):
+        config = {"mode": "fsdp", "epochs": 2, "folder": str(tmp_path), "uri": join_uri(storage, name), **config}
+        return ray.train.torch.TorchTrainer(
+            train,
+            train_loop_config=config,
+            scaling_config=ray.train.ScalingConfig(num_workers=workers),
+            run_config=ray.train.RunConfig(
+                name=name, storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=max_failures)
+            ),
+        )
+
+    return make

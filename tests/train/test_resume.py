@@ -1,0 +1,167 @@
+"""A run that was killed goes on as if it had not been: same losses, same weights, nothing lost that was committed."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+
+import raycheck
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
+from tests.faultproxy import fault_proxy
+from tests.invariants import assert_invariants
+from tests.train.jobs import BATCH, SAMPLES, story
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray itself warns
+STEPS = 2 * SAMPLES // BATCH
+
+
+def losses(folder: Path, rank: int) -> dict[int, float]:
+    """Step to loss; a step that ran twice must have had the same loss both times."""
+    by_step: dict[int, float] = {}
+    for event in story(folder, "step", rank):
+        assert by_step.setdefault(event["step"], event["loss"]) == event["loss"], f"step {event['step']} differs"
+    return by_step
+
+
+@pytest.fixture(scope="module")
+def unbroken(cluster: None, tmp_path_factory) -> dict[str, Path]:
+    """Folders of runs that were never killed, by mode; filled on demand."""
+    return {}
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+@pytest.mark.parametrize("mode", ["plain", "ddp", "fsdp"])
+def test_a_killed_run_is_bit_identical_to_one_never_killed(
+    job, s3: str, tmp_path: Path, tmp_path_factory, unbroken: dict[str, Path], mode: str, loader_workers: int
+) -> None:
+    workers = 1 if mode == "plain" else 2
+    if mode not in unbroken:
+        unbroken[mode] = tmp_path_factory.mktemp(mode)
+        raycheck.fit(
+            job(f"file://{unbroken[mode]}/runs", "whole", workers=workers, mode=mode, folder=str(unbroken[mode]))
+        )
+    storage = join_uri(s3, uuid4().hex) if loader_workers else f"file://{tmp_path}/runs"
+
+    raycheck.fit(
+        job(
+            storage,
+            "hurt",
+            workers=workers,
+            mode=mode,
+            kill=(workers - 1, 14),
+            committed=12,
+            loader_workers=loader_workers,
+        )
+    )
+
+    assert [event["at"] for event in story(tmp_path, "start")] == [0, 12]
+    for rank in range(workers):
+        assert losses(tmp_path, rank) == losses(unbroken[mode], rank)
+        assert len(losses(tmp_path, rank)) == STEPS
+    expected, weights = torch.load(unbroken[mode] / "weights.pt"), torch.load(tmp_path / "weights.pt")
+    assert expected.keys() == weights.keys()
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    body = assert_invariants(open_store(join_uri(storage, "hurt")))
+    assert body is not None
+    assert body.entry(body.head).step == STEPS
+
+
+def test_right_after_a_commit_raycheck_is_not_behind_although_ray_is(job, s3: str, tmp_path: Path) -> None:
+    storage = join_uri(s3, uuid4().hex)
+
+    raycheck.fit(job(storage, "run", kill=(1, 12), committed=12))
+
+    first, second = story(tmp_path, "start")
+    assert first["ray"] is None
+    assert second["at"] == 12
+    assert second["ray"] is None or "step-000000012" not in second["ray"]
+    assert_invariants(open_store(join_uri(storage, "run")))
+
+
+def test_a_worker_killed_in_the_middle_of_its_upload_leaves_no_half_checkpoint(job, s3: str, tmp_path: Path) -> None:
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__1_0.distcp")
+        fitting = in_thread(lambda: raycheck.fit(job(storage, "run")))
+        held.wait()
+
+        os.kill(story(tmp_path, "start", rank=1)[0]["pid"], signal.SIGKILL)
+        fitting.join_or_raise()
+
+        listed = {checkpoint.entry.key for checkpoint in raycheck.open_run(join_uri(storage, "run")).checkpoints}
+        assert story(tmp_path, "start")[1]["at"] == 8
+        assert not any("-a1-s3" in key for key in listed)
+        assert_invariants(open_store(join_uri(storage, "run")))
+
+
+def test_a_worker_killed_after_every_report_loses_nothing(job, s3: str, tmp_path: Path) -> None:
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/manifest.json")
+        fitting = in_thread(lambda: raycheck.fit(job(storage, "run")))
+        held.wait()
+
+        os.kill(story(tmp_path, "start", rank=1)[0]["pid"], signal.SIGKILL)
+        assert len(raycheck.open_run(join_uri(storage, "run")).checkpoints) == 2
+        held.release()
+        fitting.join_or_raise()
+
+        assert story(tmp_path, "start")[1]["at"] == 12
+        assert_invariants(open_store(join_uri(storage, "run")))
+
+
+def test_a_worker_killed_after_its_own_report_but_before_the_others_resumes_before(
+    job, s3: str, tmp_path: Path
+) -> None:
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__0_0.distcp")
+        fitting = in_thread(lambda: raycheck.fit(job(storage, "run")))
+        held.wait()
+
+        os.kill(story(tmp_path, "start", rank=1)[0]["pid"], signal.SIGKILL)
+        fitting.join_or_raise()
+
+        assert story(tmp_path, "start")[1]["at"] == 8
+        assert_invariants(open_store(join_uri(storage, "run")))
+
+
+def test_a_commit_whose_answer_is_lost_is_committed_once(job, s3: str, tmp_path: Path) -> None:
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        lost = proxy.rule("lose_answer", "PUT", "/run/latest", times=3)
+
+        raycheck.fit(job(storage, "run", epochs=1))
+
+        assert len(lost.seen) == 3
+        assert len(story(tmp_path, "start")) == 1
+        body = assert_invariants(open_store(join_uri(storage, "run")))
+        assert [entry.step for entry in body.live] == [4, 8, 12]
+
+
+class in_thread:  # noqa: N801  reads as a verb where it is used
+    """Run `call` beside the test; join_or_raise ends with its result or its error."""
+
+    def __init__(self, call) -> None:
+        self._call = call
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        except BaseException as error:
+            self._error = error
+
+    def join_or_raise(self, timeout_s: float = 150.0):
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), f"the run did not end within {timeout_s:.0f} s"
+        if self._error is not None:
+            raise self._error
+        return self.result
