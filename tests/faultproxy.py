@@ -90,14 +90,14 @@ class FaultProxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.05)  # closing transports take a turn of the loop to go
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._exchange(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
             writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request per connection: both sides are told to close, which keeps the proxy's state in one place."""
@@ -130,7 +130,7 @@ class FaultProxy:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
         finally:
-            up_writer.close()
+            up_writer.transport.abort()
 
     def _match(self, method: str, path: str) -> Rule | None:
         for rule in self._rules:

@@ -1,4 +1,4 @@
-"""Claim, commit, fence: the only module that writes `latest`. Step numbers are those of FORMAT.md.
+"""Claim, commit, fence: what may become of `latest`. Step numbers are those of FORMAT.md.
 
 `latest` is a register only ever replaced by compare-and-swap. Why no two coordinators can both commit: a commit is
 one swap of the very body it was computed from, and that body must carry the committer's own attempt number and
@@ -6,41 +6,25 @@ coordinator id; whoever claims later has replaced the body, so an older one's sw
 again it finds itself fenced. Safety uses no clock.
 """
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from uuid import uuid4
 
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import dump
-from raycheck.bucket.latest import (
-    MAX_ATTEMPTS_LISTED,
-    Attempt,
-    Entry,
-    Evicted,
-    Latest,
-    dump_latest,
-    load_latest,
-)
+from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Evicted, Latest
 from raycheck.bucket.manifest import Manifest
+from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import to_evict
-from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store import Store
 from raycheck.errors import (
     ConfigError,
     ConflictError,
-    CorruptError,
     FencedError,
     NotFoundError,
     SaveFailedError,
     StoreError,
     SupersededError,
 )
-
-SWAP_DEADLINE_S = 60.0
-Decide = Callable[[Latest | None, float], Latest | None]
-"""From the body and the bucket's time to the new body; None when the effect stands there already. Raises to stop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,97 +33,6 @@ class Identity:
 
     owner: str
     coordinator: str
-
-
-class Register:
-    """`latest` of one run, as this process sees it. One swap at a time."""
-
-    def __init__(self, store: Store, *, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.store = store
-        self._monotonic = monotonic
-        self._lock = threading.Lock()
-        self._seen_attempt = 0
-
-    def read(self) -> tuple[Latest, Got] | None:
-        """Body and response, or None when there is no `latest` and this process never saw one.
-
-        Raises CorruptError when it was there before, or went back to an older attempt: it was lost or rolled back,
-        and nothing may be built on that (FORMAT.md, step 4).
-        """
-        try:
-            got = self.store.get(layout.LATEST_KEY)
-        except NotFoundError:
-            if self._seen_attempt:
-                raise CorruptError(_lost(self.store.uri, "is gone")) from None
-            return None
-        body = load_latest(got.data, what=f"{self.store.uri}: latest")
-        if body.attempt.number < self._seen_attempt:
-            raise CorruptError(_lost(self.store.uri, f"went back to attempt {body.attempt.number}"))
-        self._seen_attempt = body.attempt.number
-        return body, got
-
-    def swap(self, decide: Decide, *, what: str) -> Latest:
-        """Steps 1 to 5. Returns the body in which the effect of `decide` stands."""
-        deadline = self._monotonic() + SWAP_DEADLINE_S
-        pause = 0.05
-        with self._lock:
-            while True:
-                try:
-                    body, got = self.read() or (None, None)  # 1
-                    new = decide(body, got.at if got else time.time())  # 2; also judges by effect, 4
-                    if new is None:
-                        assert body is not None, "an effect can only stand in a body"
-                        return body
-                    new = replace(new, counter=body.counter + 1 if body else 1)
-                    self._write(new, got)  # 3
-                except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
-                    if self._monotonic() > deadline:
-                        raise StoreError(
-                            f"{self.store.uri}: {what}: latest could not be swapped in {SWAP_DEADLINE_S:.0f} s "
-                            f"({error}); whether it was stays unknown"
-                        ) from error
-                    time.sleep(pause)
-                    pause = min(pause * 2, 2.0)
-                else:
-                    self._seen_attempt = new.attempt.number
-                    return new
-
-    def _write(self, new: Latest, got: Got | None) -> None:
-        data = dump_latest(new)
-        try:
-            if got is None:
-                self.store.put_if_absent(layout.LATEST_KEY, data)
-            else:
-                self.store.put_if_match(layout.LATEST_KEY, data, got.version)
-        except (ConflictError, NotFoundError) as error:  # S3 answers 404 to an If-Match on a missing key
-            raise _NotSwappedError(str(error)) from error
-
-
-class _NotSwappedError(Exception):
-    """The condition was refused: by a rival's write, or by our own repeated one."""
-
-
-def probe(store: Store) -> None:
-    """Step 6: prove on a scratch object that conditional writes are conditional. It cannot prove atomicity.
-
-    Raises ConfigError when a stale swap or a second create is accepted, or the right swap is refused.
-    """
-    key = layout.probe_key(uuid4().hex)
-    try:
-        store.put_if_absent(key, b"one")
-        first = store.get(key)
-        _must_refuse(store, lambda: store.put_if_absent(key, b"two"), "creates over an existing object")
-        try:
-            store.put_if_match(key, b"three", first.version)
-        except ConflictError:
-            raise ConfigError(
-                f"{store.uri}: the store refuses the right If-Match; raycheck cannot commit here"
-            ) from None
-        _must_refuse(store, lambda: store.put_if_match(key, b"four", first.version), "swaps a stale version")
-        if store.get(key).data != b"three":
-            raise ConfigError(f"{store.uri}: the store refused a conditional write and applied it all the same")
-    finally:
-        store.delete(key)
 
 
 def claim(
@@ -164,8 +57,7 @@ def claim(
 
     def decide(body: Latest | None, now: float) -> Latest | None:
         if body is None:
-            if resume == "must" or isinstance(resume, int):
-                raise NotFoundError(f"{register.store.uri}: resume={resume!r}, but there is no run here")
+            check_resume(register.store.uri, None, resume)
             return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
         current = body.attempt
         check_owner(register, body, me)
@@ -174,7 +66,7 @@ def claim(
         if any(known.group == group for known in body.attempts):
             raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
         new_owner = me.owner not in body.owners
-        head = _resume_head(register, body, resume) if new_owner else body.head
+        head = check_resume(register.store.uri, body, resume) if new_owner else body.head
         return replace(
             body,
             owners=(*body.owners, me.owner) if new_owner else body.owners,
@@ -189,7 +81,7 @@ def claim(
     if key is not None:
         entry = body.entry(key)
         if entry is None:
-            raise CorruptError(_lost(register.store.uri, f"restores {key}, which it does not list"))
+            raise lost(register.store.uri, f"restores {key}, which it does not list")
     return body.attempt, entry  # 11
 
 
@@ -202,7 +94,7 @@ def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
     def decide(body: Latest | None, now: float) -> Latest | None:
         del now
         if body is None:
-            raise CorruptError(_lost(register.store.uri, "is gone"))
+            raise lost(register.store.uri, "is gone")
         check_owner(register, body, me)
         if body.attempt.group != group:
             raise SupersededError(f"group {group} is not the live one; attempt {body.attempt.number} is")
@@ -241,7 +133,7 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, *,
 
     def decide(body: Latest | None, now: float) -> Latest | None:
         if body is None:
-            raise CorruptError(_lost(register.store.uri, "is gone"))
+            raise lost(register.store.uri, "is gone")
         if body.entry(manifest.key) is not None:
             return None
         check_owner(register, body, me)
@@ -291,7 +183,7 @@ def forget_evicted(register: Register, me: Identity, keys: frozenset[str]) -> La
     def decide(body: Latest | None, now: float) -> Latest | None:
         del now
         if body is None:
-            raise CorruptError(_lost(register.store.uri, "is gone"))
+            raise lost(register.store.uri, "is gone")
         check_current(register, body, me)
         left = tuple(item for item in body.evicted if item.key not in keys)
         return None if len(left) == len(body.evicted) else replace(body, evicted=left)
@@ -322,19 +214,21 @@ def _taken_over(body: Latest, me: Identity) -> Latest | None:
     return replace(body, attempts=(*body.attempts[:-1], replace(current, coordinator=me.coordinator)))
 
 
-def _resume_head(register: Register, body: Latest, resume: str | int) -> str | None:
-    uri = register.store.uri
-    if resume == "never":
-        raise ConfigError(f"{uri}: resume='never', but the run has {len(body.live)} checkpoints. Use another run name")
-    if resume == "must" and body.head is None:
-        raise NotFoundError(f"{uri}: resume='must', but the run has no committed checkpoint")
+def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None:
+    """The key that a new owner's first attempt restores under `resume`; None to start fresh. Raises ConfigError."""
+    live = () if body is None else body.live
+    head = None if body is None else body.head
+    if resume == "never" and live:
+        raise ConfigError(f"{uri}: resume='never', but the run has {len(live)} checkpoints. Use another run name")
+    if resume == "must" and head is None:
+        raise ConfigError(f"{uri}: resume='must', but the run has no committed checkpoint")
     if isinstance(resume, int):
-        keys = [entry.key for entry in body.live if entry.step == resume]
+        keys = [entry.key for entry in live if entry.step == resume]
         if not keys:
-            steps = ", ".join(str(entry.step) for entry in body.live) or "none"
-            raise NotFoundError(f"{uri}: no checkpoint of step {resume}; there are: {steps}")
+            steps = ", ".join(str(entry.step) for entry in live) or "none"
+            raise ConfigError(f"{uri}: resume={resume}, but there is no checkpoint of that step; there are: {steps}")
         return keys[-1]
-    return body.head
+    return head
 
 
 def _check_not_lost(register: Register, mine: Attempt) -> None:
@@ -348,22 +242,4 @@ def _check_not_lost(register: Register, mine: Attempt) -> None:
     assert now is not None, "this process has just seen it"
     if now[0].attempt != mine:
         raise SupersededError(f"attempt {now[0].attempt.number} was claimed meanwhile")
-    raise CorruptError(_lost(register.store.uri, f"is older than the checkpoint {max(ahead)}"))
-
-
-def _lost(uri: str, what: str) -> str:
-    return (
-        f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "
-        "checkpoints. Put the object back (bucket versioning), or move the run's folder away to start anew"
-    )
-
-
-def _must_refuse(store: Store, write: Callable[[], None], what: str) -> None:
-    try:
-        write()
-    except ConflictError:
-        return
-    raise ConfigError(
-        f"{store.uri}: the store {what} although told not to. Two drivers could overwrite each other here; "
-        "use a store with conditional writes"
-    )
+    raise lost(register.store.uri, f"is older than the checkpoint {max(ahead)}")

@@ -5,7 +5,8 @@ after a grace for readers, and of them only objects that no live entry holds.
 """
 
 from raycheck.bucket import layout
-from raycheck.bucket.commit import Identity, Register, check_current, forget_evicted
+from raycheck.bucket.commit import Identity, check_current, forget_evicted
+from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 
 GRACE_S = 600.0

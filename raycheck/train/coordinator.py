@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -20,16 +20,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
-from raycheck.bucket.checksum import crc32
-from raycheck.bucket.commit import Identity, Register
+from raycheck.bucket.commit import Identity
 from raycheck.bucket.document import dump
-from raycheck.bucket.index import dump_index, load_index, merge, uncovered
 from raycheck.bucket.latest import Attempt, Entry
-from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.manifest import Manifest
+from raycheck.bucket.probe import probe
+from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.sweep import GRACE_S, prune
 from raycheck.errors import ConfigError, ConflictError, RaycheckError, SaveFailedError, StoreError, SupersededError
+from raycheck.shards.report import Report, assemble
 
 WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
@@ -44,31 +44,6 @@ class Claim:
 
     attempt: int
     restore: Entry | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What one rank hands in when its shards are durable, or why they are not (`failure`).
-
-    section: its part of the index, encoded. progress: step, epoch, samples.
-    """
-
-    group: str
-    rank: int
-    world_size: int
-    attempt: int
-    save: int
-    step: int
-    epoch: int = 0
-    samples: int = 0
-    failure: str = ""
-    shards: tuple[ShardRecord, ...] = ()
-    section: bytes = b""
-    restored_from: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    blocked_s: float = 0.0
-    upload_s: float = 0.0
-    keep_last: int = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +95,7 @@ class Coordinator:
             return pending.outcome.result()
         missing = sorted(set(range(report.world_size)) - set(pending.reports))
         what = f"ranks {missing} have not reported" if missing else "the commit is under way"
-        return Outcome(kind="pending", key=_name(report), message=what)
+        return Outcome(kind="pending", key=report.checkpoint, message=what)
 
     async def watch(self, group: str) -> None:
         """Look at `latest` once after the poll interval. Raises FencedError or SupersededError when the group's
@@ -150,7 +125,7 @@ class Coordinator:
 
     def _claim(self, group: str, world_size: int) -> Claim:
         if not self._probed:
-            protocol.probe(self._store)
+            probe(self._store)
             self._probed = True
         before = self._register.read()
         attempt, entry = protocol.claim(
@@ -186,18 +161,18 @@ class Coordinator:
     def _past(self, report: Report) -> Outcome:
         """Step 15 after a take-over: some ranks were told already and will not report again."""
         found = self._register.read()
-        is_live = found is not None and found[0].entry(_name(report)) is not None
-        return Outcome(kind="committed" if is_live else "superseded", key=_name(report))
+        is_live = found is not None and found[0].entry(report.checkpoint) is not None
+        return Outcome(kind="committed" if is_live else "superseded", key=report.checkpoint)
 
     def _conclude(self, reports: dict[int, Report]) -> Outcome:
         """Steps 15 to 18 for one save. Raises what ends the attempt or the run; a failed save is an outcome."""
         first = next(iter(reports.values()))
-        name = _name(first)
+        name = first.checkpoint
         failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
         if failures:
             return Outcome(kind="failed", key=name, message="; ".join(failures))
         try:
-            manifest = self._write_files([reports[rank] for rank in sorted(reports)])
+            manifest = assemble(self._store, [reports[rank] for rank in sorted(reports)])
             data = protocol.write_manifest(self._store, manifest)
             keep_last = reports[0].keep_last
             if not protocol.commit(self._register, self._me, manifest, data, keep_last=keep_last):
@@ -206,55 +181,6 @@ class Coordinator:
         except (SaveFailedError, StoreError, ConfigError) as error:
             return Outcome(kind="failed", key=name, message=str(error))
         return Outcome(kind="committed", key=name)
-
-    def _write_files(self, reports: list[Report]) -> Manifest:
-        """Step 16: index and `.metadata`, bytes a pure function of the reports; returns the manifest to write."""
-        from raycheck.shards.dcp import dcp_metadata
-
-        first, name = reports[0], _name(reports[0])
-        index = merge([load_index(report.section, what=f"report of rank {report.rank}") for report in reports])
-        holes = uncovered(index)
-        if holes:
-            raise SaveFailedError(
-                f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
-                f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
-            )
-        components = []
-        for component in sorted({shard.component for report in reports for shard in report.shards}):
-            shards = [shard for report in reports for shard in report.shards if shard.component == component]
-            metadata = self._put_blob(layout.metadata_key(name, component), dcp_metadata(index, component))
-            components.append(
-                Component(name=component, checkpoint=name, metadata=metadata, shards=tuple(shards)),
-            )
-        return Manifest(
-            key=name,
-            step=first.step,
-            attempt=first.attempt,
-            save=first.save,
-            epoch=first.epoch,
-            samples=first.samples,
-            world_size=len(reports),
-            restored_from=first.restored_from,
-            metrics=first.metrics,
-            index=self._put_blob(layout.index_key(name), dump_index(index)),
-            components=tuple(components),
-            ranks=tuple(
-                RankRecord(
-                    rank=report.rank,
-                    blocked_s=report.blocked_s,
-                    upload_s=report.upload_s,
-                    size_bytes=sum(shard.size_bytes for shard in report.shards),
-                )
-                for report in reports
-            ),
-        )
-
-    def _put_blob(self, key: str, data: bytes) -> Blob:
-        if len(data) <= MAX_CONDITIONAL_BYTES:
-            protocol.put_once(self._store, key, data)
-        else:
-            self._store.put(key, data)  # too large for a condition; a repeated write carries the same bytes
-        return Blob(size_bytes=len(data), crc32=crc32(data))
 
     def _after_commit(self, manifest: Manifest) -> None:
         """What may fail without harm: Ray's pointer, and retention's deletes."""
@@ -313,7 +239,3 @@ def start_coordinator(
         max_concurrency=4096,
         scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
     ).remote(uri, owner, resume, poll_s)
-
-
-def _name(report: Report) -> str:
-    return str(layout.CheckpointName(step=report.step, attempt=report.attempt, save=report.save))

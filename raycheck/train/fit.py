@@ -8,7 +8,11 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, TrainingFailedError
 
-from raycheck.errors import ConfigError
+from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.commit import check_resume
+from raycheck.bucket.fork import fork
+from raycheck.bucket.store import Store, open_store
+from raycheck.errors import ConfigError, NotFoundError
 from raycheck.train.coordinator import start_coordinator
 from raycheck.train.ray_names import RunGuard, final_error, run_uri
 
@@ -22,16 +26,16 @@ def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
     """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
 
     resume: "auto" goes on from the run's head, or starts; "never" refuses a run that has checkpoints; "must" refuses
-    one that has none; a step goes back to that step's checkpoint. It binds the first attempt of this call.
+    one that has none; a step goes back to that step's checkpoint; another run's URI begins a new run from a copy of
+    that run's head, and goes on with it when it exists. It binds the first attempt of this call.
 
     FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is started again up to 3 times. Raises
     ConfigError before anything starts for a run that could never resume, FencedError when another driver has taken
     the run over, and Ray's TrainingFailedError for everything else that ends a run.
     """
-    if resume not in ("auto", "never", "must") and type(resume) is not int:
-        raise ConfigError(f"fit(resume={resume!r}): give 'auto', 'never', 'must', or a step as a whole number")
     config = trainer.run_config
     uri = run_uri(config)
+    resume = _checked_resume(resume, open_store(uri))
     _allow_failures(config)
     if not ray.is_initialized():
         ray.init()
@@ -48,6 +52,22 @@ def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
     finally:
         config.callbacks = callbacks
         ray.kill(coordinator)
+
+
+def _checked_resume(resume: str | int, store: Store) -> str | int:
+    """What the coordinator is told. Looks into the bucket, so that a wish that cannot be met is refused in a second
+    and not after workers were started; the claim decides all the same."""
+    if isinstance(resume, str) and resume not in ("auto", "never", "must"):
+        if "://" not in resume and not resume.startswith("/"):
+            raise ConfigError(f"fit(resume={resume!r}): give 'auto', 'never', 'must', a step, or another run's URI")
+        fork(open_store(resume), store, run_id=uuid4().hex)
+        return "auto"
+    try:
+        body = read_latest(store)
+    except NotFoundError:
+        body = None
+    check_resume(store.uri, body, resume)
+    return resume
 
 
 def _fit_again(trainer: Any) -> Any:

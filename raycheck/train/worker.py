@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -23,9 +23,10 @@ from raycheck.bucket.index import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.errors import ConfigError, ConflictError, RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
+from raycheck.shards.report import Report
 from raycheck.shards.stager import Staged
 from raycheck.shards.state import COMPONENT, Progress, Restored, TrainState
-from raycheck.train.coordinator import Claim, Outcome, Report
+from raycheck.train.coordinator import Claim, Outcome
 from raycheck.train.data import Batches
 from raycheck.train.group import Group
 from raycheck.train.rhythm import Rhythm
@@ -170,9 +171,7 @@ class Checkpointer:
             world_size=self._group.world_size,
             attempt=self._claim.attempt,
             save=self._saves,
-            step=progress.step,
-            epoch=progress.epoch,
-            samples=progress.samples,
+            progress=progress,
             restored_from=None if restore is None else restore.key,
             metrics=_numbers(metrics or {}),
             blocked_s=time.monotonic() - began,
@@ -213,20 +212,18 @@ class Checkpointer:
 
     def _upload_and_report(self, staged: Staged, report: Report, deadline: float) -> Outcome:
         """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
-        name = str(layout.CheckpointName(step=report.step, attempt=report.attempt, save=report.save))
-        key = layout.shard_key(name, COMPONENT, report.rank)
+        key = layout.shard_key(report.checkpoint, COMPONENT, report.rank)
         began = time.monotonic()
-        facts = {field: getattr(report, field) for field in Report.__dataclass_fields__}
         try:
             store = self._group.store
             store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
             shard = ShardRecord(component=COMPONENT, rank=report.rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
-            facts |= {"shards": (shard,), "section": dump_index(staged.section())}
+            report = replace(report, shards=(shard,), section=dump_index(staged.section()))
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
-            facts["failure"] = f"upload of {key}: {type(error).__name__}: {error}"
-        report = Report(**{**facts, "upload_s": time.monotonic() - began})
+            report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
+        report = replace(report, upload_s=time.monotonic() - began)
         while True:
-            what = f"save of step {report.step} ({key})"
+            what = f"save of step {report.progress.step} ({key})"
             outcome: Outcome = self._group.ask(
                 "report", report, timeout_s=max(1.0, deadline - time.monotonic()), what=what
             )

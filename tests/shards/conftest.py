@@ -1,10 +1,28 @@
-"""What the tests of the shard layer share: four real ranks, started when the first test wants them."""
+"""What the tests of the shard layer share: four real ranks and what they saved, made when a test wants them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
+from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
+from tests.shards import fsdp
 from tests.shards.ranks import Ranks
+from tests.shards.saving import claimed, committed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """An FSDP2 training's checkpoint in a folder ("file") and on S3 ("s3"), and the full tensors it must hold."""
+
+    checkpoints: dict[str, Checkpoint]
+    tensors: fsdp.Tensors
+
+
+Trained = dict[int, Saved]
+"""By the number of ranks that saved."""
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +31,22 @@ def ranks(s3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(4, tmp_path_factory.mktemp("rendezvous"))
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def trained(ranks: Ranks, s3: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What two and four ranks trained and saved. Tests only read it."""
+    found = {}
+    for world_size in (2, 4):
+        folder = tmp_path_factory.mktemp(f"saved-by-{world_size}")
+        stores = {"file": open_store(f"file://{folder}"), "s3": open_store(join_uri(s3, folder.name))}
+        names = {store.uri: claimed(store, world_size=world_size, step=3) for store in stores.values()}
+        answers = ranks.run(fsdp.save_trained, world_size, names)
+        checkpoints = {
+            kind: committed(
+                store, names[store.uri], [uploads[store.uri] for uploads, _ in answers], progress=fsdp.PROGRESS
+            )
+            for kind, store in stores.items()
+        }
+        found[world_size] = Saved(checkpoints=checkpoints, tensors=answers[0][1])
+    return found

@@ -102,3 +102,21 @@ def load_by_stock_torch(rank: int, world_size: int, reader: type, place: str, op
     )
     assert nested["progress"] == {"step": 3, "epoch": 1, "samples": 24}
     return full(state)
+
+
+def go_on_by_raycheck(rank: int, world_size: int, uri: str, entry: Entry) -> tuple[Tensors, Tensors]:
+    """Two more steps without and with an interruption."""
+    uninterrupted = build(world_size, seed=1)
+    train(uninterrupted, PROGRESS.step)
+    train(uninterrupted, 2)
+    restored = build(world_size, seed=2)
+    TrainState(restored, rank=rank, world_size=world_size).apply(Checkpoint(open_store(uri), entry))
+    train(restored, 2)
+    return full(uninterrupted), full(restored)
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name

@@ -29,10 +29,15 @@ class Uploaded:
 
 
 def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> str:
-    """Claim the run, and name the save that may be uploaded now."""
-    attempt, _ = protocol.claim(
-        Register(store), ME, group=f"group-of-{world_size}", world_size=world_size, resume="auto", run_id="run"
-    )
+    """Claim the run with the first save of a group, and name the save that may be uploaded now."""
+    group = f"group-of-{world_size}"
+    found = Register(store).read()
+    if found is not None and found[0].attempt.group == group:
+        attempt = found[0].attempt
+    else:
+        attempt, _ = protocol.claim(
+            Register(store), ME, group=group, world_size=world_size, resume="auto", run_id="run"
+        )
     return str(layout.CheckpointName(step=step, attempt=attempt.number, save=save))
 
 

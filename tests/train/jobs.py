@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def build(mode: str) -> tuple[Any, Any, Any]:
     if mode == "fsdp":
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=200)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=9)
 
 
 def dataset() -> torch.utils.data.TensorDataset:
@@ -77,9 +78,10 @@ def train(config: dict[str, Any]) -> None:
 def wait_for_commit(uri: str, step: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        run = raycheck.open_run(uri)
-        if run.head is not None and run.head.entry.step == step:
-            return
+        with suppress(raycheck.NotFoundError):
+            head = raycheck.open_run(uri).head
+            if head is not None and head.entry.step >= step:
+                return
         time.sleep(0.02)
     raise TimeoutError(f"step {step} was not committed")
 

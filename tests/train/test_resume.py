@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,9 +13,10 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
+from tests.train.in_thread import InThread
 from tests.train.jobs import BATCH, SAMPLES, story
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray itself warns
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 STEPS = 2 * SAMPLES // BATCH
 
 
@@ -87,11 +87,11 @@ def test_a_worker_killed_in_the_middle_of_its_upload_leaves_no_half_checkpoint(j
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
         held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__1_0.distcp")
-        fitting = in_thread(lambda: raycheck.fit(job(storage, "run")))
+        fitting = InThread(lambda: raycheck.fit(job(storage, "run")))
         held.wait()
 
         os.kill(story(tmp_path, "start", rank=1)[0]["pid"], signal.SIGKILL)
-        fitting.join_or_raise()
+        fitting.join()
 
         listed = {checkpoint.entry.key for checkpoint in raycheck.open_run(join_uri(storage, "run")).checkpoints}
         assert story(tmp_path, "start")[1]["at"] == 8
@@ -103,13 +103,13 @@ def test_a_worker_killed_after_every_report_loses_nothing(job, s3: str, tmp_path
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
         held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/manifest.json")
-        fitting = in_thread(lambda: raycheck.fit(job(storage, "run")))
+        fitting = InThread(lambda: raycheck.fit(job(storage, "run")))
         held.wait()
 
         os.kill(story(tmp_path, "start", rank=1)[0]["pid"], signal.SIGKILL)
         assert len(raycheck.open_run(join_uri(storage, "run")).checkpoints) == 2
         held.release()
-        fitting.join_or_raise()
+        fitting.join()
 
         assert story(tmp_path, "start")[1]["at"] == 12
         assert_invariants(open_store(join_uri(storage, "run")))
@@ -121,11 +121,11 @@ def test_a_worker_killed_after_its_own_report_but_before_the_others_resumes_befo
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
         held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__0_0.distcp")
-        fitting = in_thread(lambda: raycheck.fit(job(storage, "run")))
+        fitting = InThread(lambda: raycheck.fit(job(storage, "run")))
         held.wait()
 
         os.kill(story(tmp_path, "start", rank=1)[0]["pid"], signal.SIGKILL)
-        fitting.join_or_raise()
+        fitting.join()
 
         assert story(tmp_path, "start")[1]["at"] == 8
         assert_invariants(open_store(join_uri(storage, "run")))
@@ -142,26 +142,3 @@ def test_a_commit_whose_answer_is_lost_is_committed_once(job, s3: str, tmp_path:
         assert len(story(tmp_path, "start")) == 1
         body = assert_invariants(open_store(join_uri(storage, "run")))
         assert [entry.step for entry in body.live] == [4, 8, 12]
-
-
-class in_thread:  # noqa: N801  reads as a verb where it is used
-    """Run `call` beside the test; join_or_raise ends with its result or its error."""
-
-    def __init__(self, call) -> None:
-        self._call = call
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._call()
-        except BaseException as error:
-            self._error = error
-
-    def join_or_raise(self, timeout_s: float = 150.0):
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), f"the run did not end within {timeout_s:.0f} s"
-        if self._error is not None:
-            raise self._error
-        return self.result

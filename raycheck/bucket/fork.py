@@ -1,0 +1,103 @@
+"""Begin a run from another run's checkpoint: step 30. Bytes are copied, so that no run ever refers to another.
+
+The copy gets a name of attempt 0, which no live attempt can have. `latest` is created last; a crash before that leaves
+a run that does not exist yet, and the next try takes the next save number.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from raycheck.bucket import layout
+from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.commit import write_manifest
+from raycheck.bucket.latest import Attempt, Entry, Latest
+from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.manifest import Blob, Manifest, ShardRecord
+from raycheck.bucket.register import Register, lost
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError, NotFoundError
+
+
+def fork(source: Store, target: Store, *, run_id: str) -> None:
+    """Copy the head of the run at `source` into a new run at `target`. Does nothing when that run exists already, so
+    that the same script may be submitted again.
+
+    Raises NotFoundError when the source has no checkpoint, CorruptError when its bytes are not what they should be.
+    """
+    register = Register(target)
+    if register.read() is not None:
+        return
+    names = [CheckpointName.parse(name) for name in target.list_names(layout.CHECKPOINTS_PREFIX)]
+    ours = [name for name in names if name is not None]
+    if any(name.attempt > 0 for name in ours):
+        raise lost(target.uri, f"is gone, but there is {max(ours)}")
+    body = read_latest(source)
+    entry = None if body.head is None else body.entry(body.head)
+    if entry is None:
+        raise NotFoundError(f"{source.uri}: the run has no committed checkpoint to begin from")
+    save = 1 + max((name.save for name in ours), default=0)
+    manifest = _copy(Checkpoint(source, entry), target, CheckpointName(step=entry.step, attempt=0, save=save))
+    data = write_manifest(target, manifest)
+
+    def create(there: Latest | None, now: float) -> Latest | None:
+        if there is not None:
+            return None
+        copied = replace(
+            entry,
+            key=manifest.key,
+            refs=(),
+            manifest_crc32=crc32(data),
+            committed_at=now,
+            pinned=False,
+            expires_at=None,
+        )
+        return _born(copied, manifest, run_id=run_id, now=now)
+
+    register.swap(create, what=f"fork of {source.uri}")
+
+
+def _born(entry: Entry, manifest: Manifest, *, run_id: str, now: float) -> Latest:
+    owner = f"fork-{run_id[:11]}"
+    attempt = Attempt(
+        number=0,
+        owner=owner,
+        coordinator=owner,
+        group=owner,
+        world_size=manifest.world_size,
+        restore_key=None,
+        last_save=manifest.save,
+        claimed_at=now,
+    )
+    return Latest(run_id=run_id, counter=0, owners=(owner,), attempts=(attempt,), head=entry.key, live=(entry,))
+
+
+def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manifest:
+    old = checkpoint.manifest()
+    new = replace(
+        old,
+        key=str(name),
+        attempt=0,
+        save=name.save,
+        restored_from=f"{checkpoint.store.uri} {old.key}",
+        components=tuple(replace(part, checkpoint=str(name)) for part in old.components),
+    )
+    for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):
+        _copy_object(checkpoint.store, old_key, record, target, new_key)
+    return new
+
+
+def _copy_object(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
+    size, step = record.size_bytes, target.part_bytes(record.size_bytes)
+    seen = 0
+
+    def parts() -> Iterator[memoryview]:
+        nonlocal seen
+        for start in range(0, size, step):
+            data = source.get_range(key, start, min(start + step, size))
+            seen = crc32(data, seen)
+            yield memoryview(data)
+
+    target.put_parts(new_key, parts(), size)
+    if seen != record.crc32:
+        raise CorruptError(f"{source.uri}: {key} has checksum {seen:08x}, its manifest says {record.crc32:08x}")

@@ -1,0 +1,95 @@
+"""`latest` as a register: read, and replaced by compare-and-swap only. The one place that writes it.
+
+Steps 1 to 5 of FORMAT.md. What the new body is, and whether the wanted effect stands already, is the caller's to
+decide, afresh from each body it is shown.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from raycheck.bucket import layout
+from raycheck.bucket.latest import Latest, dump_latest, load_latest
+from raycheck.bucket.store import Got, Store
+from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
+
+SWAP_DEADLINE_S = 60.0
+Decide = Callable[[Latest | None, float], Latest | None]
+"""From the body and the bucket's time to the new body; None when the effect stands there already. Raises to stop."""
+
+
+class Register:
+    """`latest` of one run, as this process sees it. One swap at a time."""
+
+    def __init__(self, store: Store, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.store = store
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._seen_attempt = 0
+
+    def read(self) -> tuple[Latest, Got] | None:
+        """Body and response, or None when there is no `latest` and this process never saw one.
+
+        Raises CorruptError when it was there before, or went back to an older attempt: it was lost or rolled back,
+        and nothing may be built on that (FORMAT.md, step 4).
+        """
+        try:
+            got = self.store.get(layout.LATEST_KEY)
+        except NotFoundError:
+            if self._seen_attempt:
+                raise lost(self.store.uri, "is gone") from None
+            return None
+        body = load_latest(got.data, what=f"{self.store.uri}: latest")
+        if body.attempt.number < self._seen_attempt:
+            raise lost(self.store.uri, f"went back to attempt {body.attempt.number}")
+        self._seen_attempt = body.attempt.number
+        return body, got
+
+    def swap(self, decide: Decide, *, what: str) -> Latest:
+        """Steps 1 to 5. Returns the body in which the effect of `decide` stands."""
+        deadline = self._monotonic() + SWAP_DEADLINE_S
+        pause = 0.05
+        with self._lock:
+            while True:
+                try:
+                    body, got = self.read() or (None, None)  # 1
+                    new = decide(body, got.at if got else time.time())  # 2; also judges by effect, 4
+                    if new is None:
+                        assert body is not None, "an effect can only stand in a body"
+                        return body
+                    new = replace(new, counter=body.counter + 1 if body else 1)
+                    self._write(new, got)  # 3
+                except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
+                    if self._monotonic() > deadline:
+                        raise StoreError(
+                            f"{self.store.uri}: {what}: latest could not be swapped in {SWAP_DEADLINE_S:.0f} s "
+                            f"({error}); whether it was stays unknown"
+                        ) from error
+                    time.sleep(pause)
+                    pause = min(pause * 2, 2.0)
+                else:
+                    self._seen_attempt = new.attempt.number
+                    return new
+
+    def _write(self, new: Latest, got: Got | None) -> None:
+        data = dump_latest(new)
+        try:
+            if got is None:
+                self.store.put_if_absent(layout.LATEST_KEY, data)
+            else:
+                self.store.put_if_match(layout.LATEST_KEY, data, got.version)
+        except (ConflictError, NotFoundError) as error:  # S3 answers 404 to an If-Match on a missing key
+            raise _NotSwappedError(str(error)) from error
+
+
+class _NotSwappedError(Exception):
+    """The condition was refused: by a rival's write, or by our own repeated one."""
+
+
+def lost(uri: str, what: str) -> CorruptError:
+    """The error for a `latest` that is not what it must be. Restarting would not bring it back."""
+    return CorruptError(
+        f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "
+        "checkpoints. Put the object back (bucket versioning), or move the run's folder away to start anew"
+    )

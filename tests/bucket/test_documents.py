@@ -1,0 +1,938 @@
+"""Names, documents, the index and lossless values: what is written can be read back, and what lies in the bucket is
+hostile until it is parsed. Whatever bytes come in, CorruptError is all that may come out.
+"""
+
+import json
+import math
+import struct
+import zlib
+from collections import Counter, OrderedDict, deque, namedtuple
+from dataclasses import replace
+from enum import IntEnum
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from raycheck.bucket import layout
+from raycheck.bucket.checksum import SUB_BLOCK
+from raycheck.bucket.document import Document, dump
+from raycheck.bucket.index import MAGIC, Chunk, Index, Leaf, Tensor, dump_index, load_index, merge, uncovered
+from raycheck.bucket.latest import MAX_BYTES, Attempt, Entry, Evicted, Latest, dump_latest, load_latest
+from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.lossless import MAX_DEPTH, decode, encode
+from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord, load_manifest
+from raycheck.errors import ConfigError, CorruptError
+from tests.bucket.helpers import tiny_index
+
+thorough = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+ONE, TWO = "step-000000010-a1-s1", "step-000000020-a1-s2"
+
+
+def a_latest() -> Latest:
+    return Latest(
+        run_id="run",
+        counter=7,
+        owners=("ann", "bob"),
+        attempts=(
+            Attempt(number=1, owner="bob", coordinator="c", group="g", world_size=2, restore_key=None, claimed_at=1.5),
+        ),
+        head=TWO,
+        live=(
+            Entry(
+                key=TWO,
+                refs=(ONE,),
+                step=20,
+                committed_at=3.25,
+                size_bytes=9,
+                metrics={"loss": 0.5, "accuracy": 1.0},
+                manifest_crc32=5,
+                pinned=True,
+                expires_at=99.0,
+            ),
+        ),
+        evicted=(Evicted(key=ONE, at=2.0),),
+    )
+
+
+def a_manifest() -> Manifest:
+    shard = ShardRecord(component="train", rank=0, size_bytes=64, crc32=1)
+    own = Component(name="train", checkpoint=TWO, metadata=Blob(size_bytes=3, crc32=2), shards=(shard,))
+    base = Component(name="base", checkpoint=ONE, metadata=Blob(size_bytes=4, crc32=3), shards=())
+    return Manifest(
+        key=TWO,
+        step=20,
+        attempt=1,
+        save=2,
+        epoch=0,
+        samples=160,
+        world_size=1,
+        restored_from=None,
+        metrics={"loss": 0.5},
+        index=Blob(size_bytes=5, crc32=4),
+        components=(own, base),
+        ranks=(RankRecord(rank=0, blocked_s=0.1, upload_s=0.2, size_bytes=64),),
+    )
+
+
+def as_latest(data: bytes) -> Latest:
+    return load_latest(data, what="latest of a test")
+
+
+def as_manifest(data: bytes) -> Manifest:
+    return load_manifest(data, what="manifest of a test")
+
+
+def as_index(data: bytes) -> Index:
+    return load_index(data, what="index of a test")
+
+
+DOCUMENTS = [pytest.param(a_latest, as_latest, id="latest"), pytest.param(a_manifest, as_manifest, id="manifest")]
+
+
+# --- names ---
+
+names = st.builds(
+    CheckpointName,
+    step=st.integers(0, 10**18 - 1),
+    attempt=st.integers(0, 10**9 - 1),
+    save=st.integers(0, 10**9 - 1),
+)
+
+
+@thorough
+@given(names)
+def test_a_checkpoints_name_reads_back(name):
+    assert CheckpointName.parse(str(name)) == name
+
+
+@thorough
+@given(names, names)
+def test_names_are_ordered_as_commits_are(one, other):
+    assert (one < other) == ((one.attempt, one.save, one.step) < (other.attempt, other.save, other.step))
+
+
+@thorough
+@given(st.one_of(st.text(), st.builds("step-{}-a{}-s{}".format, *[st.text("0129\u0660\n", max_size=10)] * 3)))
+def test_a_text_that_is_a_name_is_exactly_one_name(text):
+    name = CheckpointName.parse(text)
+
+    assert name is None or str(name) == text
+
+
+HOSTILE = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "step-1-a1-s1",
+    "step-00000001-a1-s1",
+    "step-0000000001-a1-s1",
+    "step-000000001-a01-s1",
+    "step-000000001-a1-s01",
+    "step-000000001-a1",
+    "step--00000001-a1-s1",
+    "step-000000001-a1-s-1",
+    "step-000000001-a1-s1/",
+    "step-000000001-a1-s1/../../x",
+    "../step-000000001-a1-s1",
+    " step-000000001-a1-s1",
+    "step-000000001-a1-s1\n",
+    "STEP-000000001-a1-s1",
+    "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661-a1-s1",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_name_never_becomes_a_key(text):
+    assert CheckpointName.parse(text) is None
+    for key in (layout.checkpoint_prefix, layout.manifest_key, layout.index_key, layout.pointer_prefix):
+        with pytest.raises(ValueError, match="name"):
+            key(text)
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "../x", "a/b", "/a", "-a", ".a", "a b", "a\n", "a\0", "é", "a" * 101])
+def test_a_hostile_component_never_becomes_a_key(text):
+    for key in (layout.component_prefix, layout.metadata_key, lambda name, part: layout.shard_key(name, part, 0)):
+        with pytest.raises(ValueError, match="component"):
+            key(ONE, text)
+
+
+def test_every_object_of_a_checkpoint_lies_under_its_own_name():
+    for key in (layout.manifest_key(ONE), layout.index_key(ONE), layout.shard_key(ONE, "train", 3)):
+        assert key.startswith(f"checkpoints/{ONE}/")
+    assert layout.shard_key(ONE, "train", 3) == f"checkpoints/{ONE}/train/__3_0.distcp"
+    assert layout.metadata_key(ONE, "train") == f"checkpoints/{ONE}/train/.metadata"
+    assert layout.pointer_key(ONE) == f"ray/{ONE}/pointer.json"
+
+
+# --- documents ---
+
+
+@pytest.mark.parametrize(("make", "load"), DOCUMENTS)
+def test_a_document_reads_back_equal_and_its_bytes_are_pure(make, load):
+    document = make()
+
+    assert load(dump(document)) == document
+    assert dump(load(dump(document))) == dump(document)
+
+
+@pytest.mark.parametrize(("make", "load"), DOCUMENTS)
+def test_fields_of_a_newer_writer_are_preserved_at_every_level(make, load):
+    tree = json.loads(dump(make()))
+    for i, level in enumerate(documents_in(tree)):
+        level["of_a_newer_writer"] = {"deep": [i, None, 1.5, "x", {"y": True}]}
+    assert len(documents_in(tree)) > 3
+
+    again = json.loads(dump(load(json.dumps(tree).encode())))
+
+    assert again == tree
+
+
+def test_a_changed_document_keeps_what_it_did_not_understand():
+    tree = json.loads(dump(a_latest()))
+    tree["new"] = 1
+    tree["attempts"][0]["new"] = 2
+    body = as_latest(json.dumps(tree).encode())
+
+    changed = replace(body, counter=8, attempts=(replace(body.attempt, last_save=3),))
+
+    again = json.loads(dump(changed))
+    assert (again["new"], again["attempts"][0]["new"], again["counter"]) == (1, 2, 8)
+
+
+def documents_in(tree: Any) -> list[dict[str, Any]]:
+    """Every object of the tree that is a document of its own, not a mapping of metrics."""
+    if isinstance(tree, list):
+        return [found for item in tree for found in documents_in(item)]
+    if not isinstance(tree, dict):
+        return []
+    return [tree, *(found for key, item in tree.items() if key != "metrics" for found in documents_in(item))]
+
+
+@pytest.mark.parametrize(("make", "load"), DOCUMENTS)
+@pytest.mark.parametrize("version", [2, 3, 10**6])
+def test_a_higher_format_version_is_refused_by_number(make, load, version):
+    body = json.dumps({"format_version": version, "all_fields": "are others"}).encode()
+
+    with pytest.raises(CorruptError, match=f"version {version}.*newer raycheck"):
+        load(body)
+
+
+@pytest.mark.parametrize(("make", "load"), DOCUMENTS)
+@pytest.mark.parametrize("version", [None, 0, -1, True, "1", 1.0, [1]])
+def test_a_body_without_a_format_version_is_corrupt(make, load, version):
+    tree = json.loads(dump(make())) | {"format_version": version}
+
+    with pytest.raises(CorruptError, match="no format version"):
+        load(json.dumps(tree).encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("counter", "1.0"),
+        ("counter", "true"),
+        ("counter", '"1"'),
+        ("counter", "null"),
+        ("counter", "NaN"),
+        ("run_id", "1"),
+        ("owners", '"ann"'),
+        ("owners", "[1]"),
+        ("owners", "{}"),
+        ("head", "1"),
+        ("attempts", "[]"),
+        ("attempts", "[null]"),
+        ("attempts", "{}"),
+        ("live", "[[]]"),
+        ("live", "null"),
+    ],
+)
+def test_a_wrong_type_is_corrupt_and_names_the_object(field, text):
+    tree = json.loads(dump(a_latest()))
+    body = json.dumps(tree | {field: "@"}).replace('"@"', text).encode()
+
+    with pytest.raises(CorruptError, match="latest"):
+        as_latest(body)
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "9" * 5000])
+@pytest.mark.parametrize("field", ["committed_at", "metric"])
+def test_a_number_that_is_none_is_corrupt(field, text):
+    tree = json.loads(dump(a_latest()))
+    entry = tree["live"][0]
+    entry.update({"committed_at": "@"} if field == "committed_at" else {"metrics": {"loss": "@"}})
+
+    with pytest.raises(CorruptError):
+        as_latest(json.dumps(tree).replace('"@"', text).encode())
+
+
+@pytest.mark.parametrize(("make", "load"), DOCUMENTS)
+def test_every_missing_field_that_has_no_default_is_corrupt(make, load):
+    tree = json.loads(dump(make()))
+    optional = {"format_version", "live", "evicted"}
+
+    for field in set(tree) - optional:
+        with pytest.raises(CorruptError, match=field):
+            load(json.dumps({key: item for key, item in tree.items() if key != field}).encode())
+
+
+@pytest.mark.parametrize(("make", "load"), DOCUMENTS)
+def test_every_truncation_is_corrupt(make, load):
+    data = dump(make())
+
+    for length in range(len(data)):
+        with pytest.raises(CorruptError):
+            load(data[:length])
+
+
+@pytest.mark.parametrize("depth", [10, 100, 900, 1000, 5000, 100_000])
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+@pytest.mark.parametrize(("make", "load"), DOCUMENTS)
+def test_deep_nesting_is_corrupt_where_a_field_is_known(make, load, brackets, depth):
+    inner = "[" * depth + "]" * depth if brackets == "[]" else '{"a":' * depth + "1" + "}" * depth
+    tree = json.loads(dump(make()))
+
+    for field in tree:
+        with pytest.raises(CorruptError):
+            load(json.dumps(tree | {field: "@"}).replace('"@"', inner).encode())
+
+
+@pytest.mark.parametrize("text", ["1e999", '"\\ud800"', "[" * 50 + "]" * 50, "[" * 990 + "]" * 990])
+@pytest.mark.parametrize("level", ["top", "attempt"])
+def test_whatever_latest_is_read_can_be_written_back(level, text):
+    """A body that is accepted is one that a commit goes on from; what cannot be written must be refused on reading."""
+    tree = json.loads(dump(a_latest()))
+    (tree if level == "top" else tree["attempts"][0])["of_a_newer_writer"] = "@"
+    body = json.dumps(tree).replace('"@"', text).encode()
+
+    try:
+        read = as_latest(body)
+    except CorruptError:
+        return
+
+    assert as_latest(dump_latest(read)) == read
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head": ONE},
+        {"head": "../x"},
+        {"attempts": ()},
+        {"evicted": (Evicted(key="../x", at=1.0),)},
+        {"live": (a_latest().live[0],) * 2},
+        {"live": (replace(a_latest().live[0], refs=("/etc",)),)},
+        {"live": (replace(a_latest().live[0], key="../x"),), "head": None},
+    ],
+)
+def test_a_latest_that_contradicts_itself_is_corrupt(change):
+    tree = json.loads(dump(a_latest()))
+    tree |= {
+        key: json.loads(json.dumps(value, default=lambda item: json.loads(dump(item)))) for key, value in change.items()
+    }
+
+    with pytest.raises(CorruptError):
+        as_latest(json.dumps(tree).encode())
+
+
+@pytest.mark.parametrize("where", ["key", "checkpoint", "component"])
+def test_a_manifest_that_names_what_is_no_key_of_a_run_is_corrupt(where):
+    tree = json.loads(dump(a_manifest()))
+    if where == "key":
+        tree["key"] = "../x"
+    elif where == "checkpoint":
+        tree["components"][0]["checkpoint"] = "../../other-run/checkpoints"
+    else:
+        tree["components"][0]["name"] = "../x"
+
+    with pytest.raises(CorruptError):
+        list(as_manifest(json.dumps(tree).encode()).objects())
+
+
+def test_latest_may_have_64_kib_and_no_byte_more():
+    body = a_latest()
+    room = MAX_BYTES - len(dump(replace(body, unknown={"x": ""})))
+    largest = replace(body, unknown={"x": "y" * room})
+
+    assert len(dump_latest(largest)) == MAX_BYTES
+    assert as_latest(dump_latest(largest)) == largest
+    with pytest.raises(ConfigError, match="Keep fewer"):
+        dump_latest(replace(body, unknown={"x": "y" * (room + 1)}))
+    with pytest.raises(CorruptError, match=str(MAX_BYTES)):
+        as_latest(dump_latest(largest) + b" ")
+
+
+# --- any bytes at all ---
+
+json_values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.just(10**400),
+        st.just(2**64),
+        st.floats(),
+        st.text(max_size=8),
+        st.sampled_from([ONE, TWO, *HOSTILE]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+def mutated_tree(data: st.DataObject, tree: Any) -> Any:
+    """`tree` with one place in it removed, replaced or repeated."""
+    if isinstance(tree, dict | list) and tree and data.draw(st.integers(0, 5)):
+        keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+        key = data.draw(st.sampled_from(keys))
+        what = data.draw(st.sampled_from(["go", "go", "go", "remove", "repeat"]))
+        copy = tree.copy()
+        if what == "remove":
+            del copy[key]
+        elif what == "repeat" and isinstance(copy, list):
+            copy.append(copy[key])
+        else:
+            copy[key] = mutated_tree(data, copy[key])
+        return copy
+    return data.draw(json_values)
+
+
+def mutated_bytes(data: st.DataObject, body: bytes) -> bytes:
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(body)))
+        stop = data.draw(st.integers(at, min(len(body), at + 8)))
+        body = body[:at] + data.draw(st.binary(max_size=4)) + body[stop:]
+    return body
+
+
+def only_corrupt(load: Any, body: bytes) -> None:
+    try:
+        read = load(body)
+    except CorruptError:
+        return
+    if isinstance(read, Document):
+        assert load(dump(read)) == read
+    else:
+        assert isinstance(read, Index)
+
+
+LOADS = [
+    pytest.param(as_latest, partial(dump, a_latest()), id="latest"),
+    pytest.param(as_manifest, partial(dump, a_manifest()), id="manifest"),
+    pytest.param(as_index, partial(dump_index, tiny_index(world_size=2)), id="index"),
+]
+
+
+@pytest.mark.parametrize(("load", "body"), LOADS)
+@thorough
+@given(data=st.data())
+def test_of_random_bytes_nothing_but_corrupt_comes_out(load, body, data):
+    random_bytes = data.draw(st.binary(max_size=200))
+
+    only_corrupt(load, random_bytes)
+    only_corrupt(load, MAGIC + random_bytes)
+    only_corrupt(load, MAGIC + zlib.compress(random_bytes))
+
+
+@pytest.mark.parametrize(("load", "body"), LOADS)
+@thorough
+@given(data=st.data())
+def test_of_damaged_bytes_nothing_but_corrupt_comes_out(load, body, data):
+    only_corrupt(load, mutated_bytes(data, body()))
+
+
+@pytest.mark.parametrize(("load", "body"), LOADS[:2])
+@thorough
+@given(data=st.data())
+def test_of_a_hostile_tree_nothing_but_corrupt_comes_out(load, body, data):
+    tree = mutated_tree(data, json.loads(body()))
+
+    only_corrupt(load, json.dumps(tree).encode())
+
+
+@thorough
+@given(data=st.data())
+def test_of_a_hostile_index_nothing_but_corrupt_comes_out(data):
+    header, columns = unpacked(dump_index(an_index()))
+
+    only_corrupt(as_index, packed(mutated_tree(data, header), columns))
+    only_corrupt(as_index, packed(header, mutated_bytes(data, columns)))
+
+
+@pytest.mark.parametrize("shape", [[math.inf], [math.nan], ["x"], None, [-1]])
+def test_an_index_with_an_impossible_shape_is_corrupt(shape):
+    header, columns = unpacked(dump_index(an_index()))
+    header["tensors"][0][2] = shape
+
+    with pytest.raises(CorruptError):
+        as_index(packed(header, columns))
+
+
+def test_an_index_of_a_higher_format_version_is_refused_by_number():
+    header, columns = unpacked(dump_index(an_index()))
+
+    with pytest.raises(CorruptError, match="version 2"):
+        as_index(packed(header | {"format_version": 2}, columns))
+
+
+def test_every_truncation_of_an_index_is_corrupt():
+    body = dump_index(an_index())
+
+    for length in range(len(body)):
+        with pytest.raises(CorruptError):
+            as_index(body[:length])
+
+
+def test_a_chunk_outside_its_tensor_is_corrupt():
+    index = tiny_index(world_size=2)
+    outside = replace(index.chunks[1], offsets=(5,))
+
+    with pytest.raises(CorruptError, match=r"model\.w"):
+        as_index(dump_index(replace(index, chunks=(index.chunks[0], outside))))
+
+
+def unpacked(body: bytes) -> tuple[dict[str, Any], bytes]:
+    raw = zlib.decompress(body[len(MAGIC) :])
+    (length,) = struct.unpack_from("<Q", raw)
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def packed(header: object, columns: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return MAGIC + zlib.compress(struct.pack("<Q", len(text)) + text + columns)
+
+
+# --- the index ---
+
+
+def an_index() -> Index:
+    index = tiny_index(world_size=2)
+    leaf = Leaf(name="scheduler.x", path=("scheduler", "x"), component="train", rank=1, record_offset=64, record_size=9)
+    return replace(index, leaves=(leaf,), values={"scheduler": encode({"milestones": Counter({30: 1})}, "scheduler")})
+
+
+paths = st.lists(st.one_of(st.text(max_size=5), st.integers(0, 99)), max_size=3).map(tuple)
+
+
+@st.composite
+def indexes(draw) -> Index:
+    tensors = []
+    for i in range(draw(st.integers(0, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 2**40), max_size=3)))
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "int64"]))
+        tensors.append(Tensor(name=f"{i}{draw(st.text(max_size=5))}", dtype=dtype, shape=shape, path=draw(paths)))
+    chunks = []
+    for number in draw(st.lists(st.sampled_from(range(len(tensors))), max_size=6)) if tensors else ():
+        offsets = tuple(draw(st.integers(0, size)) for size in tensors[number].shape)
+        sizes = tuple(
+            draw(st.integers(0, size - start)) for start, size in zip(offsets, tensors[number].shape, strict=True)
+        )
+        start = draw(st.integers(0, 2**62))
+        payload = draw(st.one_of(st.integers(0, 9), st.integers(0, 5 * SUB_BLOCK)))
+        crcs = [draw(st.integers(0, 2**32 - 1)) for _ in range(-(-payload // SUB_BLOCK))]
+        chunks.append(
+            Chunk(
+                tensor=number,
+                component=draw(st.sampled_from(["train", "base"])),
+                rank=draw(st.integers(0, 9999)),
+                offsets=offsets,
+                sizes=sizes,
+                record_offset=start,
+                record_size=payload + 900,
+                payload_offset=start + draw(st.integers(0, 900)),
+                payload_size=payload,
+                crcs=tuple(crcs),
+            )
+        )
+    leaf = st.builds(
+        Leaf,
+        name=st.text(max_size=5),
+        path=paths,
+        component=st.just("train"),
+        rank=st.integers(0, 9),
+        record_offset=st.integers(0, 2**50),
+        record_size=st.integers(0, 2**50),
+    )
+    tree = st.dictionaries(st.text(max_size=4), values.map(lambda value: encode(value, "x")), max_size=2)
+    return Index(
+        tensors=tuple(tensors),
+        chunks=tuple(chunks),
+        leaves=tuple(draw(st.lists(leaf, max_size=3))),
+        values=draw(tree),
+        rank_values=tuple(draw(st.lists(tree, max_size=2))),
+    )
+
+
+def test_ranks_that_disagree_on_a_tensor_are_told_its_name():
+    one = tiny_index()
+
+    for change in ({"dtype": "float16"}, {"shape": (8,)}, {"shape": (4, 1)}):
+        other = replace(one, tensors=(replace(one.tensors[0], **change),), chunks=())
+        with pytest.raises(ConfigError, match=r"model\.w"):
+            merge([one, other])
+
+
+def test_sections_of_all_ranks_merge_into_one_index():
+    shape, dtype = (4,), "float32"
+    tensor = {name: Tensor(name=name, dtype=dtype, shape=shape, path=(name,)) for name in "abc"}
+    of_rank = [("a", "b"), ("c", "b"), ()]
+    sections = [
+        Index(
+            tensors=tuple(tensor[name] for name in names),
+            chunks=tuple(replace(box((2 * rank,), (2,)), tensor=i, rank=rank) for i, _ in enumerate(names)),
+            values={"shared": 1},
+            rank_values=({"rank": rank},),
+        )
+        for rank, names in enumerate(of_rank)
+    ]
+
+    whole = merge(sections)
+
+    assert whole.tensors == (tensor["a"], tensor["b"], tensor["c"])
+    assert [(whole.tensors[chunk.tensor].name, chunk.rank) for chunk in whole.chunks] == [
+        ("a", 0),
+        ("b", 0),
+        ("c", 1),
+        ("b", 1),
+    ]
+    assert uncovered(whole) == ["a", "c"]
+    assert whole.values == {"shared": 1}
+    assert [item["rank"] for item in whole.rank_values] == [0, 1, 2]
+    assert load_index(dump_index(whole), what="x") == whole
+
+
+def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+    return Chunk(
+        tensor=0,
+        component="train",
+        rank=0,
+        offsets=offsets,
+        sizes=sizes,
+        record_offset=0,
+        record_size=0,
+        payload_offset=0,
+        payload_size=0,
+        crcs=(),
+    )
+
+
+@st.composite
+def tilings(draw) -> tuple[tuple[int, ...], list[Chunk]]:
+    """A shape, and boxes that cover it exactly once: every dimension cut at random places."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    spans = product(*(list(pairwise(dimension)) for dimension in cuts))
+    boxes = [box(tuple(a for a, _ in span), tuple(b - a for a, b in span)) for span in spans]
+    return shape, draw(st.permutations(boxes))
+
+
+def holes(shape: tuple[int, ...], boxes: list[Chunk]) -> list[str]:
+    return uncovered(Index(tensors=(Tensor(name="w", dtype="float32", shape=shape, path=("w",)),), chunks=tuple(boxes)))
+
+
+@thorough
+@given(tilings())
+def test_boxes_that_cover_a_tensor_exactly_once_leave_no_hole(tiling):
+    shape, boxes = tiling
+
+    assert holes(shape, boxes) == []
+
+
+@thorough
+@given(tilings(), st.data())
+def test_a_missing_box_is_a_hole(tiling, data):
+    shape, boxes = tiling
+    del boxes[data.draw(st.sampled_from(range(len(boxes))))]
+
+    assert holes(shape, boxes) == ["w"]
+
+
+@thorough
+@given(tilings(), st.data())
+def test_a_repeated_box_is_an_overlap(tiling, data):
+    shape, boxes = tiling
+    boxes.append(data.draw(st.sampled_from(boxes)))
+
+    assert holes(shape, boxes) == ["w"]
+
+
+@thorough
+@given(tilings(), st.data())
+def test_a_hole_as_large_as_an_overlap_is_still_found(tiling, data):
+    shape, boxes = tiling
+    shifted = data.draw(st.sampled_from(range(len(boxes))))
+    other = data.draw(st.sampled_from(range(len(boxes))))
+    changed = boxes[shifted].sizes == boxes[other].sizes and shifted != other
+    boxes[shifted] = boxes[other] if changed else boxes[shifted]
+
+    assert holes(shape, boxes) == (["w"] if changed else [])
+
+
+def test_an_empty_tensor_needs_a_chunk_and_a_scalar_exactly_one():
+    assert holes((0, 3), []) == ["w"]
+    assert holes((0, 3), [box((0, 0), (0, 3))]) == []
+    assert holes((), []) == ["w"]
+    assert holes((), [box((), ())]) == []
+    assert holes((), [box((), ()), box((), ())]) == ["w"]
+
+
+# --- values ---
+
+DTYPES = ["?", "<i1", "<u1", "<i4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"]
+hashables = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(),
+        st.binary(),
+        st.complex_numbers(),
+        st.just("$x"),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)),
+    max_leaves=4,
+)
+arrays = hnp.arrays(st.sampled_from(DTYPES), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+scalars = st.sampled_from([dtype for dtype in DTYPES if dtype != "?"]).flatmap(
+    lambda dtype: hnp.arrays(dtype, ()).map(lambda array: array[()])
+)
+values = st.recursive(
+    st.one_of(hashables, st.binary().map(bytearray), arrays, scalars, st.sampled_from([np.True_, np.False_])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        st.dictionaries(hashables, inner, max_size=3),
+        st.dictionaries(hashables, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(hashables, st.integers(), max_size=3).map(Counter),
+        st.sets(hashables, max_size=3),
+        st.builds(deque, st.lists(inner, max_size=3), st.one_of(st.none(), st.integers(3, 9))),
+    ),
+    max_leaves=12,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, order and bits; nan is nan and -0.0 is not 0.0."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray | np.generic):
+        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)
+    if isinstance(one, set | frozenset):
+        return sorted(map(canonical, one)) == sorted(map(canonical, other))
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple | deque):
+        lengths = (len(one), getattr(one, "maxlen", None)) == (len(other), getattr(other, "maxlen", None))
+        return lengths and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def canonical(item: Any) -> str:
+    """One text per hashable value: the repr of a set depends on the order in which it was filled."""
+    if isinstance(item, frozenset):
+        return f"frozenset{sorted(map(canonical, item))}"
+    if isinstance(item, tuple):
+        return f"tuple{[canonical(part) for part in item]}"
+    return f"{type(item).__name__} {item!r}"
+
+
+def no_tensor(name: str) -> object:
+    raise AssertionError(name)
+
+
+@thorough
+@given(values)
+def test_a_value_comes_back_with_its_exact_type_and_bits(value):
+    text = json.dumps(encode(value, "state"), allow_nan=False)
+
+    assert same(decode(json.loads(text), no_tensor), value)
+
+
+@thorough
+@given(indexes())
+def test_an_index_reads_back_equal_and_its_bytes_are_pure(index):
+    data = dump_index(index)
+
+    assert as_index(data) == index
+    assert dump_index(as_index(data)) == data
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$tuple": [1]},
+        {"$": {"$tensor": "x"}},
+        {"a": 1, "$b": 2},
+        {1: "a", "1": "b"},
+        {True: 1, None: 2, (1, "x"): 3, 1.5: 4},
+        (3, (1, 2, 3), None),
+        [math.inf, -math.inf, math.nan, -0.0],
+        Counter({30: 1, 80: 2}),
+        OrderedDict([("b", 1), ("a", 2)]),
+        deque([1, 2], maxlen=2),
+        {frozenset({1, 2}), (), b"x"},
+        np.arange(6, dtype="<i4").reshape(2, 3).T,
+        np.array(3.5),
+        np.zeros((0, 3)),
+        np.float16(2),
+        10**300,
+    ],
+)
+def test_what_plain_json_would_change_comes_back_as_it_was(value):
+    text = json.dumps(encode(value, "state"), allow_nan=False)
+
+    assert same(decode(json.loads(text), no_tensor), value)
+
+
+def test_a_restored_array_may_be_written_to():
+    again = decode(encode(np.zeros(3), "state"), no_tensor)
+
+    again[0] = 1
+
+    assert again.tolist() == [1, 0, 0]
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+Point = namedtuple("Point", "x y")  # noqa: PYI024  the untyped kind is what users have
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        object(),
+        len,
+        lambda: None,
+        Level.LOW,
+        Point(1, 2),
+        type("Mine", (dict,), {})(),
+        np.array(["text"]),
+        np.array([object()]),
+        np.datetime64("2026-01-01"),
+        range(3),
+        json,
+        iter([]),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_saved_is_named_by_its_path(thing):
+    with pytest.raises(ConfigError, match=r"state at model\.layers\.1\.extra "):
+        encode({"layers": [0, {"extra": thing}]}, "model")
+    with pytest.raises(ConfigError, match=r"state at model\.0\.1 "):
+        encode([(0, thing)], "model")
+    with pytest.raises(ConfigError, match=r"state at model\.0\.7 "):
+        encode(deque([{7: thing}]), "model")
+
+
+def test_tensors_are_named_by_their_path_and_given_back_by_name():
+    first, second = object(), object()
+    kept = {id(first): first, id(second): second}
+    by_name: dict[str, object] = {}
+
+    def name(leaf: object, path: str) -> str | None:
+        if id(leaf) not in kept:
+            return None
+        by_name[path] = leaf
+        return path
+
+    tree = encode({"a": [first, 1], 3: (second,)}, "model", name)
+
+    assert set(by_name) == {"model.a.0", "model.3.0"}
+    again = decode(json.loads(json.dumps(tree)), by_name.__getitem__)
+    assert again["a"][0] is first
+    assert again[3][0] is second
+
+
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: (value,), lambda value: {1: value}])
+def test_a_hundred_levels_are_kept_and_no_more(wrap):
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = wrap(value)
+
+    again = decode(json.loads(json.dumps(encode(value, "x"))), no_tensor)
+
+    assert same(again, value)
+    with pytest.raises(ConfigError, match="nested deeper"):
+        encode(wrap(value), "x")
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 900])
+@pytest.mark.parametrize("wrap", [lambda tree: [tree], lambda tree: {"a": tree}, lambda tree: {"$tuple": [tree]}])
+def test_a_foreign_tree_that_is_too_deep_is_corrupt(wrap, depth):
+    tree: Any = 1
+    for _ in range(depth):
+        tree = wrap(tree)
+
+    with pytest.raises(CorruptError, match="nested deeper"):
+        decode(tree, no_tensor)
+
+
+def test_a_list_that_holds_itself_is_refused_by_its_path():
+    loop: list[object] = []
+    loop.append(loop)
+
+    with pytest.raises(ConfigError, match=r"state at x\.0\.0"):
+        encode(loop, "x")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$unknown": 1},
+        {"$pickle": "gASVAAAA"},
+        {"$float": "1.5"},
+        {"$float": []},
+        {"$tuple": 3},
+        {"$set": [[1]]},
+        {"$dict": [[1]]},
+        {"$dict": [[[], 1]]},
+        {"$counter": [1]},
+        {"$bytes": "not base64!"},
+        {"$bytes": 3},
+        {"$deque": 5},
+        {"$deque": [-1, []]},
+        {"$deque": [10**30, []]},
+        {"$complex": ["x", 1]},
+        {"$complex": [10**400, 1]},
+        {"$ndarray": ["|O", [1], "AAAAAAAAAAA="]},
+        {"$ndarray": ["<f4", [3], "AAAAAAAAAAA="]},
+        {"$ndarray": ["<f4", [10**30], ""]},
+        {"$ndarray": ["<f4", 1.5, ""]},
+        {"$ndarray": ["no dtype", [0], ""]},
+        {"$ndarray": ["(1,f4", [0], ""]},
+        {"$ndarray": [",f4", [0], ""]},
+        {"$ndarray": {}},
+        {"$npscalar": ["<f4"]},
+    ],
+    ids=lambda tree: str(tree)[:40],
+)
+def test_a_foreign_tree_is_corrupt(tree):
+    with pytest.raises(CorruptError):
+        decode([tree], no_tensor)
+
+
+@thorough
+@given(values, st.data())
+def test_of_a_hostile_value_nothing_but_corrupt_comes_out(value, data):
+    tree = mutated_tree(data, encode([value], "x"))
+
+    try:
+        decode(tree, lambda name: name)
+    except CorruptError:
+        return
