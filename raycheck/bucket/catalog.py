@@ -40,7 +40,10 @@ class Checkpoint:
         data = _get_live(self.store, self.entry.key, key)
         if crc32(data) != self.entry.manifest_crc32:
             raise CorruptError(f"{self.store.uri}: {key} has another checksum than latest says")
-        return load_manifest(data, what=f"{self.store.uri}: {key}")
+        manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
+        if manifest.key != self.entry.key:
+            raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
+        return manifest
 
     def index(self, manifest: Manifest) -> Index:
         """Read and checked against the checksum in the manifest."""

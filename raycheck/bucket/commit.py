@@ -44,6 +44,8 @@ def claim(
     Raises FencedError, SupersededError, ConfigError, CorruptError.
     """
 
+    is_new = True
+
     def attempt(number: int, restore_key: str | None, now: float) -> Attempt:
         return Attempt(
             number=number,
@@ -61,7 +63,9 @@ def claim(
             return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
         current = body.attempt
         check_owner(register, body, me)
-        if current.group == group:  # 8: this group holds the attempt already
+        nonlocal is_new
+        is_new = current.group != group
+        if not is_new:  # 8: this group holds the attempt already
             return _taken_over(body, me)
         if any(known.group == group for known in body.attempts):
             raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
@@ -74,8 +78,10 @@ def claim(
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
+    _refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
     body = register.swap(decide, what=f"claim for group {group}")
-    _check_not_lost(register, body.attempt)  # 10
+    if is_new:
+        _refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
     key = body.attempt.restore_key
     entry = None
     if key is not None:
@@ -231,15 +237,19 @@ def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None
     return head
 
 
-def _check_not_lost(register: Register, mine: Attempt) -> None:
-    """Step 10. After winning, not before: the listing then sees everything that an older `latest` allowed. A group
-    saves nothing before its claim is answered, so a directory of this very attempt is also one too many."""
-    names = [layout.CheckpointName.parse(name) for name in register.store.list_names(layout.CHECKPOINTS_PREFIX)]
-    ahead = [name for name in names if name is not None and name.attempt >= mine.number]
-    if not ahead:
-        return
-    now = register.read()
-    assert now is not None, "this process has just seen it"
-    if now[0].attempt != mine:
-        raise SupersededError(f"attempt {now[0].attempt.number} was claimed meanwhile")
-    raise lost(register.store.uri, f"is older than the checkpoint {max(ahead)}")
+def _refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
+    """Step 10. Raises CorruptError when `checkpoints/` holds a directory of an attempt that `latest` does not know:
+    it was lost or rolled back. mine: just claimed; its group saves nothing before the claim is answered, so even a
+    directory of this very attempt is one too many."""
+    while True:
+        before = register.read()
+        names = [layout.CheckpointName.parse(name) for name in register.store.list_names(layout.CHECKPOINTS_PREFIX)]
+        newest = max((name for name in names if name is not None), default=None)
+        known = before[0].attempt.number if before else 0
+        if newest is None or newest.attempt < known + (mine is None):
+            return
+        now = register.read()
+        if mine is not None and now is not None and now[0].attempt.number > mine.number:
+            raise SupersededError(f"attempt {now[0].attempt.number} was claimed meanwhile")
+        if (now[0].attempt.number if now else 0) == known:  # else: others went on while we listed; look again
+            raise lost(register.store.uri, f"is older than the checkpoint {newest}")

@@ -30,8 +30,7 @@ D = TypeVar("D", bound=Document)
 
 def dump(document: Document) -> bytes:
     """UTF-8 JSON with sorted keys: equal documents give equal bytes."""
-    text = json.dumps(_to_json(document), sort_keys=True, allow_nan=False, ensure_ascii=False, indent=1)
-    return text.encode()
+    return json.dumps(_to_json(document), sort_keys=True, allow_nan=False, indent=1).encode()
 
 
 def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
@@ -42,7 +41,7 @@ def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
     if len(data) > max_bytes:
         raise CorruptError(f"{what} has {len(data)} bytes, more than the {max_bytes} it may have")
     try:
-        tree = json.loads(data, parse_constant=_refuse_constant)
+        tree = json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{what} is not JSON: {error}") from None
     check_format_version(tree, what=what)
@@ -96,7 +95,7 @@ def _parse(expected: Any, value: object, path: str) -> Any:
         return {key: _parse(value_type, item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(expected, type) and issubclass(expected, Document) and isinstance(value, dict):
         return _parse_document(expected, value, path)
-    if expected is float and type(value) is int:
+    if expected is float and type(value) is int and abs(value) < 1 << 1023:
         return float(value)
     if expected in (int, float, str, bool) and type(value) is expected:
         if isinstance(value, float) and not math.isfinite(value):
@@ -116,6 +115,13 @@ def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
         elif spec.default is MISSING and spec.default_factory is MISSING:
             raise CorruptError(f"{path} lacks the field {spec.name!r}")
     return cls(unknown={key: item for key, item in value.items() if key not in hints}, **known)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
 
 
 def _refuse_constant(text: str) -> object:

@@ -110,6 +110,7 @@ def dump_index(index: Index) -> bytes:
 
 _MALFORMED = (
     ValueError,
+    OverflowError,
     TypeError,
     KeyError,
     IndexError,

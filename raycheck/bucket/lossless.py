@@ -7,6 +7,7 @@ refused with its path in the state, so that the user learns which object it is b
 
 import base64
 import math
+import re
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -111,7 +112,7 @@ def decode(tree: object, tensor: Callable[[str], object], *, depth: int = 0) -> 
             return make(each(body))
         if tag in ("$ndarray", "$npscalar"):
             return _decode_numpy(tag, body)
-    except (TypeError, ValueError, KeyError, IndexError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise CorruptError(f"a {tag} value is malformed: {error}") from None
     raise CorruptError(f"a value has the unknown kind {tag[:40]!r}")
 
@@ -136,7 +137,7 @@ def _decode_numpy(tag: str, body: Any) -> Any:
     import numpy as np
 
     dtype, shape, data = body
-    if np.dtype(dtype).kind not in "biufc":
+    if not re.fullmatch(r"[<|][biufc]\d{1,2}", dtype):
         raise ValueError(f"dtype {dtype!r}")
     array = np.frombuffer(base64.b64decode(data, validate=True), dtype=dtype).reshape(shape).copy()
     array = array.astype(array.dtype.newbyteorder("="), copy=False)

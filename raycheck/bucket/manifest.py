@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from raycheck.bucket.document import FORMAT_VERSION, Document, load
 from raycheck.bucket.layout import component_prefix, index_key, metadata_key, shard_key
+from raycheck.errors import CorruptError
 
 MAX_BYTES = 16 * 1024 * 1024
 
@@ -91,4 +92,9 @@ class Manifest(Document):
 
 
 def load_manifest(data: bytes, *, what: str) -> Manifest:
-    return load(Manifest, data, what=what, max_bytes=MAX_BYTES)
+    manifest = load(Manifest, data, what=what, max_bytes=MAX_BYTES)
+    try:
+        tuple(manifest.objects())
+    except ValueError as error:
+        raise CorruptError(f"{what}: {error}") from None
+    return manifest

@@ -26,7 +26,7 @@ class Register:
         self.store = store
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._seen_attempt = 0
+        self._seen = (0, 0)  # attempt, counter
 
     def read(self) -> tuple[Latest, Got] | None:
         """Body and response, or None when there is no `latest` and this process never saw one.
@@ -34,16 +34,18 @@ class Register:
         Raises CorruptError when it was there before, or went back to an older attempt: it was lost or rolled back,
         and nothing may be built on that (FORMAT.md, step 4).
         """
+        seen = self._seen  # before the request: an answer may be older than a swap that went on meanwhile
         try:
             got = self.store.get(layout.LATEST_KEY)
         except NotFoundError:
-            if self._seen_attempt:
+            if seen[1]:
                 raise lost(self.store.uri, "is gone") from None
             return None
         body = load_latest(got.data, what=f"{self.store.uri}: latest")
-        if body.attempt.number < self._seen_attempt:
-            raise lost(self.store.uri, f"went back to attempt {body.attempt.number}")
-        self._seen_attempt = body.attempt.number
+        now = (body.attempt.number, body.counter)
+        if now[0] < seen[0] or now[1] < seen[1]:
+            raise lost(self.store.uri, f"went back to attempt {now[0]}, write {now[1]}")
+        self._seen = max(self._seen, now)
         return body, got
 
     def swap(self, decide: Decide, *, what: str) -> Latest:
@@ -69,7 +71,7 @@ class Register:
                     time.sleep(pause)
                     pause = min(pause * 2, 2.0)
                 else:
-                    self._seen_attempt = new.attempt.number
+                    self._seen = max(self._seen, (new.attempt.number, new.counter))
                     return new
 
     def _write(self, new: Latest, got: Got | None) -> None:

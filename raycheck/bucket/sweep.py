@@ -25,10 +25,11 @@ def prune(register: Register, me: Identity, *, grace_s: float = GRACE_S) -> tupl
     ripe = [item.key for item in body.evicted if got.at - item.at >= grace_s]
     for name in ripe:
         _delete_checkpoint(register.store, name, is_held=name in held)
-    if ripe:
+    gone = tuple(name for name in ripe if name not in held)
+    if gone:
         # A directory that a live entry still refers to keeps its objects and stays in `evicted` until it is free.
-        forget_evicted(register, me, frozenset(name for name in ripe if name not in held))
-    return tuple(ripe)
+        forget_evicted(register, me, frozenset(gone))
+    return gone
 
 
 def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:

@@ -137,14 +137,15 @@ def _requests(prefixes: dict[str, str], reads: Iterator[Read]) -> Iterator[Reque
     for key, group in by_key.items():
         group.sort(key=_start_in_object)
         batch: list[Read] = []
+        end = 0
         for read in group:
             if batch:
-                end = max(map(_stop_in_object, batch))
                 size = max(end, _stop_in_object(read)) - _start_in_object(batch[0])
                 if _start_in_object(read) - end > GAP_BYTES or size > REQUEST_BYTES:
                     yield _request(key, batch)
-                    batch = []
+                    batch, end = [], 0
             batch.append(read)
+            end = max(end, _stop_in_object(read))
         yield _request(key, batch)
 
 

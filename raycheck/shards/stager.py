@@ -95,7 +95,7 @@ class Stager:
     def __init__(self, component: str, rank: int) -> None:
         self._component = component
         self._rank = rank
-        self._form: tuple[object, ...] = ()
+        self._form: tuple[object, ...] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
@@ -109,8 +109,8 @@ class Stager:
         tensors_end = self._lay_out(form, pieces)
         total = tensors_end + sum(len(data) for _, _, data in records)
         if form != self._form or total > self._buffer.numel():
-            self._form = form
             self._allocate(pieces, total)
+            self._form = form
         copied = self._copy(pieces)
         view = _view(self._buffer)[:total]
         stock_leaves = []
@@ -134,6 +134,7 @@ class Stager:
 
     def _lay_out(self, form: tuple[object, ...], pieces: Sequence[Piece]) -> int:
         if form != self._form:
+            self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
             self._slots = []
             end = 0
             for piece in pieces:

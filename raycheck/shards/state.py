@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.parts import SavedPart, parts_of
+from raycheck.shards.optimizer import OptimizerPart
+from raycheck.shards.parts import ModulePart, ObjectPart, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
@@ -36,7 +40,7 @@ class TrainState:
     def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        self._parts = parts_of(state)
+        self._parts = _parts_of(state)
         self._rank = rank
         self._world_size = world_size
         self._stager = Stager(COMPONENT, rank)
@@ -116,3 +120,26 @@ def _refuse_differences(checkpoint: Checkpoint, saved: Sequence[SavedPart], extr
         *(f"  only in the checkpoint: {line}" for line in unexpected),
     ]
     raise StateMismatchError("\n".join(lines))
+
+
+def _parts_of(state: Mapping[str, object]) -> list[Part]:
+    """One part per entry. Raises ConfigError, naming the entry, for what cannot be saved; before any step runs."""
+    modules = {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
+    return [_part(name, value, modules) for name, value in state.items()]
+
+
+def _part(name: str, value: object, modules: Mapping[str, torch.nn.Module]) -> Part:
+    if not name.isidentifier() or name in ("rng", "progress"):
+        raise ConfigError(f"state[{name!r}]: use a plain name; 'rng' and 'progress' are raycheck's own")
+    if isinstance(value, torch.nn.Module):
+        return ModulePart(name, value)
+    if isinstance(value, Optimizer):
+        return OptimizerPart(name, value, modules)
+    if isinstance(value, torch.utils.data.DataLoader):
+        raise ConfigError(
+            f"state[{name!r}] is a torch DataLoader, which cannot say where it stands. Use "
+            "raycheck.Batches(dataset, global_batch=..., seed=...) and iterate over its loader(epoch)"
+        )
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return ObjectPart(name, value)
+    raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict")

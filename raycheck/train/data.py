@@ -106,6 +106,12 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. Raises StateMismatchError when the saved order is another one than this."""
+        self.check_state_dict(state)
+        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
+        self._delivered = self._consumed
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise StateMismatchError when a saved position would mean other samples here; changes nothing."""
         mine = self.state_dict()
         other = [
             f"{name}: saved {state[name]!r}, here {mine[name]!r}"
@@ -117,8 +123,6 @@ class Batches:
                 "the data stream is another one than the checkpoint's, so its position would mean other samples: "
                 + "; ".join(other)
             )
-        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
-        self._delivered = self._consumed
 
     def _iterate(self, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
         share = _shares(self._order(epoch), self._global_batch, self._rank, self._world_size, start=self._consumed)

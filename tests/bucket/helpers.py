@@ -10,11 +10,12 @@ from typing import Any
 
 from raycheck.bucket import commit, layout
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.commit import Identity, Register
+from raycheck.bucket.commit import Identity
 from raycheck.bucket.document import dump
 from raycheck.bucket.index import Chunk, Index, Tensor, dump_index
 from raycheck.bucket.latest import Attempt, Entry, Latest
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 
 SHARD_BYTES = 64

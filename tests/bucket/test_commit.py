@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycheck.bucket import layout
-from raycheck.bucket.commit import Register, probe, put_once
+from raycheck.bucket.commit import put_once
 from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
 from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.probe import probe
+from raycheck.bucket.register import Register
 from raycheck.bucket.retention import to_evict
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.sweep import GRACE_S, prune
@@ -639,6 +641,25 @@ def test_a_lost_latest_refuses_every_later_claim_too(store):
         for group in ("one", "one", "two"):
             with pytest.raises(CorruptError):
                 Driver(store, f"driver-{i}").claim(f"{group}-{i}")
+
+    assert_invariants(store)
+
+
+def test_a_latest_that_is_lost_while_a_claim_is_under_way_is_noticed_after_the_create(store):
+    class LostMeanwhile(Around):
+        is_done = False
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            if key == layout.LATEST_KEY and not self.is_done:
+                self.is_done = True
+                bob = Driver(self.inner, "bob")
+                bob.claim("h1")
+                bob.save(1, 1)
+                self.inner.delete(key)
+            self.inner.put_if_absent(key, data)
+
+    with pytest.raises(CorruptError, match="does not start from zero"):
+        Driver(LostMeanwhile(store)).claim("g1")
 
     assert_invariants(store)
 

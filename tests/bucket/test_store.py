@@ -4,12 +4,13 @@ The protocol in commit.py stands on these verbs alone; a new backend is done whe
 """
 
 import multiprocessing
+import os
 import random
 import threading
 import time
 import urllib.request
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing.synchronize import Barrier
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -412,36 +413,51 @@ def test_of_racing_threads_exactly_one_creates_and_exactly_one_swaps(store):
 
 
 def test_of_racing_processes_exactly_one_creates_and_exactly_one_swaps(tmp_path):
-    racers, rounds = 4, 10
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(racers)
+    uri = f"file://{tmp_path}/run"
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe() for _ in range(4)]
+    racers = [spawn.Process(target=_race, args=(uri, inner), daemon=True) for _, inner in pipes]
+    ours = [outer for outer, _ in pipes]
 
-    with ProcessPoolExecutor(racers, context, _remember, (barrier,)) as pool:
-        racing = [pool.submit(_race, f"file://{tmp_path}/run", str(racer), rounds) for racer in range(racers)]
-        results = [future.result(WAIT_S) for future in racing]
+    def race(*order: str) -> int:
+        for pipe in ours:
+            pipe.send(order)
+        return sum(_answer(pipe) for pipe in ours)
 
-    assert [sum(column) for column in zip(*results, strict=True)] == [1] * (2 * rounds)
-
-
-def _remember(barrier: Barrier) -> None:
-    global _barrier  # noqa: PLW0603  a barrier travels to a spawned process only while that starts
-    _barrier = barrier
-
-
-def _race(uri: str, racer: str, rounds: int) -> list[int]:
+    for racer in racers:
+        racer.start()
+    for pipe in ours:
+        assert _answer(pipe) == 0, "ready"
     store = open_store(uri)
-    won = []
-    for i in range(rounds):
+    for i in range(10):
         key = f"race/{i}"
-        _barrier.wait(WAIT_S)
-        won.append(wins(store, lambda key=key: store.put_if_absent(key, racer.encode())))
-        _barrier.wait(WAIT_S)
-        version = store.get(key).version
-        _barrier.wait(WAIT_S)
-        won.append(
-            wins(store, lambda key=key, version=version: store.put_if_match(key, b"new" + racer.encode(), version))
-        )
-    return won
+
+        created = race(key)
+        swapped = race(key, store.get(key).version)
+
+        assert (created, swapped) == (1, 1)
+        assert store.get(key).data.startswith(b"new")
+    for pipe, racer in zip(ours, racers, strict=True):
+        pipe.send(None)
+        racer.join(WAIT_S)
+        assert racer.exitcode == 0
+
+
+def _answer(pipe: Connection) -> int:
+    assert pipe.poll(WAIT_S), "a racing process does not answer"
+    return pipe.recv()
+
+
+def _race(uri: str, pipe: Connection) -> None:
+    """One racing process: on (key) create it, on (key, version) swap it; answer whether that was won."""
+    store = open_store(uri)
+    me = str(os.getpid()).encode()
+    pipe.send(0)
+    while order := pipe.recv():
+        if len(order) == 1:
+            pipe.send(wins(store, lambda order=order: store.put_if_absent(order[0], me)))
+        else:
+            pipe.send(wins(store, lambda order=order: store.put_if_match(order[0], b"new" + me, order[1])))
 
 
 def test_writes_and_deletes_in_one_folder_do_not_disturb_each_other(store):

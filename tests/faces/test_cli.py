@@ -13,7 +13,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.store import Store, open_store
 from tests.invariants import assert_invariants
-from tests.shards.saving import commit_saved
+from tests.shards.saving import save_state
 
 
 @pytest.fixture
@@ -21,8 +21,9 @@ def run(tmp_path: Path) -> tuple[str, Store]:
     """A run with two committed checkpoints of a small model."""
     uri = f"file://{tmp_path}/runs/mine"
     store = open_store(uri)
-    for step in (3, 6):
-        commit_saved(store, {"model": torch.nn.Linear(40, 30)}, step=step, metrics={"loss": 1.0 / step})
+    for number, step in enumerate((3, 6), 1):
+        state = {"model": torch.nn.Linear(40, 30)}
+        save_state(store, state, save_number=number, step=step, metrics={"loss": 1.0 / step})
     return uri, store
 
 

@@ -50,9 +50,10 @@ class Ranks:
         return [answer for _, answer in answers]
 
     def stop(self) -> None:
-        for process in self._processes:
+        for process, connection in zip(self._processes, self._connections, strict=True):
             process.kill()
             process.join()
+            connection.close()
 
 
 def mesh_of(world_size: int) -> "dist.DeviceMesh":

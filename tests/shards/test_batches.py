@@ -94,11 +94,12 @@ def test_any_stops_at_any_world_sizes_consume_each_position_once_in_order(
         ranks = ranks_of(world_size, **options)
         for batches in ranks:
             batches.load_state_dict(state)
+        left = steps
         for epoch in range(ranks[0].epoch, 3):
-            shares = taken(ranks, epoch, steps)
+            shares = taken(ranks, epoch, left)
             consumed += [sample for step in shares for sample in joined(step)]
-            steps -= len(shares)
-            if steps == 0:
+            left -= len(shares)
+            if left == 0:
                 break
         for batches in ranks:
             loader = batches.loader(batches.epoch)
@@ -276,7 +277,7 @@ def test_loader_options_that_would_change_the_order_are_refused(option: dict[str
 def test_loader_options_that_do_not_change_the_order_go_to_torch():
     batches = stream()
 
-    found = [batch for batch in batches.loader(0, num_workers=1, collate_fn=tuple, persistent_workers=False)]
+    found = list(batches.loader(0, num_workers=1, collate_fn=tuple, persistent_workers=False))
 
     assert found == [tuple(shares[0]) for shares in taken([stream()], 0)]
 

@@ -126,7 +126,7 @@ def test_a_frame_beyond_4_gib_is_a_zip64_and_touches_no_memory():
     assert members["archive/data/0"].CRC == 0xDEADBEEF
     identity = tail[tail.index(frame.id_prefix) :][:40]
     assert identity.isdigit()
-    assert members["archive/.data/serialization_id"].CRC == crc32(identity)
+    assert crc32(identity) == members["archive/.data/serialization_id"].CRC
 
 
 @pytest.mark.parametrize("over", [-64, 0, 64])

@@ -1,23 +1,30 @@
 """raycheck's own restore: byte-exact at any world size and layout, checked block by block, and typed when damaged."""
 
+import cProfile
+import pstats
+from collections import OrderedDict
 from collections.abc import Callable
+from uuid import uuid4
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from raycheck.bucket import layout as keys
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.index import Chunk, Index
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Store, open_store
 from raycheck.errors import CorruptError, NotFoundError
 from raycheck.shards.reader import REQUEST_BYTES
 from raycheck.shards.state import COMPONENT, Progress, TrainState
 from tests.shards import fsdp
 from tests.shards.conftest import Trained
-from tests.shards.fakes import check_restore, save_played
+from tests.shards.fakes import assert_equal, check_restore, playing, save_played
 from tests.shards.ranks import Ranks
 from tests.shards.saving import restore_state, save, save_state
 
@@ -84,6 +91,18 @@ def test_a_box_that_several_ranks_hold_is_written_once(store: Store):
     check_restore(checkpoint, weights, world_size=4, layout=replicated, mesh=(2, 2))
 
 
+def test_a_rank_without_rows_of_a_tensor_writes_no_record_of_it(store: Store):
+    weights = {"few": torch.randn(2, 5), "many": torch.randn(8, 5), "empty": torch.empty(0, 5)}
+
+    checkpoint = save_played(store, weights, world_size=4, is_bare=True)
+
+    index = index_of(checkpoint)
+    written = [(index.tensors[chunk.tensor].name, chunk.rank) for chunk in index.chunks]
+    assert [rank for name, rank in written if name == "model.few"] == [0, 1]
+    assert [rank for name, rank in written if name == "model.many"] == [0, 1, 2, 3]
+    assert "model.empty" in dict(written)
+
+
 def test_plain_parameters_are_written_once_and_spread_over_the_ranks(store: Store):
     model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512), nn.BatchNorm1d(512))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -98,6 +117,43 @@ def test_plain_parameters_are_written_once_and_spread_over_the_ranks(store: Stor
     sizes = [shard.size_bytes for shard in checkpoint.manifest().components[0].shards]
     assert sum(size > 2 * MIB for size in sizes) == 2
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("hidden", [8, 7, 3])
+@pytest.mark.parametrize("kind", ["hybrid", "tensor parallel"])
+def test_fsdp2_over_a_mesh_of_two_dimensions_restores_into_a_plain_module_and_back(tmp_path, kind: str, hidden: int):
+    def build(*, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(OrderedDict(up=nn.Linear(6, hidden), down=nn.Linear(hidden, 5)))
+
+    def build_sharded(*, seed: int) -> nn.Module:
+        model = build(seed=seed)
+        names = ("data" + uuid4().hex, "other" + uuid4().hex)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        if kind == "hybrid":
+            return fully_shard(model, mesh=mesh)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh[names[1]], plan, src_data_rank=None)
+        return fully_shard(model, mesh=mesh[names[0]])
+
+    store, expected, plain = open_store(f"file://{tmp_path}/run"), build(seed=1), build(seed=2)
+    staged = []
+    for rank in range(4):
+        with playing(rank, 4):
+            state = {"model": build_sharded(seed=1)}
+            staged.append(TrainState(state, rank=rank, world_size=4).stage(Progress(step=1)))
+
+    checkpoint = save(store, staged)
+    restore_state(checkpoint, {"model": plain})
+
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], tensor), name
+    for rank in range(4):
+        with playing(rank, 4):
+            wanted, found = build_sharded(seed=1), build_sharded(seed=2)
+            TrainState({"model": found}, rank=rank, world_size=4).apply(checkpoint)
+            for name, tensor in wanted.state_dict().items():
+                assert_equal(found.state_dict()[name], tensor, f"{name} on rank {rank}")
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
@@ -118,9 +174,7 @@ def test_fsdp2_restores_into_a_plain_module_without_a_process_group(trained: Tra
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
-    restore_state(
-        trained[saving].checkpoints["file"], {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    )
+    restore_state(trained[saving].checkpoints["file"], {"model": model, "optimizer": optimizer, "scheduler": scheduler})
 
     fsdp.assert_same(fsdp.full({"model": model, "optimizer": optimizer}), trained[saving].tensors)
     assert scheduler.get_last_lr() == [0.001]
@@ -187,6 +241,22 @@ def test_the_same_world_size_fetches_hardly_more_than_its_own_bytes(store: Store
     assert sum(done.bytes_fetched for done in restores) <= 1.01 * payload_bytes(checkpoint)
 
 
+def test_planning_a_read_costs_the_same_per_tensor_however_many_there_are(tmp_path):
+    def calls(count: int) -> int:
+        """Of functions, counted by the profiler: a measure that does not depend on the machine."""
+        module = nn.Module()
+        for i in range(count):
+            module.register_buffer(f"b{i}", torch.tensor(float(i)))
+        checkpoint = save_state(open_store(f"file://{tmp_path}/{count}"), {"model": module})
+        profile = cProfile.Profile()
+        profile.runcall(restore_state, checkpoint, {"model": module})
+        return pstats.Stats(profile).total_calls
+
+    few, many = calls(400), calls(1600)
+
+    assert many / few < 5
+
+
 def test_a_flipped_bit_is_named_by_rank_component_tensor_and_sub_block(store: Store):
     weights = {"first": torch.randn(100, 10), "second": torch.randn(6 * SUB_BLOCK // 40, 10)}
     checkpoint = save_played(store, weights, world_size=2, is_bare=True)
@@ -246,7 +316,7 @@ def test_a_damaged_shard_is_corrupt_and_named(store: Store, damage: Callable[[St
 
     with pytest.raises(CorruptError, match=r"__0_0\.distcp|rank 0"):
         check_restore(checkpoint, weights, world_size=1)
-    assert [finding.key for finding in checkpoint.verify() if finding.problem][0] == one
+    assert next(finding.key for finding in checkpoint.verify() if finding.problem) == one
 
 
 def test_a_missing_shard_is_an_error_that_names_it(store: Store):

@@ -4,6 +4,7 @@ A whole object appears by rename, so a reader never sees half; data and folder a
 Creation is exclusive through `link`, replacement through a lock file that dies with its process.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, cast
 from uuid import uuid4
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
@@ -58,7 +60,8 @@ class LocalStore(Store):
 
     def list_names(self, prefix: str) -> list[str]:
         with self._errors(prefix), suppress(FileNotFoundError):
-            return sorted(item.name for item in os.scandir(self._path(prefix)) if item.is_dir())
+            found = [item.name for item in os.scandir(self._path(prefix)) if item.is_dir()]
+            return sorted(name for name in found if next(self.list_objects(f"{prefix}{name}/"), None))
         return []
 
     def put(self, key: str, data: Buffer) -> None:
@@ -95,6 +98,8 @@ class LocalStore(Store):
     def delete(self, key: str) -> None:
         with self._errors(key), suppress(FileNotFoundError):
             path = self._path(key)
+            if path.is_dir():
+                return
             path.unlink()
             for folder in path.parents:  # an object store has no empty folders
                 if folder == self._root or not folder.is_relative_to(self._root):
@@ -111,7 +116,7 @@ class LocalStore(Store):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise NotFoundError(f"{self.uri}: no object {key}") from None
         except OSError as error:
-            if error.errno == 39:  # ENOTEMPTY from rmdir: the folder still holds objects
+            if error.errno == errno.ENOTEMPTY:  # rmdir: the folder still holds objects
                 return
             raise StoreError(f"{self.uri}: {key}: {error.strerror or error}") from error
 
@@ -119,10 +124,9 @@ class LocalStore(Store):
     def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[Path]:
         """The parts in a flushed temporary beside `key`; after the block the folder is flushed too."""
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f"{_HIDDEN}{uuid4().hex}"
         try:
-            with temporary.open("xb", buffering=0) as file:
+            with _created(temporary) as file:
                 for part in parts:
                     view = memoryview(part).cast("B")
                     while view:
@@ -142,3 +146,12 @@ class LocalStore(Store):
         with (self._root / f"{_HIDDEN}lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _created(path: Path) -> IO[bytes]:
+    """A delete beside us may take the empty folder away between making it and making the file in it."""
+    for _ in range(100):
+        with suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return cast("IO[bytes]", path.open("xb", buffering=0))
+    raise OSError(errno.ENOENT, f"the folder {path.parent} cannot be made")

@@ -41,7 +41,8 @@ class MemoryStore(Store):
             yield Listed(path[len(self._root) + 1 :], item["size"])
 
     def list_names(self, prefix: str) -> list[str]:
-        return sorted({item.key[len(prefix) :].partition("/")[0] for item in self.list_objects(prefix)})
+        below = (item.key[len(prefix) :].partition("/") for item in self.list_objects(prefix))
+        return sorted({name for name, slash, _ in below if slash})
 
     def put(self, key: str, data: Buffer) -> None:
         with _lock:
@@ -74,7 +75,7 @@ class MemoryStore(Store):
 
     def delete(self, key: str) -> None:
         with _lock:
-            if self._fs.exists(self._path(key)):
+            if self._fs.isfile(self._path(key)):
                 self._fs.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:

@@ -37,7 +37,9 @@ class S3Store(Store):
     def __init__(self, uri: str, *, bucket: str, prefix: str, query: Mapping[str, str]) -> None:
         unknown = sorted(set(query) - {"endpoint_override", "scheme", "region"})
         if unknown:
-            raise ConfigError(f"{uri}: unknown setting {unknown[0]!r}; known: endpoint_override, scheme, region")
+            raise ConfigError(
+                f"s3://{bucket}/{prefix}: unknown setting {unknown[0]!r}; known: endpoint_override, scheme, region"
+            )
         self.uri = uri
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
@@ -123,11 +125,19 @@ class S3Store(Store):
                     wait(flying, return_when=FIRST_COMPLETED)
                 _raise_first(sent)
             done = [future.result() for future in sent]
-            self._run(key, lambda c: c.complete_multipart_upload(**where, MultipartUpload={"Parts": done}))
+            self._complete(key, where, done, size_bytes)
         except BaseException:
             wait(sent)  # the buffer is in use until every request that reads it has ended
             self._abandon(key, where)
             raise
+
+    def _complete(self, key: str, where: dict[str, str], done: list[dict[str, Any]], size_bytes: int) -> None:
+        try:
+            self._run(key, lambda client: client.complete_multipart_upload(**where, MultipartUpload={"Parts": done}))
+        except NotFoundError:
+            # Completed already, and the answer was lost: the repeated request finds no such upload.
+            if self.head(key) != size_bytes:
+                raise
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_conditional_size(key, data)

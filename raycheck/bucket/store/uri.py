@@ -15,13 +15,24 @@ SCHEMES = ("s3", "file", "memory")
 def open_store(uri: str) -> Store:
     """The store rooted at `uri`. Opens no connection. Raises ConfigError that says what is wrong with the URI."""
     if uri.startswith("/"):
-        uri = f"file://{uri}"
-    parts = urlsplit(uri)
+        from raycheck.bucket.store.local import LocalStore
+
+        return LocalStore(f"file://{uri}", uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(f"{uri}: {error}") from None
+    if parts.fragment or uri.endswith("#"):
+        raise ConfigError(f"{uri.partition('?')[0]}: a # has no meaning here; write it as %23")
     if "@" in parts.netloc:
         raise ConfigError(
             f"{parts.scheme}://***: take the credentials out of the URI; use the environment or a profile"
         )
-    query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    bare = uri.partition("?")[0]
+    try:
+        query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError:
+        raise ConfigError(f"{bare}: the settings after ? must be name=value") from None
     path = unquote(parts.path).strip("/")
     if parts.scheme == "s3":
         from raycheck.bucket.store.s3 import S3Store
@@ -30,7 +41,7 @@ def open_store(uri: str) -> Store:
             raise ConfigError(f"{uri}: name the bucket, as in s3://bucket/runs/my-run")
         return S3Store(uri, bucket=parts.netloc, prefix=path, query=query)
     if query:
-        raise ConfigError(f"{uri}: {parts.scheme}:// takes no settings in its query")
+        raise ConfigError(f"{bare}: {parts.scheme}:// takes no settings in its query")
     if parts.scheme == "file":
         from raycheck.bucket.store.local import LocalStore
 
