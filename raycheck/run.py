@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Latest
@@ -74,4 +75,7 @@ def open_checkpoint(pointer: Any) -> Checkpoint:
         uri, key = str(body["uri"]), str(body["key"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{pointer}: not a checkpoint that raycheck reported ({error})") from None
+    if f"{urlsplit(uri).netloc}{urlsplit(uri).path}" != pointer.path.removesuffix(f"/ray/{key}"):
+        # What lies in a bucket must not send us, and our credentials, to another place.
+        raise ConfigError(f"{pointer}: it points to {uri}, which is another run than the one it lies in")
     return open_run(uri).checkpoint(key)

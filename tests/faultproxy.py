@@ -50,6 +50,7 @@ class FaultProxy:
         self._base = upstream_uri
         self.requests: list[str] = []
         self._rules: list[Rule] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
@@ -93,11 +94,15 @@ class FaultProxy:
         await asyncio.sleep(0.05)  # closing transports take a turn of the loop to go
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._tasks.add(task)  # asyncio itself holds a task by a weak reference only
         try:
             await self._exchange(reader, writer)
             writer.close()
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             writer.transport.abort()
+        finally:
+            self._tasks.discard(task)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request per connection: both sides are told to close, which keeps the proxy's state in one place."""
@@ -122,8 +127,10 @@ class FaultProxy:
             up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
             sending = asyncio.ensure_future(_pump(reader, up_writer))
             if rule is not None and rule.kind == "lose_answer":
-                while await up_reader.read(65536):
-                    pass
+                while data := await up_reader.read(65536):
+                    if data.startswith(b"HTTP/1.1 100"):  # else the client never sends the body
+                        writer.write(data)
+                        await writer.drain()
                 _reset(writer)
             else:
                 await _pump(up_reader, writer)

@@ -97,8 +97,11 @@ def _get_live(store: Store, name: str, key: str) -> bytes:
     try:
         return store.get(key).data
     except NotFoundError:
-        if read_latest(store).entry(name) is None:
-            raise NotFoundError(
-                f"{store.uri}: checkpoint {name} was dropped by retention; open the run again"
-            ) from None
-        raise CorruptError(f"{store.uri}: {key} is missing although latest lists its checkpoint") from None
+        raise missing(store, name, key) from None
+
+
+def missing(store: Store, name: str, key: str) -> NotFoundError | CorruptError:
+    """Step 25: what it means that `key` of checkpoint `name` is not there: dropped meanwhile, or damage."""
+    if read_latest(store).entry(name) is None:
+        return NotFoundError(f"{store.uri}: checkpoint {name} was dropped by retention; open the run again")
+    return CorruptError(f"{store.uri}: {key} is missing although latest lists its checkpoint")

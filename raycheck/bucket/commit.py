@@ -6,6 +6,8 @@ coordinator id; whoever claims later has replaced the body, so an older one's sw
 again it finds itself fenced. Safety uses no clock.
 """
 
+import random
+import time
 from dataclasses import dataclass, replace
 
 from raycheck.bucket import layout
@@ -20,11 +22,12 @@ from raycheck.errors import (
     ConfigError,
     ConflictError,
     FencedError,
-    NotFoundError,
     SaveFailedError,
     StoreError,
     SupersededError,
 )
+
+PUT_ONCE_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,15 +121,18 @@ def write_manifest(store: Store, manifest: Manifest) -> bytes:
 
 def put_once(store: Store, key: str, data: bytes) -> None:
     """Create `key`, or accept that exactly these bytes are there. Raises SaveFailedError on other bytes (I2)."""
-    try:
-        store.put_if_absent(key, data)
-    except (ConflictError, StoreError) as error:
+    for attempt in range(1, PUT_ONCE_ATTEMPTS + 1):
         try:
-            there = store.get(key).data
-        except NotFoundError:
-            raise error from None
-        if there != data:
-            raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up") from None
+            store.put_if_absent(key, data)
+        except ConflictError:
+            if store.get(key).data != data:
+                raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up") from None
+        except StoreError:  # judged by effect: if it was applied, the next try finds these bytes
+            if attempt == PUT_ONCE_ATTEMPTS:
+                raise
+            time.sleep(random.uniform(0.1, 0.2) * 3**attempt)
+            continue
+        return
 
 
 def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, *, keep_last: int) -> bool:
@@ -246,7 +252,8 @@ def _refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
         names = [layout.CheckpointName.parse(name) for name in register.store.list_names(layout.CHECKPOINTS_PREFIX)]
         newest = max((name for name in names if name is not None), default=None)
         known = before[0].attempt.number if before else 0
-        if newest is None or newest.attempt < known + (mine is None):
+        # Without `latest` any directory is one too many, also those of a fork.
+        if newest is None or (before is not None and newest.attempt < known + (mine is None)):
             return
         now = register.read()
         if mine is not None and now is not None and now[0].attempt.number > mine.number:

@@ -10,6 +10,7 @@ from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 
 GRACE_S = 600.0
+MAX_EVICTED = 200
 
 
 def prune(register: Register, me: Identity, *, grace_s: float = GRACE_S) -> tuple[str, ...]:
@@ -22,7 +23,8 @@ def prune(register: Register, me: Identity, *, grace_s: float = GRACE_S) -> tupl
     body, got = found
     check_current(register, body, me)
     held = body.held()
-    ripe = [item.key for item in body.evicted if got.at - item.at >= grace_s]
+    crowded = body.evicted[:-MAX_EVICTED]  # `latest` has a size bound: a reader's grace ends before a run does
+    ripe = [item.key for item in body.evicted if got.at - item.at >= grace_s or item in crowded]
     for name in ripe:
         _delete_checkpoint(register.store, name, is_held=name in held)
     gone = tuple(name for name in ripe if name not in held)

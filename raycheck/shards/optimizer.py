@@ -74,6 +74,9 @@ class OptimizerPart(Part):
         saved.missing += [f"{self.name}.state.{name}" for name in sorted(set(self._parameters) - known)]
         saved.unexpected += [f"{self.name}.state.{name}" for name in sorted(known - set(self._parameters))]
         prefix = f"{self.name}.state."
+        saved_groups = {frozenset(group["params"]) for group in saved.values["other"]["param_groups"]}
+        if known == set(self._parameters) and saved_groups != {frozenset(names) for names in self._names}:
+            saved.missing.append(f"{self.name}.param_groups: the parameters are grouped in another way")
         wanted: Named = {}
         for name, there in slots.items():
             parameter = self._parameters.get(name)

@@ -23,7 +23,7 @@ from raycheck.shards.state import Progress
 class Report:
     """What one rank hands in when its shards are durable, or why they are not (`failure`).
 
-    section: its part of the index, encoded.
+    section: its part of the index, encoded. common: digest of what every rank must hold alike.
     """
 
     group: str
@@ -35,6 +35,7 @@ class Report:
     failure: str = ""
     shards: tuple[ShardRecord, ...] = ()
     section: bytes = b""
+    common: str = ""
     restored_from: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
@@ -53,6 +54,19 @@ def assemble(store: Store, reports: Sequence[Report]) -> Manifest:
     Raises SaveFailedError when the shards leave a hole or overlap, ConfigError when ranks disagree on a tensor.
     """
     first, name = reports[0], reports[0].checkpoint
+    if [report.rank for report in reports] != list(range(first.world_size)):
+        raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
+    for report in reports:
+        if report.checkpoint != name:
+            raise SaveFailedError(
+                f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: every rank must call "
+                "end_step and save equally often"
+            )
+        if report.common != first.common:
+            raise SaveFailedError(
+                f"{name}: ranks 0 and {report.rank} hold different unsharded tensors ({first.common}; "
+                f"{report.common}). Shard them with DTensor, or keep the same ones on every rank"
+            )
     index = merge([load_index(report.section, what=f"report of rank {report.rank}") for report in reports])
     holes = uncovered(index)
     if holes:

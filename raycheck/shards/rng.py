@@ -26,6 +26,7 @@ def rng_values() -> Any:
             "numpy": numpy.random.get_state() if numpy else None,
             "torch": bytes(torch.get_rng_state().numpy()),
             "accelerator": [bytes(state.cpu().numpy()) for state in _accelerator_states()],
+            "current_device": torch.accelerator.current_device_index() if torch.accelerator.is_available() else None,
         },
         "rng",
     )
@@ -49,6 +50,9 @@ def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
     devices = len(_accelerator_states())
     for device, state in enumerate(saved["accelerator"][:devices]):
         torch.get_device_module().set_rng_state(_state_tensor(state), device)
+    if devices and saved["accelerator"]:
+        # Ranks move between devices: the one this rank trains on takes the state of the one it trained on.
+        torch.get_device_module().set_rng_state(_state_tensor(saved["accelerator"][saved["current_device"]]))
     if len(saved["accelerator"]) != devices:
         return f"restored; accelerator devices: {len(saved['accelerator'])} saved, {devices} here, the first ones set"
     return "restored"

@@ -41,7 +41,7 @@ class Slot:
 class Staged:
     """A staged shard: durable once `parts` has been sent whole. Single use."""
 
-    def __init__(self, view: memoryview, section: Index, slots: Sequence[Slot], copied: "torch.Event | None") -> None:
+    def __init__(self, view: memoryview, section: Index, slots: Sequence[Slot], copied: Sequence[torch.Event]) -> None:
         self._view = view
         self._section = section
         self._slots = slots
@@ -49,11 +49,13 @@ class Staged:
         self._crcs: list[tuple[int, ...]] = []
         self.size_bytes = len(view)
         self.crc32 = 0
+        self.common = ""
+        """Digest of the names, types and shapes of the tensors that every rank is taken to hold alike."""
 
     def parts(self, part_bytes: int) -> Iterator[memoryview]:
         """Slices of the buffer, each checksummed and sealed just before it is yielded."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        for event in self._copied:
+            event.synchronize()
         sent = 0
         for slot in self._slots:
             self._seal(slot)
@@ -99,7 +101,7 @@ class Stager:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
-        self._stream: torch.Stream | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def stage(self, pieces: Sequence[Piece], leaves: Leaves) -> Staged:
         """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
@@ -153,26 +155,27 @@ class Stager:
             view[slot.start : slot.payload.start] = slot.frame.head
             self._views.append(self._buffer[slot.payload].view(piece.local.dtype).view(piece.sizes))
 
-    def _copy(self, pieces: Sequence[Piece]) -> "torch.Event | None":
-        sources = [piece.local for piece in pieces]
-        device = next((tensor.device for tensor in sources if tensor.device.type != "cpu"), None)
+    def _copy(self, pieces: Sequence[Piece]) -> list[torch.Event]:
+        """Copies from the host are done when it returns; those from devices when their events have come."""
+        pairs = list(zip(self._views, (piece.local for piece in pieces), strict=True))
+        on_host = [(view, source) for view, source in pairs if source.device.type == "cpu"]
+        devices = sorted({source.device for _, source in pairs if source.device.type != "cpu"}, key=str)
         with torch.no_grad():
-            if device is None:
-                if sources:
-                    torch._foreach_copy_(self._views, sources)
-                return None
-            return self._copy_from_device(sources, device)
+            if on_host:
+                torch._foreach_copy_([view for view, _ in on_host], [source for _, source in on_host])
+            return [self._copy_from(device, pairs) for device in devices]
 
-    def _copy_from_device(self, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Event:
+    def _copy_from(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
         """On a side stream that starts after the step and that the next step waits for: the optimizer's next write
         cannot overtake the copy, and the host does not wait for it."""
         current = torch.accelerator.current_stream(device)
-        side = self._stream = self._stream or torch.Stream(device)
+        side = self._streams.setdefault(device, torch.Stream(device))
         side.wait_stream(current)
         copied = torch.Event(device)
         with side:
-            for view, source in zip(self._views, sources, strict=True):
-                view.copy_(source, non_blocking=True)
+            for view, source in pairs:
+                if source.device == device:
+                    view.copy_(source, non_blocking=True)
             copied.record(side)
         current.wait_stream(side)
         return copied

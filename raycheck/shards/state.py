@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.catalog import Checkpoint, missing
+from raycheck.bucket.checksum import crc32
 from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
-from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
 from raycheck.shards.optimizer import OptimizerPart
 from raycheck.shards.parts import ModulePart, ObjectPart, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of
@@ -61,6 +62,8 @@ class TrainState:
         rank_values = {"rng": rng_values()}
         own = mine(pieces, rank=self._rank, world_size=self._world_size)
         staged = self._stager.stage(own, leaves if self._rank == 0 else {})
+        common = sorted((p.name, p.dtype, p.shape) for p in pieces if not p.is_sharded)
+        staged.common = f"{len(common)} tensors, {crc32(repr(common).encode()):08x}"
         return staged.with_values(values if self._rank == 0 else {}, rank_values)
 
     def apply(self, checkpoint: Checkpoint, *, only_mine: bool = False) -> "Restored":
@@ -79,7 +82,10 @@ class TrainState:
         pieces = [
             piece_of(name, (name,), tensor, may_spread=False) for tensors in wanted for name, tensor in tensors.items()
         ]
-        fetched = read_into(checkpoint.store, manifest.prefixes(), index, pieces)
+        try:
+            fetched = read_into(checkpoint.store, manifest.prefixes(), index, pieces)
+        except NotFoundError as error:
+            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
         for part, found, tensors in zip(self._parts, saved, wanted, strict=True):
             part.finish(found, tensors)
         return Restored(

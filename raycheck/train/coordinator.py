@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
@@ -28,12 +28,13 @@ from raycheck.bucket.probe import probe
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.sweep import GRACE_S, prune
-from raycheck.errors import ConfigError, ConflictError, RaycheckError, SaveFailedError, StoreError, SupersededError
+from raycheck.errors import ConflictError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.shards.report import Report, assemble
 
 WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
 POLL_S = 45.0
+PROBE_ATTEMPTS = 3
 
 logger = logging.getLogger("raycheck")
 
@@ -70,14 +71,17 @@ class Coordinator:
         self._adopted: dict[str, int] = {}  # group taken over -> last save committed before
         self._saves: dict[tuple[str, int], _Pending] = {}
         self._probed = False
-        self._pruned_at = time.monotonic()
+        self._next_prune_at = float("-inf")
+        self._pruning: asyncio.Task[None] | None = None
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Make `group` the live attempt. All its ranks may call; they get one answer."""
         async with self._lock:
             if group not in self._claims:
                 await self._finish_commits()
-                self._claims[group] = await asyncio.to_thread(self._claim, group, world_size)
+                self._claims = {group: await asyncio.to_thread(self._claim, group, world_size)}
+                self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
+                self._start_prune()
             return self._claims[group]
 
     async def report(self, report: Report) -> Outcome:
@@ -88,7 +92,7 @@ class Coordinator:
         pending = self._saves.setdefault((report.group, report.save), _Pending())
         pending.reports.setdefault(report.rank, report)
         if not pending.is_started and (report.failure or len(pending.reports) == report.world_size):
-            pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)))
+            pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._start_prune)
         await asyncio.wait([pending.outcome], timeout=WAIT_S)
         if pending.outcome.done():
             self._forget_before(report)
@@ -118,15 +122,18 @@ class Coordinator:
             await asyncio.wait(running, timeout=30.0)
 
     def _forget_before(self, report: Report) -> None:
-        for key in [key for key in self._saves if key[0] != report.group or key[1] < report.save - 1]:
+        for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 1]:
             del self._saves[key]
+
+    def _start_prune(self) -> None:
+        """Delete what retention dropped, behind everybody's back and one at a time."""
+        if self._pruning is None or self._pruning.done():
+            self._pruning = asyncio.create_task(asyncio.to_thread(self._prune))
 
     # --- below: in threads ---
 
     def _claim(self, group: str, world_size: int) -> Claim:
-        if not self._probed:
-            probe(self._store)
-            self._probed = True
+        self._probe()
         before = self._register.read()
         attempt, entry = protocol.claim(
             self._register, self._me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
@@ -141,6 +148,18 @@ class Coordinator:
             f"restoring {entry.key}" if entry else "starting fresh",
         )
         return Claim(attempt=attempt.number, restore=entry)
+
+    def _probe(self) -> None:
+        for left in reversed(range(PROBE_ATTEMPTS)):
+            if self._probed:
+                return
+            try:
+                probe(self._store)
+                self._probed = True
+            except StoreError:  # one refused request is no reason to use up one of Ray's retries
+                if not left:
+                    raise
+                time.sleep(1.0)
 
     def _record_end(self, ended: Attempt, by: Attempt) -> None:
         """The ended attempt's record, once. For people only: nothing depends on it."""
@@ -177,21 +196,30 @@ class Coordinator:
             keep_last = reports[0].keep_last
             if not protocol.commit(self._register, self._me, manifest, data, keep_last=keep_last):
                 return Outcome(kind="superseded", key=name)
-            self._after_commit(manifest)
-        except (SaveFailedError, StoreError, ConfigError) as error:
-            return Outcome(kind="failed", key=name, message=str(error))
+            self._point_ray_to(manifest)
+        except (FencedError, SupersededError, CorruptError):
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
+            return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
         return Outcome(kind="committed", key=name)
 
-    def _after_commit(self, manifest: Manifest) -> None:
-        """What may fail without harm: Ray's pointer, and retention's deletes."""
+    def _point_ray_to(self, manifest: Manifest) -> None:
         try:
             pointer = json.dumps({"uri": self._uri, "key": manifest.key, "step": manifest.step}).encode()
             self._store.put(layout.pointer_key(manifest.key), pointer)
-            if time.monotonic() - self._pruned_at > GRACE_S / 4:
-                self._pruned_at = time.monotonic()
-                prune(self._register, self._me)
         except RaycheckError as error:
-            logger.warning("run %s: after the commit of %s: %s", self._uri, manifest.key, error)
+            logger.warning(
+                "run %s: %s is committed, but Ray's pointer to it was not written: %s", self._uri, manifest.key, error
+            )
+
+    def _prune(self) -> None:
+        if time.monotonic() < self._next_prune_at:
+            return
+        self._next_prune_at = time.monotonic() + GRACE_S / 4
+        try:
+            prune(self._register, self._me)
+        except RaycheckError as error:
+            logger.warning("run %s: dropped checkpoints could not be deleted yet: %s", self._uri, error)
 
     def _look(self, group: str) -> None:
         found = self._register.read()
@@ -210,13 +238,14 @@ class _Pending:
         self.is_started = False
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, conclude: Coroutine[Any, Any, Outcome]) -> None:
+    def start(self, conclude: Coroutine[Any, Any, Outcome], *, then: Callable[[], None]) -> None:
         self.is_started = True
-        self._task = asyncio.create_task(self._run(conclude))
+        self._task = asyncio.create_task(self._run(conclude, then))
 
-    async def _run(self, conclude: Coroutine[Any, Any, Outcome]) -> None:
+    async def _run(self, conclude: Coroutine[Any, Any, Outcome], then: Callable[[], None]) -> None:
         try:
             self.outcome.set_result(await conclude)
+            then()
         except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
             self.outcome.set_exception(error)
 

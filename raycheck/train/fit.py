@@ -1,6 +1,7 @@
 """`raycheck.fit`: trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
 
 import logging
+import os
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from raycheck.train.ray_names import RunGuard, final_error, run_uri
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
+COLLECTIVE_TIMEOUT_S = 1800
 
 logger = logging.getLogger("raycheck")
 
@@ -37,6 +39,8 @@ def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
     uri = run_uri(config)
     resume = _checked_resume(resume, open_store(uri))
     _allow_failures(config)
+    # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
+    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
     if not ray.is_initialized():
         ray.init()
     coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=resume)

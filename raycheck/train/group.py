@@ -68,6 +68,10 @@ class Group:
         """One per rank: each holds its own connections."""
         return open_store(self.uri)
 
+    def tell(self, method: str, *args: Any) -> None:
+        """Call the coordinator without waiting for its answer."""
+        getattr(self.coordinator, method).remote(*args)
+
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
         """Call the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline."""
         deadline = time.monotonic() + timeout_s

@@ -3,6 +3,7 @@
 Tested on Ray 2.60. Alpha and developer APIs: upload modes, preemption info, the train context's innards.
 """
 
+import math
 import re
 from typing import Any, TypeVar
 
@@ -152,11 +153,16 @@ def report_pointer(prefix: str, metrics: dict[str, float]) -> None:
 
 
 def preemption_deadline() -> float | None:
-    """Unix seconds at which a node of this group is to go, None without a notice. Every rank calls it equally often."""
+    """Unix seconds at which a node of this group is to go, inf for a notice without a time, None without a notice.
+
+    Every rank calls it equally often.
+    """
     if not hasattr(ray.train, "get_preemption_info"):
         return None
     info = ray.train.get_preemption_info()
-    return None if info is None else info.deadline_ms / 1000.0
+    if info is None:
+        return None
+    return math.inf if info.deadline_ms is None else info.deadline_ms / 1000.0
 
 
 def call(method: Any, *args: Any, timeout_s: float) -> Any:

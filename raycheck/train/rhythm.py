@@ -4,7 +4,6 @@ Step triggers are arithmetic. Time, preemption and news of commits are rank 0's 
 broadcast every k steps, with k chosen so that it costs under 1 % of the step time.
 """
 
-import logging
 import time
 from dataclasses import dataclass
 
@@ -18,14 +17,18 @@ RAY_REPORT_PAUSE_S = 5.0
 """Two of Ray's reports within 2 s block the training loop."""
 COST_SHARE = 0.01
 MAX_GAP = 1000
-
-logger = logging.getLogger("raycheck")
+MAX_GAP_S = 5.0
+"""A notice may leave 30 s: rank 0 speaks at least this often, as far as steps allow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Word:
-    """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again."""
+    """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
 
+    step: where rank 0 stands, None at the end of its loop.
+    """
+
+    step: int | None
     save: bool
     news: str | None
     gap: int
@@ -43,11 +46,11 @@ class Rhythm:
         self._save_s = 0.0
         self._news: str | None = None
         self._told_at = float("-inf")
-        self._saved_for_notice = False
-        self._word = _Word(save=False, news=None, gap=1)
+        self._notice: float | None = None
+        self._word = _Word(step=None, save=False, news=None, gap=1)
         self._next_sync = 1
         self._synced_at = (0, time.monotonic())
-        self._broadcast_s = 0.005
+        self._broadcast_s = 1.0
 
     def start_at(self, step: int) -> None:
         self._next_sync = step + 1
@@ -55,7 +58,7 @@ class Rhythm:
 
     def is_due(self, step: int) -> bool:
         """Whether this step's end is a moment to save."""
-        self._word = _Word(save=False, news=None, gap=1)
+        self._word = _Word(step=None, save=False, news=None, gap=1)
         if self._group.broadcast is not None and step >= self._next_sync:
             self._sync(step)
         every = self._settings.every_steps
@@ -77,33 +80,43 @@ class Rhythm:
         self._told_at = time.monotonic()
         if self._news == self._word.news:
             self._news = None
-        try:
-            ray_names.report_pointer(pointer_prefix(self._word.news), {})
-        except (OSError, ValueError) as error:  # facts that all ranks share; no reason to stop training
-            logger.warning("Ray could not be told of %s: %s", self._word.news, error)
+        ray_names.report_pointer(pointer_prefix(self._word.news), {})
 
     def tell_ray_at_end(self) -> None:
         """The same for the last commit, so that Result.checkpoint is the newest. Every rank calls it once."""
         if self._group.is_ray_train and self._group.broadcast is not None:
-            self._word = self._group.broadcast(_Word(save=False, news=self._news, gap=1))
+            self._word = self._hear(_Word(step=None, save=False, news=self._news, gap=1), step=None)
             self.tell_ray()
 
     def _sync(self, step: int) -> None:
-        assert self._group.broadcast is not None, "the caller has checked"
         began = time.monotonic()
         leaving = ray_names.preemption_deadline() if self._group.is_ray_train else None
         word: _Word | None = None
         if self._group.rank == 0:
-            word = _Word(save=self._is_time(leaving), news=self._fresh_news(began), gap=self._gap(step, began))
-        self._word = self._group.broadcast(word)
-        self._broadcast_s = time.monotonic() - began
+            save = self._is_time(leaving)
+            word = _Word(step=step, save=save, news=self._fresh_news(began), gap=self._gap(step, began))
+        self._word = self._hear(word, step=step)
+        # The least seen: the rest is waiting for slower ranks, which talking less would not save.
+        self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
         self._next_sync = step + self._word.gap
+
+    def _hear(self, word: _Word | None, *, step: int | None) -> _Word:
+        """Rank 0's word, on every rank. Raises ConfigError when the ranks are not at the same point."""
+        assert self._group.broadcast is not None, "the callers have checked"
+        heard: _Word = self._group.broadcast(word)
+        if heard.step != step:
+            names = [f"step {at}" if at is not None else "the end of its loop" for at in (step, heard.step)]
+            raise ConfigError(
+                f"rank {self._group.rank} is at {names[0]} while rank 0 is at {names[1]}: "
+                "every rank must take the same number of steps"
+            )
+        return heard
 
     def _is_time(self, leaving: float | None) -> bool:
         now = time.monotonic()
-        if leaving is not None and not self._saved_for_notice:
+        if leaving is not None and leaving != self._notice:
             # A save that cannot end before the node goes would only cost steps; the one in flight goes on.
-            self._saved_for_notice = True
+            self._notice = leaving
             return time.time() + 1.5 * self._save_s < leaving
         every = self._settings.every_seconds
         return every is not None and now - self._saved_at >= every
@@ -116,4 +129,5 @@ class Rhythm:
         self._synced_at = (step, now)
         if self._group.world_size == 1 or seconds <= 0 or steps <= 0:
             return 1
-        return max(1, min(MAX_GAP, round(self._broadcast_s * steps / (COST_SHARE * seconds))))
+        cheap = self._broadcast_s * steps / (COST_SHARE * seconds)
+        return max(1, min(MAX_GAP, round(cheap), round(MAX_GAP_S * steps / seconds)))

@@ -6,6 +6,7 @@ locally, everything else by rank 0's word.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -21,7 +22,15 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.index import dump_index
 from raycheck.bucket.manifest import ShardRecord
-from raycheck.errors import ConfigError, ConflictError, RaycheckError, SaveFailedError, StoreError
+from raycheck.errors import (
+    ConfigError,
+    CorruptError,
+    FencedError,
+    RaycheckError,
+    SaveFailedError,
+    StoreError,
+    SupersededError,
+)
 from raycheck.settings import SaveSettings
 from raycheck.shards.report import Report
 from raycheck.shards.stager import Staged
@@ -98,15 +107,14 @@ class Checkpointer:
         claim: Claim = group.ask(
             "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
         )
-        self._claim = claim
-        if group.rank == 0:
-            threading.Thread(target=self._watch, name="raycheck-watch", daemon=True).start()
         if claim.restore is None:
             self._saved_step = 0  # nothing to save before the first step
+            self._begin(claim)
             return At(attempt=claim.attempt)
         began = time.monotonic()
         done = self._state.apply(Checkpoint(group.store, claim.restore))
         rng = self._apply_rng(done)
+        self._begin(claim)  # only now: what a failed restore left behind must never be saved
         self._step = self._saved_step = done.progress.step
         self._rhythm.start_at(self._step)
         at = At(
@@ -134,11 +142,16 @@ class Checkpointer:
             )
         return at
 
+    def _begin(self, claim: Claim) -> None:
+        self._claim = claim
+        if self._group.rank == 0:
+            threading.Thread(target=self._watch, name="raycheck-watch", daemon=True).start()
+
     def end_step(self, metrics: Mapping[str, object] | None = None) -> None:
         """One optimizer step is complete, its scheduler included. Saves when due.
 
-        metrics: numbers or 0-dim tensors, kept with the checkpoint; read only on steps that save. Raises FencedError
-        or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
+        metrics: numbers or 0-dim tensors, kept with the checkpoint when finite; read only on steps that save. Raises
+        FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
         """
         self._refuse_before_restore()
         self._step += 1
@@ -156,29 +169,43 @@ class Checkpointer:
         self._refuse_before_restore()
         if self._step == self._saved_step:
             return
-        deadline = time.monotonic() + self.settings.save_timeout_s
-        self._take_outcome(wait_s=self.settings.save_timeout_s)  # the buffer is in use until then
+        is_free = self._take_outcome(wait_s=self.settings.save_timeout_s)  # the buffer is in use until then
         began = time.monotonic()
-        assert self._claim is not None
-        self._saves += 1
+        report = self._report(metrics or {})
+        if not is_free:
+            self._give_up(report)
+            return
         self._saved_step = self._step
-        progress = self._progress()
-        staged = self._state.stage(progress)
+        staged = self._state.stage(report.progress)
+        report = replace(report, common=staged.common, blocked_s=time.monotonic() - began)
+        self._rhythm.saved()
+        self._pending = self._thread.submit(
+            self._upload_and_report, staged, report, began + self.settings.save_timeout_s
+        )
+
+    def _report(self, metrics: Mapping[str, object]) -> Report:
+        """A new save of this rank, still without its shard. Counted even when it comes to nothing: the ranks' counts
+        must stay equal."""
+        assert self._claim is not None, "refused before restore()"
+        self._saves += 1
         restore = self._claim.restore
-        report = Report(
+        return Report(
             group=self._group.id,
             rank=self._group.rank,
             world_size=self._group.world_size,
             attempt=self._claim.attempt,
             save=self._saves,
-            progress=progress,
+            progress=self._progress(),
             restored_from=None if restore is None else restore.key,
-            metrics=_numbers(metrics or {}),
-            blocked_s=time.monotonic() - began,
+            metrics=_numbers(metrics),
             keep_last=self.settings.keep_last,
         )
-        self._rhythm.saved()
-        self._pending = self._thread.submit(self._upload_and_report, staged, report, deadline)
+
+    def _give_up(self, report: Report) -> None:
+        """The save before still holds the buffer: this one fails, and the other ranks are told so."""
+        text = f"the save before it has not ended within {self.settings.save_timeout_s:.0f} s"
+        self._group.tell("report", replace(report, failure=text))
+        self._failed(f"rank {report.rank}: step {report.progress.step}: {text}")
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -206,9 +233,10 @@ class Checkpointer:
         # Nothing new is saved: the state may be half-way through a step. What is in flight is whole.
         try:
             self._take_outcome(wait_s=LAST_WORDS_S)
-        except RaycheckError as late:
+        except Exception as late:  # noqa: BLE001  nothing may take the place of the error that brought us here
             logger.warning("rank %d: the save in flight was lost: %s", self._group.rank, late)
-        self._stop()
+        finally:
+            self._stop()
 
     def _upload_and_report(self, staged: Staged, report: Report, deadline: float) -> Outcome:
         """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
@@ -235,36 +263,38 @@ class Checkpointer:
                     f"{outcome.message}"
                 )
 
-    def _take_outcome(self, *, wait_s: float, is_last: bool = False) -> None:
-        """Look at the save in flight, if it has ended or ends within `wait_s`."""
+    def _take_outcome(self, *, wait_s: float, is_last: bool = False) -> bool:
+        """Look at the save in flight, if it has ended or ends within `wait_s`. Whether none is in flight any more."""
         if self._pending is None:
-            return
+            return True
         try:
             outcome = self._pending.result(timeout=wait_s)
         except FutureTimeoutError:
-            if wait_s == 0:
-                return
-            raise SaveFailedError(
-                f"rank {self._group.rank}: the save before step {self._step} has not ended after {wait_s:.0f} s"
-            ) from None
+            if is_last:
+                raise SaveFailedError(
+                    f"rank {self._group.rank}: the save of step {self._saved_step} has not ended after {wait_s:.0f} s"
+                ) from None
+            return False
         except (SaveFailedError, StoreError) as error:
             outcome = Outcome(kind="failed", key="", message=str(error))
-        except ConflictError as error:
+        except (FencedError, SupersededError) as error:
             self._over = error
             raise
         self._pending = None
         if outcome.kind == "committed":
             self._failures = 0
             self._rhythm.committed(outcome.key)
-            return
-        if outcome.kind != "failed":
-            return
+        elif outcome.kind == "failed":
+            self._failed(outcome.message, is_last=is_last)
+        return True
+
+    def _failed(self, message: str, *, is_last: bool = False) -> None:
         self._failures += 1
         self._saved_step = -1
-        if self._group.rank == 0 or "rank" in outcome.message:
-            logger.warning("save failed (%d in a row): %s", self._failures, outcome.message)
+        if self._group.rank == 0:
+            logger.warning("save failed (%d in a row): %s", self._failures, message)
         if is_last or self._failures >= self.settings.max_failed_saves:
-            raise SaveFailedError(f"{self._failures} failed save(s) in a row, the last: {outcome.message}")
+            raise SaveFailedError(f"{self._failures} failed save(s) in a row, the last: {message}")
 
     def _apply_rng(self, done: Restored) -> str:
         """Now, and once more just before the first batch: building iterators in between may draw from it."""
@@ -282,7 +312,7 @@ class Checkpointer:
         while not self._closed.is_set():
             try:
                 self._group.ask("watch", self._group.id, timeout_s=CLAIM_TIMEOUT_S, what="watch")
-            except ConflictError as error:
+            except (FencedError, SupersededError, CorruptError) as error:
                 self._over = error
                 return
             except RaycheckError as error:
@@ -305,5 +335,6 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
             value = value.item()  # noqa: PLW2901  read only on a step that saves
         if not isinstance(value, int | float):
             raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}; give a number or a 0-dim tensor")
-        numbers[name] = float(value)
+        if math.isfinite(value):  # JSON has no nan, and a run that diverges must still be saved
+            numbers[name] = float(value)
     return numbers

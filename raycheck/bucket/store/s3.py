@@ -28,6 +28,7 @@ MAX_PARTS = 10_000
 PARTS_IN_FLIGHT = 4
 ATTEMPTS = 5
 REQUEST_TIMEOUT_S = 60.0  # aiobotocore's own read time-out does not cover a stalled upload
+CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
 T = TypeVar("T")
 
 
@@ -141,19 +142,26 @@ class S3Store(Store):
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_conditional_size(key, data)
-        self._run(key, lambda client: self._put_object(client, key, data, IfNoneMatch="*"), attempts=1)
+        self._put_conditional(key, data, IfNoneMatch="*")
 
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
         check_conditional_size(key, data)
         try:
-            self._run(key, lambda client: self._put_object(client, key, data, IfMatch=version), attempts=1)
+            self._put_conditional(key, data, IfMatch=version)
         except ConflictError:
             # Ceph RGW 16 compares If-Match with the bare ETag only. Still conditional, so asking twice is safe.
-            bare = version.strip('"')
-            self._run(key, lambda client: self._put_object(client, key, data, IfMatch=bare), attempts=1)
+            self._put_conditional(key, data, IfMatch=version.strip('"'))
 
     def delete(self, key: str) -> None:
         self._run(key, lambda client: client.delete_object(Bucket=self._bucket, Key=self._prefix + key))
+
+    def _put_conditional(self, key: str, data: bytes, **condition: str) -> None:
+        """Once: repeating it could only collide with itself."""
+
+        async def call(client: Any) -> None:
+            await asyncio.wait_for(self._put_object(client, key, data, **condition), CONDITIONAL_TIMEOUT_S)
+
+        self._run(key, call, attempts=1)
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
         await client.put_object(
@@ -245,7 +253,7 @@ def _translate(uri: str, key: str, error: Exception) -> tuple[RaycheckError, boo
     if isinstance(error, NoCredentialsError):
         return ConfigError(f"{uri}: no credentials found; set AWS_PROFILE or AWS_ACCESS_KEY_ID and its secret"), False
     if isinstance(error, TimeoutError):
-        return StoreError(f"{uri}: {key}: no answer within {REQUEST_TIMEOUT_S:.0f} s"), True
+        return StoreError(f"{uri}: {key}: no answer in time"), True
     if isinstance(error, BotoCoreError | OSError):
         return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True
     return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True

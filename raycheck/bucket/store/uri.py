@@ -24,10 +24,8 @@ def open_store(uri: str) -> Store:
         raise ConfigError(f"{uri}: {error}") from None
     if parts.fragment or uri.endswith("#"):
         raise ConfigError(f"{uri.partition('?')[0]}: a # has no meaning here; write it as %23")
-    if "@" in parts.netloc:
-        raise ConfigError(
-            f"{parts.scheme}://***: take the credentials out of the URI; use the environment or a profile"
-        )
+    if "@" in uri.partition("?")[0] or (parts.scheme == "s3" and ":" in parts.netloc):
+        raise ConfigError("the URI holds credentials: take them out, and use the environment or a profile")
     bare = uri.partition("?")[0]
     try:
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
