@@ -1,44 +1,32 @@
 """The Checkpointer: what a training loop talks to. Restore, count steps, save when due, and wait only at the end.
 
-A step pays for one copy. Upload, report and commit run in one background thread, one save at a time; that thread is
-also what makes the staging buffer safe to reuse. Decisions to save are the same on every rank: step triggers
-locally, everything else by rank 0's word.
+A step pays for one copy; saver.py does the rest behind it. Decisions to save are the same on every rank: step
+triggers locally, everything else by rank 0's word.
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import torch
-
-from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.bucket.index import dump_index
-from raycheck.bucket.manifest import ShardRecord
 from raycheck.errors import (
     ConfigError,
     CorruptError,
     FencedError,
     RaycheckError,
-    SaveFailedError,
-    StoreError,
     SupersededError,
 )
 from raycheck.settings import SaveSettings
-from raycheck.shards.report import Report
-from raycheck.shards.stager import Staged
-from raycheck.shards.state import COMPONENT, Progress, Restored, TrainState
-from raycheck.train.coordinator import Claim, Outcome
+from raycheck.shards.state import Progress, Restored, TrainState
+from raycheck.train.coordinator import Claim
 from raycheck.train.data import Batches
 from raycheck.train.group import Group
 from raycheck.train.rhythm import Rhythm
+from raycheck.train.saver import Saver
 
 CLAIM_TIMEOUT_S = 300.0
 LAST_WORDS_S = 30.0
@@ -86,13 +74,8 @@ class Checkpointer:
         self._group = group or Group.of_ray_train()
         self._state = TrainState(state, rank=self._group.rank, world_size=self._group.world_size)
         self._rhythm = Rhythm(self.settings, self._group)
-        self._claim: Claim | None = None
+        self._saver: Saver | None = None
         self._step = 0
-        self._saved_step = -1  # newest step that is committed, in flight, or restored
-        self._saves = 0
-        self._failures = 0
-        self._pending: Future[Outcome] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
         self._over: RaycheckError | None = None
         self._closed = threading.Event()
 
@@ -101,21 +84,20 @@ class Checkpointer:
 
         Returns all zero in a fresh run. Raises FencedError, StateMismatchError (nothing changed), CorruptError.
         """
-        if self._claim is not None:
+        if self._saver is not None:
             raise ConfigError("restore() was called before; a Checkpointer restores once, at the start")
         group = self._group
         claim: Claim = group.ask(
             "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
         )
         if claim.restore is None:
-            self._saved_step = 0  # nothing to save before the first step
             self._begin(claim)
             return At(attempt=claim.attempt)
         began = time.monotonic()
         done = self._state.apply(Checkpoint(group.store, claim.restore))
         rng = self._apply_rng(done)
+        self._step = done.progress.step
         self._begin(claim)  # only now: what a failed restore left behind must never be saved
-        self._step = self._saved_step = done.progress.step
         self._rhythm.start_at(self._step)
         at = At(
             step=done.progress.step,
@@ -143,7 +125,14 @@ class Checkpointer:
         return at
 
     def _begin(self, claim: Claim) -> None:
-        self._claim = claim
+        self._saver = Saver(
+            self._state,
+            self.settings,
+            self._group,
+            attempt=claim.attempt,
+            restored_from=None if claim.restore is None else claim.restore.key,
+            saved_step=self._step,
+        )
         if self._group.rank == 0:
             threading.Thread(target=self._watch, name="raycheck-watch", daemon=True).start()
 
@@ -153,11 +142,11 @@ class Checkpointer:
         metrics: numbers or 0-dim tensors, kept with the checkpoint when finite; read only on steps that save. Raises
         FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
         """
-        self._refuse_before_restore()
+        saver = self._claimed()
         self._step += 1
         for data in self._data:
             data.end_step()
-        self._take_outcome(wait_s=0)
+        self._hear_of(saver.poll())
         if self._over is not None:
             raise self._over
         if self._rhythm.is_due(self._step):
@@ -166,55 +155,20 @@ class Checkpointer:
 
     def save(self, metrics: Mapping[str, object] | None = None) -> None:
         """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already."""
-        self._refuse_before_restore()
-        if self._step == self._saved_step:
-            return
-        is_free = self._take_outcome(wait_s=self.settings.save_timeout_s)  # the buffer is in use until then
-        began = time.monotonic()
-        report = self._report(metrics or {})
-        if not is_free:
-            self._give_up(report)
-            return
-        self._saved_step = self._step
-        staged = self._state.stage(report.progress)
-        report = replace(report, common=staged.common, blocked_s=time.monotonic() - began)
-        self._rhythm.saved()
-        self._pending = self._thread.submit(
-            self._upload_and_report, staged, report, began + self.settings.save_timeout_s
-        )
-
-    def _report(self, metrics: Mapping[str, object]) -> Report:
-        """A new save of this rank, still without its shard. Counted even when it comes to nothing: the ranks' counts
-        must stay equal."""
-        assert self._claim is not None, "refused before restore()"
-        self._saves += 1
-        restore = self._claim.restore
-        return Report(
-            group=self._group.id,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            attempt=self._claim.attempt,
-            save=self._saves,
-            progress=self._progress(),
-            restored_from=None if restore is None else restore.key,
-            metrics=_numbers(metrics),
-            keep_last=self.settings.keep_last,
-        )
-
-    def _give_up(self, report: Report) -> None:
-        """The save before still holds the buffer: this one fails, and the other ranks are told so."""
-        text = f"the save before it has not ended within {self.settings.save_timeout_s:.0f} s"
-        self._group.tell("report", replace(report, failure=text))
-        self._failed(f"rank {report.rank}: step {report.progress.step}: {text}")
+        saver = self._claimed()
+        if self._step != saver.saved_step:
+            self._hear_of(saver.wait())  # the buffer is in use until then
+            self._rhythm.saved()
+            saver.begin(self._progress(), metrics or {})
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
         if self._closed.is_set():
             return
         try:
-            if self._claim is not None and self._over is None:
+            if self._saver is not None and self._over is None:
                 self.save()
-                self._take_outcome(wait_s=self.settings.save_timeout_s, is_last=True)
+                self._hear_of(self._saver.finish(self._step))
                 self._rhythm.tell_ray_at_end()
             if self._over is not None:
                 raise self._over
@@ -232,69 +186,12 @@ class Checkpointer:
             return
         # Nothing new is saved: the state may be half-way through a step. What is in flight is whole.
         try:
-            self._take_outcome(wait_s=LAST_WORDS_S)
+            if self._saver is not None:
+                self._saver.wait(LAST_WORDS_S)
         except Exception as late:  # noqa: BLE001  nothing may take the place of the error that brought us here
             logger.warning("rank %d: the save in flight was lost: %s", self._group.rank, late)
         finally:
             self._stop()
-
-    def _upload_and_report(self, staged: Staged, report: Report, deadline: float) -> Outcome:
-        """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
-        key = layout.shard_key(report.checkpoint, COMPONENT, report.rank)
-        began = time.monotonic()
-        try:
-            store = self._group.store
-            store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
-            shard = ShardRecord(component=COMPONENT, rank=report.rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
-            report = replace(report, shards=(shard,), section=dump_index(staged.section()))
-        except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
-            report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
-        report = replace(report, upload_s=time.monotonic() - began)
-        while True:
-            what = f"save of step {report.progress.step} ({key})"
-            outcome: Outcome = self._group.ask(
-                "report", report, timeout_s=max(1.0, deadline - time.monotonic()), what=what
-            )
-            if outcome.kind != "pending":
-                return outcome
-            if time.monotonic() > deadline:
-                raise SaveFailedError(
-                    f"rank {report.rank}: {what} was not committed within {self.settings.save_timeout_s:.0f} s: "
-                    f"{outcome.message}"
-                )
-
-    def _take_outcome(self, *, wait_s: float, is_last: bool = False) -> bool:
-        """Look at the save in flight, if it has ended or ends within `wait_s`. Whether none is in flight any more."""
-        if self._pending is None:
-            return True
-        try:
-            outcome = self._pending.result(timeout=wait_s)
-        except FutureTimeoutError:
-            if is_last:
-                raise SaveFailedError(
-                    f"rank {self._group.rank}: the save of step {self._saved_step} has not ended after {wait_s:.0f} s"
-                ) from None
-            return False
-        except (SaveFailedError, StoreError) as error:
-            outcome = Outcome(kind="failed", key="", message=str(error))
-        except (FencedError, SupersededError) as error:
-            self._over = error
-            raise
-        self._pending = None
-        if outcome.kind == "committed":
-            self._failures = 0
-            self._rhythm.committed(outcome.key)
-        elif outcome.kind == "failed":
-            self._failed(outcome.message, is_last=is_last)
-        return True
-
-    def _failed(self, message: str, *, is_last: bool = False) -> None:
-        self._failures += 1
-        self._saved_step = -1
-        if self._group.rank == 0:
-            logger.warning("save failed (%d in a row): %s", self._failures, message)
-        if is_last or self._failures >= self.settings.max_failed_saves:
-            raise SaveFailedError(f"{self._failures} failed save(s) in a row, the last: {message}")
 
     def _apply_rng(self, done: Restored) -> str:
         """Now, and once more just before the first batch: building iterators in between may draw from it."""
@@ -321,20 +218,14 @@ class Checkpointer:
 
     def _stop(self) -> None:
         self._closed.set()
-        self._thread.shutdown(wait=False)
+        if self._saver is not None:
+            self._saver.stop()
 
-    def _refuse_before_restore(self) -> None:
-        if self._claim is None:
+    def _claimed(self) -> Saver:
+        if self._saver is None:
             raise ConfigError("call restore() before the first step: it claims the run, also a fresh one")
+        return self._saver
 
-
-def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()  # noqa: PLW2901  read only on a step that saves
-        if not isinstance(value, int | float):
-            raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}; give a number or a 0-dim tensor")
-        if math.isfinite(value):  # JSON has no nan, and a run that diverges must still be saved
-            numbers[name] = float(value)
-    return numbers
+    def _hear_of(self, committed: str | None) -> None:
+        if committed is not None:
+            self._rhythm.committed(committed)

@@ -1,0 +1,169 @@
+"""One rank's saves: staged in the training thread, then uploaded, reported and concluded in one background thread.
+
+One save is in flight at a time. That bounds memory, and it is what makes the staging buffer safe to reuse: the thread
+ends a save only after every request that reads the buffer has ended.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+
+import torch
+
+from raycheck.bucket import layout
+from raycheck.bucket.index import dump_index
+from raycheck.bucket.manifest import ShardRecord
+from raycheck.errors import ConfigError, SaveFailedError, StoreError
+from raycheck.settings import SaveSettings
+from raycheck.shards.report import Report
+from raycheck.shards.stager import Staged
+from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.train.coordinator import Outcome
+from raycheck.train.group import Group
+
+logger = logging.getLogger("raycheck")
+
+
+class Saver:
+    """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        settings: SaveSettings,
+        group: Group,
+        *,
+        attempt: int,
+        restored_from: str | None,
+        saved_step: int,
+    ) -> None:
+        self.saved_step = saved_step
+        self._state = state
+        self._settings = settings
+        self._group = group
+        self._attempt = attempt
+        self._restored_from = restored_from
+        self._saves = 0
+        self._failures = 0
+        self._last_failure = ""
+        self._pending: Future[Outcome] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
+
+    def begin(self, progress: Progress, metrics: Mapping[str, object]) -> None:
+        """Stage the state and start its upload. Call after `wait`.
+
+        When the save before still holds the buffer, this one is counted as failed, and the other ranks are told.
+        """
+        began = time.monotonic()
+        self._saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
+        report = Report(
+            group=self._group.id,
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            attempt=self._attempt,
+            save=self._saves,
+            progress=progress,
+            restored_from=self._restored_from,
+            metrics=_numbers(metrics),
+            keep_last=self._settings.keep_last,
+        )
+        if self._pending is not None:
+            text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
+            self._group.tell("report", replace(report, failure=text))
+            self._failed(f"rank {report.rank}: step {progress.step}: {text}")
+            return
+        self.saved_step = progress.step
+        staged = self._state.stage(progress)
+        report = replace(report, common=staged.common, blocked_s=time.monotonic() - began)
+        deadline = began + self._settings.save_timeout_s
+        self._pending = self._thread.submit(self._upload_and_report, staged, report, deadline)
+
+    def poll(self) -> str | None:
+        """The name of the checkpoint that was committed since the last look, if any; never waits.
+
+        Raises FencedError or SupersededError, and SaveFailedError after too many failed saves in a row.
+        """
+        return self.wait(0)
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """The same, after waiting for the save in flight to end (up to the save time-out)."""
+        if self._pending is None:
+            return None
+        try:
+            outcome = self._pending.result(self._settings.save_timeout_s if timeout_s is None else timeout_s)
+        except FutureTimeoutError:
+            return None
+        except (SaveFailedError, StoreError) as error:
+            outcome = Outcome(kind="failed", key="", message=str(error))
+        self._pending = None
+        if outcome.kind == "failed":
+            self._failed(outcome.message)
+        if outcome.kind != "committed":
+            return None
+        self._failures = 0
+        return outcome.key
+
+    def finish(self, step: int) -> str | None:
+        """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
+        failures = self._failures
+        committed = self.wait()
+        if self._pending is not None or self._failures > failures or self.saved_step != step:
+            raise SaveFailedError(
+                f"rank {self._group.rank}: the last save, of step {step}, was not committed: "
+                f"{self._last_failure or 'it has not ended in time'}"
+            )
+        return committed
+
+    def stop(self) -> None:
+        """Let the thread go when its save has ended."""
+        self._thread.shutdown(wait=False)
+
+    def _upload_and_report(self, staged: Staged, report: Report, deadline: float) -> Outcome:
+        """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
+        key = layout.shard_key(report.checkpoint, COMPONENT, report.rank)
+        began = time.monotonic()
+        try:
+            store = self._group.store
+            store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
+            shard = ShardRecord(component=COMPONENT, rank=report.rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
+            report = replace(report, shards=(shard,), section=dump_index(staged.section()))
+        except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
+            report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
+        report = replace(report, upload_s=time.monotonic() - began)
+        while True:
+            what = f"save of step {report.progress.step} ({key})"
+            outcome: Outcome = self._group.ask(
+                "report", report, timeout_s=max(1.0, deadline - time.monotonic()), what=what
+            )
+            if outcome.kind != "pending":
+                return outcome
+            if time.monotonic() > deadline:
+                raise SaveFailedError(
+                    f"rank {report.rank}: {what} was not committed within {self._settings.save_timeout_s:.0f} s: "
+                    f"{outcome.message}"
+                )
+
+    def _failed(self, message: str) -> None:
+        self._failures += 1
+        self._last_failure = message
+        self.saved_step = -1
+        if self._group.rank == 0:
+            logger.warning("save failed (%d in a row): %s", self._failures, message)
+        if self._failures >= self._settings.max_failed_saves:
+            raise SaveFailedError(f"{self._failures} failed save(s) in a row, the last: {message}")
+
+
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()  # noqa: PLW2901  read only on a step that saves
+        if not isinstance(value, int | float):
+            raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}; give a number or a 0-dim tensor")
+        if math.isfinite(value):  # JSON has no nan, and a run that diverges must still be saved
+            numbers[name] = float(value)
+    return numbers
