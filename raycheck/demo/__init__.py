@@ -1,5 +1,6 @@
 """`raycheck demo`: a real run that loses a worker and goes on, shown as it happens."""
 
+import io
 import json
 import logging
 import os
@@ -8,7 +9,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ def run_demo(
     """The whole story; prints it, and with `as_json` one JSON object at the end instead of the table."""
     if kill_step >= steps:
         raise ConfigError(f"--kill-step {kill_step} must be below --steps {steps}; 0 kills nobody")
-    screen = Console(stderr=as_json, highlight=False)
+    screen = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
     screen.print("raycheck demo: loading torch and Ray ...")
     with _bucket(root) as uri:
         config = {"steps": steps, "kill_step": kill_step, "save_every": save_every}
         screen.print(Text(f"the run is {join_uri(uri, RUN)}"), soft_wrap=True)
-        events = _train(screen, uri, workers, config)
+        with redirect_stdout(io.StringIO()):  # Ray prints its own account of the death; the story is told here
+            events = _train(screen, uri, workers, config)
         run = open_run(join_uri(uri, RUN))
         where = join_uri(uri, RUN) if root is not None else f"file://{_keep(run)}/{RUN}"
         if root is None:

@@ -34,7 +34,11 @@ class Holder:
             self.optimizer.zero_grad()
             self.model(torch.ones(2, 600)).square().mean().backward()
             self.optimizer.step()
-            self.ckpt.end_step()
+            self.ckpt.end_step({"loss": float("nan"), "step": 1})
+
+    def train_and_save(self, steps: int) -> None:
+        self.train(steps)
+        self.ckpt.save()
 
     def weights(self):
         return self.model.weight.detach()
@@ -62,6 +66,7 @@ def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: 
     assert at[2].rng.startswith("derived")
     body = assert_invariants(open_store(uri))
     assert [entry.step for entry in body.live] == [2, 3]
+    assert dict(body.live[0].metrics) == {"step": 1.0}, "a diverged run is saved all the same"
 
 
 def test_a_replaced_group_is_told_that_its_attempt_is_over(cluster: None, s3: str) -> None:
@@ -88,3 +93,17 @@ def test_steps_before_restore_are_refused(cluster: None, s3: str) -> None:
         ray.get(holder.train.remote(1))
 
     assert_invariants(open_store(uri))
+
+
+def test_a_rank_that_saves_alone_fails_that_save_and_mixes_nothing(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+    pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
+    ray.get([holder.restore.remote() for holder in pair])
+
+    ray.get(pair[0].train_and_save.remote(1))  # step 1 on rank 0 alone; rank 1's first save is of step 2
+    ray.get([pair[0].train.remote(1), pair[1].train.remote(2)])
+    with pytest.raises(raycheck.SaveFailedError, match="every rank must call"):
+        ray.get([holder.close.remote() for holder in pair])
+
+    assert assert_invariants(open_store(uri)).live == ()

@@ -1,0 +1,66 @@
+"""Reports that do not fit together never become a checkpoint."""
+
+from dataclasses import replace
+from uuid import uuid4
+
+import pytest
+import torch
+
+from raycheck.bucket.store import Store, open_store
+from raycheck.errors import SaveFailedError
+from raycheck.shards.report import Report, assemble
+from raycheck.shards.state import Progress, TrainState
+from tests.invariants import assert_invariants
+from tests.shards.saving import upload
+
+
+@pytest.fixture
+def memory() -> Store:
+    return open_store(f"memory://{uuid4().hex}")
+
+
+def reports(store: Store, *states: dict[str, object]) -> list[Report]:
+    """One uploaded report per rank, all of step 5."""
+    made = []
+    for rank, state in enumerate(states):
+        progress = Progress(step=5)
+        staged = TrainState(state, rank=rank, world_size=len(states)).stage(progress)
+        report = Report(
+            group="g", rank=rank, world_size=len(states), attempt=1, save=1, progress=progress, common=staged.common
+        )
+        done = upload(store, staged, name=report.checkpoint, rank=rank)
+        made.append(replace(report, shards=(done.record,), section=done.section))
+    return made
+
+
+def test_ranks_that_saved_different_steps_are_refused(memory: Store) -> None:
+    first, second = reports(memory, {"m": torch.nn.Linear(2, 2)}, {"m": torch.nn.Linear(2, 2)})
+
+    with pytest.raises(SaveFailedError, match=r"rank 1 saved step-000000006-a1-s1"):
+        assemble(memory, [first, replace(second, progress=Progress(step=6))])
+
+    assert_invariants(memory)
+
+
+def test_ranks_that_hold_different_unsharded_tensors_are_refused(memory: Store) -> None:
+    stages = reports(memory, {"m": torch.nn.Linear(2, 2)}, {"m": torch.nn.Linear(3, 2)})
+
+    with pytest.raises(SaveFailedError, match="ranks 0 and 1 hold different unsharded tensors"):
+        assemble(memory, stages)
+
+    assert_invariants(memory)
+
+
+def test_a_missing_rank_is_refused(memory: Store) -> None:
+    pair = reports(memory, {"m": torch.nn.Linear(2, 2)}, {"m": torch.nn.Linear(2, 2)})
+
+    with pytest.raises(SaveFailedError, match=r"ranks \[1\]"):
+        assemble(memory, pair[1:])
+
+    assert_invariants(memory)
+
+
+def test_the_same_reports_give_the_same_files(memory: Store) -> None:
+    pair = reports(memory, {"m": torch.nn.Linear(2, 2)}, {"m": torch.nn.Linear(2, 2)})
+
+    assert assemble(memory, pair) == assemble(memory, pair)
