@@ -49,7 +49,7 @@ def run_demo(
     if as_json:
         print(json.dumps(result))
     else:
-        _epilogue(screen, run, where=where, folder=folder, text=text, steps=steps)
+        _epilogue(screen, run, result, folder=folder, text=text, steps=steps)
     return result
 
 
@@ -189,7 +189,7 @@ def _result(where: str, run: Run, events: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def _epilogue(screen: Console, run: Run, *, where: str, folder: Path, text: str, steps: int) -> None:
+def _epilogue(screen: Console, run: Run, result: dict[str, Any], *, folder: Path, text: str, steps: int) -> None:
     from raycheck.cli import size
 
     table = Table("step", "attempt", "size", "training blocked", "upload", "MB/s per worker", box=None, pad_edge=False)
@@ -205,8 +205,12 @@ def _epilogue(screen: Console, run: Run, *, where: str, folder: Path, text: str,
             f"{slowest.size_bytes / 1e6 / max(slowest.upload_s, 1e-9):.0f}",
         )
     screen.print()
+    if result["restored_step"] is not None:
+        lost = f"{result['steps_lost']} steps were lost: killed after {result['killed_at_step']}"
+        screen.print(f"{lost}, restored {result['restored_step']}; {result['attempts']} attempts in all\n")
     screen.print(table)
     command = f"{Path(sys.executable).parent}/raycheck"
+    where = result["run_uri"]
     root = where.removesuffix(f"/{RUN}")
     screen.print(
         Text(
