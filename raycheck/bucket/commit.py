@@ -102,8 +102,7 @@ def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
 
     def decide(body: Latest | None, now: float) -> Latest | None:
         del now
-        if body is None:
-            raise lost(register.store.uri, "is gone")
+        body = _there(register, body)
         check_owner(register, body, me)
         if body.attempt.group != group:
             raise SupersededError(f"group {group} is not the live one; attempt {body.attempt.number} is")
@@ -144,8 +143,7 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, *,
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:
-        if body is None:
-            raise lost(register.store.uri, "is gone")
+        body = _there(register, body)
         if body.entry(manifest.key) is not None:
             return None
         check_owner(register, body, me)
@@ -194,8 +192,7 @@ def forget_evicted(register: Register, me: Identity, keys: frozenset[str]) -> La
 
     def decide(body: Latest | None, now: float) -> Latest | None:
         del now
-        if body is None:
-            raise lost(register.store.uri, "is gone")
+        body = _there(register, body)
         check_current(register, body, me)
         left = tuple(item for item in body.evicted if item.key not in keys)
         return None if len(left) == len(body.evicted) else replace(body, evicted=left)
@@ -217,6 +214,13 @@ def check_current(register: Register, body: Latest, me: Identity) -> None:
     check_owner(register, body, me)
     if body.attempt.owner != me.owner or body.attempt.coordinator != me.coordinator:
         raise SupersededError(f"{register.store.uri}: attempt {body.attempt.number} belongs to another coordinator")
+
+
+def _there(register: Register, body: Latest | None) -> Latest:
+    """A body that must exist because a claim came before. Raises CorruptError when it is gone."""
+    if body is None:
+        raise lost(register.store.uri, "is gone")
+    return body
 
 
 def _taken_over(body: Latest, me: Identity) -> Latest | None:

@@ -67,10 +67,10 @@ class Staged:
             yield self._next(sent, part)
             sent += part
 
-    def with_values(self, values: Mapping[str, object], rank_values: Mapping[str, object]) -> "Staged":
-        """The same shard, with the values that go into the index beside it."""
+    def add(self, values: Mapping[str, object], rank_values: Mapping[str, object], *, common: str) -> None:
+        """What goes into the index and the report beside the shard."""
         self._section = replace(self._section, values=values, rank_values=(rank_values,))
-        return self
+        self.common = common
 
     def section(self) -> Index:
         """This rank's part of the index. Only after all parts were taken."""

@@ -63,8 +63,9 @@ class TrainState:
         own = mine(pieces, rank=self._rank, world_size=self._world_size)
         staged = self._stager.stage(own, leaves if self._rank == 0 else {})
         common = sorted((p.name, p.dtype, p.shape) for p in pieces if not p.is_sharded)
-        staged.common = f"{len(common)} tensors, {crc32(repr(common).encode()):08x}"
-        return staged.with_values(values if self._rank == 0 else {}, rank_values)
+        digest = f"{len(common)} tensors, {crc32(repr(common).encode()):08x}"
+        staged.add(values if self._rank == 0 else {}, rank_values, common=digest)
+        return staged
 
     def apply(self, checkpoint: Checkpoint, *, only_mine: bool = False) -> "Restored":
         """Put a checkpoint into the live objects, resharded to this rank.
