@@ -50,12 +50,14 @@ class Run:
         Needs torch, but neither Ray nor a process group. Other entries of the checkpoint are left alone. Returns the
         restored step. Raises StateMismatchError when an entry of `into` differs; nothing is changed then.
         """
+        from raycheck.shards.selection import Selection
         from raycheck.shards.state import TrainState
 
         checkpoint = self.head if step is None else self.at_step(step)
         if checkpoint is None:
             raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
-        return TrainState(into, rank=0, world_size=1).apply(checkpoint, only_mine=True).progress.step
+        restored = TrainState(into, rank=0, world_size=1).apply(checkpoint, Selection.of(into, ()))
+        return restored.manifest.step
 
 
 def open_run(uri: str) -> Run:

@@ -221,11 +221,12 @@ def _check(index: Index) -> None:
 
 
 def merge(sections: Sequence[Index]) -> Index:
-    """The whole index from each rank's section, in order of rank. Raises ConfigError that names a tensor which two
-    ranks describe differently."""
+    """The whole index from each rank's section, in order of rank; of a box that several ranks wrote, the first one's.
+    Raises ConfigError that names a tensor which two ranks describe differently."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
-    chunks: list[Chunk] = []
+    chunks: dict[tuple[object, ...], Chunk] = {}
+    leaves: dict[str, Leaf] = {}
     for section in sections:
         for tensor in section.tensors:
             known = tensors.setdefault(tensor.name, tensor)
@@ -236,14 +237,27 @@ def merge(sections: Sequence[Index]) -> Index:
                     f"{tensor.dtype}{list(tensor.shape)}"
                 )
         local = [numbers[tensor.name] for tensor in section.tensors]
-        chunks += [replace(chunk, tensor=local[chunk.tensor]) for chunk in section.chunks]
+        for chunk in section.chunks:
+            number = local[chunk.tensor]
+            chunks.setdefault((number, chunk.offsets, chunk.sizes), replace(chunk, tensor=number))
+        for leaf in section.leaves:
+            leaves.setdefault(leaf.name, leaf)
     return Index(
         tensors=tuple(tensors.values()),
-        chunks=tuple(chunks),
-        leaves=tuple(leaf for section in sections for leaf in section.leaves),
+        chunks=tuple(chunks.values()),
+        leaves=tuple(leaves.values()),
         values=sections[0].values,
         rank_values=tuple(values for section in sections for values in section.rank_values),
     )
+
+
+def places(index: Index) -> dict[str, tuple[str, int, int]]:
+    """Where each tensor's first bytes lie (component, rank, offset): equal for names that share them (tied weights)."""
+    found: dict[str, tuple[str, int, int]] = {}
+    for chunk in index.chunks:
+        if chunk.payload_size:
+            found.setdefault(index.tensors[chunk.tensor].name, (chunk.component, chunk.rank, chunk.record_offset))
+    return found
 
 
 def uncovered(index: Index) -> list[str]:

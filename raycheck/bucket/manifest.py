@@ -54,7 +54,11 @@ class RankRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest(Document):
-    """Everything about one checkpoint except where each tensor's bytes lie: that is in its index."""
+    """Everything about one checkpoint except where each tensor's bytes lie: that is in its index.
+
+    partial: the partial restore (restore(only=..., skip=...)) that this checkpoint descends from, "" when none: the
+    same one is not done twice, so that a restart does not throw away what was trained since.
+    """
 
     format_version: int = FORMAT_VERSION
     key: str
@@ -65,6 +69,7 @@ class Manifest(Document):
     samples: int
     world_size: int
     restored_from: str | None
+    partial: str = ""
     metrics: Mapping[str, float]
     index: Blob
     components: tuple[Component, ...]

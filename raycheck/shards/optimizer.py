@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode
-from raycheck.shards.parts import Named, Part, SavedPart, empty_for, plain_name, unwrapped
+from raycheck.shards.modules import plain_names, unwrapped
+from raycheck.shards.parts import Named, Part, SavedPart, empty_for
 
 
 class OptimizerPart(Part):
@@ -18,14 +19,17 @@ class OptimizerPart(Part):
     parameters and calls hooks.
     """
 
+    may_differ = True
+
     def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, torch.nn.Module]) -> None:
         super().__init__(name)
         self.optimizer = optimizer
-        named = {
-            parameter: (part, plain_name(key))
-            for part, module in modules.items()
-            for key, parameter in unwrapped(module).named_parameters()
-        }
+        named: dict[torch.Tensor, tuple[str, str]] = {}
+        for part, module in modules.items():
+            inside = unwrapped(module)
+            plain = plain_names(inside)
+            for key, parameter in inside.named_parameters():
+                named.setdefault(parameter, (part, plain(key)))
         groups = [group["params"] for group in optimizer.param_groups]
         parts = {named[p][0] for group in groups for p in group if p in named}
         self._names = [
@@ -69,37 +73,43 @@ class OptimizerPart(Part):
         if saved.values is None:
             saved.missing.append(f"{self.name} (the whole optimizer)")
             return {}
-        slots: dict[str, list[str]] = saved.values["slots"]
-        known = {name for group in saved.values["other"]["param_groups"] for name in group["params"]}
+        values = _merged(saved)
+        slots: dict[str, list[str]] = values["slots"]
+        known = {name for group in values["other"]["param_groups"] for name in group["params"]}
         saved.missing += [f"{self.name}.state.{name}" for name in sorted(set(self._parameters) - known)]
-        saved.unexpected += [f"{self.name}.state.{name}" for name in sorted(known - set(self._parameters))]
+        here = {name for name in self._parameters if name in known}
+        # Ranks of a pipeline hold a share of the parameters each; what no rank of this world holds, nobody can name.
+        if not saved.apart:
+            saved.unexpected += [f"{self.name}.state.{name}" for name in sorted(known - set(self._parameters))]
+        self._compare_groups(saved, values, here)
         prefix = f"{self.name}.state."
-        saved_groups = {frozenset(group["params"]) for group in saved.values["other"]["param_groups"]}
-        if known == set(self._parameters) and saved_groups != {frozenset(names) for names in self._names}:
-            saved.missing.append(f"{self.name}.param_groups: the parameters are grouped in another way")
         wanted: Named = {}
-        for name, there in slots.items():
-            parameter = self._parameters.get(name)
-            for slot in there if parameter is not None else ():
+        for name in sorted(here):
+            parameter = self._parameters[name]
+            live = self.optimizer.state.get(parameter, {})
+            for slot in slots.get(name, ()):
                 entry = saved.tensors.get(f"{prefix}{name}.{slot}")
                 if entry is not None:
-                    here = self.optimizer.state.get(self._parameters[name], {}).get(slot)
-                    if isinstance(here, torch.Tensor) and tuple(here.shape) != entry.shape:
-                        saved.missing.append(f"{entry.name} {list(here.shape)} (saved: {list(entry.shape)})")
+                    own = live.get(slot)
+                    if isinstance(own, torch.Tensor) and tuple(own.shape) != entry.shape:
+                        saved.mismatched.append(f"{entry.name}: {list(own.shape)} here, {list(entry.shape)} saved")
                     wanted[entry.name] = self._slot(parameter, slot, entry)
-                elif slot not in saved.values["state"].get(name, {}):
+                elif slot not in values["state"].get(name, {}):
                     saved.missing.append(f"{prefix}{name}.{slot}")
-        for name, parameter in self._parameters.items():
-            lost = set(self.optimizer.state.get(parameter, {})) - set(slots.get(name, ()))
-            saved.missing += [f"{prefix}{name}.{slot}" for slot in sorted(lost) if name in known]
+            saved.missing += [f"{prefix}{name}.{slot}" for slot in sorted(set(live) - set(slots.get(name, ())))]
         nested: list[str] = []
-        decode([saved.values["state"], saved.values["other"]], nested.append)
+        decode([values["state"], values["other"]], nested.append)
         wanted |= {name: empty_for(saved.tensors[name]) for name in nested if name in saved.tensors}
         return wanted
 
-    def _slot(self, parameter: torch.Tensor | None, slot: str, entry: SavedTensor) -> torch.Tensor:
+    def _compare_groups(self, saved: SavedPart, values: Any, here: set[str]) -> None:
+        """Parameters that share a group share its learning rate: they must be grouped as they were."""
+        there = {frozenset(here & set(group["params"])) for group in values["other"]["param_groups"]} - {frozenset()}
+        if there != {frozenset(here & set(names)) for names in self._names} - {frozenset()}:
+            saved.mismatched.append(f"{self.name}.param_groups: the parameters are grouped in another way")
+
+    def _slot(self, parameter: torch.Tensor, slot: str, entry: SavedTensor) -> torch.Tensor:
         """Where to read a slot: the live tensor, or a new one laid out as the parameter is."""
-        assert parameter is not None, "the caller has looked it up"
         dtype = getattr(torch, entry.dtype)
         live = self.optimizer.state.get(parameter, {}).get(slot)
         if isinstance(live, torch.Tensor) and tuple(live.shape) == entry.shape and live.dtype == dtype:
@@ -109,21 +119,25 @@ class OptimizerPart(Part):
         return empty_for(entry)
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
-        values = decode(saved.values, tensors.__getitem__)
+        if saved.values is None:
+            return
+        values = decode(_merged(saved), tensors.get)
+        own = dict(self.optimizer.state_dict()["state"])
+        number = {name: i for i, name in enumerate(name for names in self._names for name in names)}
         state = {
             name: {
                 slot: tensors.get(f"{self.name}.state.{name}.{slot}", values["state"].get(name, {}).get(slot))
                 for slot in slots
             }
             for name, slots in values["slots"].items()
+            if name in number
         }
-        number = {name: i for i, name in enumerate(name for names in self._names for name in names)}
         saved_group = {name: group for group in values["other"]["param_groups"] for name in group["params"]}
-        groups = [
-            {**(saved_group[names[0]] if names else group), "params": [number[name] for name in names]}
-            for names, group in zip(self._names, self.optimizer.param_groups, strict=True)
-        ]
-        packed = {number[name]: slots for name, slots in state.items()}
+        groups = []
+        for names, group in zip(self._names, self.optimizer.param_groups, strict=True):
+            known = next((saved_group[name] for name in names if name in saved_group), group)
+            groups.append({**known, "params": [number[name] for name in names]})
+        packed = own | {number[name]: slots for name, slots in state.items()}
         self.optimizer.load_state_dict({**values["other"], "state": packed, "param_groups": groups})
         for name, slots in state.items():
             here = self.optimizer.state[self._parameters[name]]
@@ -131,3 +145,14 @@ class OptimizerPart(Part):
                 # load_state_dict casts to the parameter's dtype; a bf16 parameter may well have fp32 state.
                 if isinstance(value, torch.Tensor) and here[slot].dtype != value.dtype:
                     here[slot] = value.to(here[slot].device)
+
+
+def _merged(saved: SavedPart) -> Any:
+    """The values of all ranks as one: they differ where ranks hold different parameters."""
+    merged = {**saved.values, "slots": dict(saved.values["slots"]), "state": dict(saved.values["state"])}
+    groups = list(saved.values["other"]["param_groups"])
+    for values in saved.apart:
+        merged["slots"] |= values["slots"]
+        merged["state"] |= values["state"]
+        groups += values["other"]["param_groups"]
+    return {**merged, "other": {**saved.values["other"], "param_groups": groups}}

@@ -1,28 +1,47 @@
-"""The kinds of thing a train state is made of: modules, and anything with state_dict/load_state_dict.
+"""What a train state is made of: parts, each with a name, tensors, and values that are no tensors.
 
-A part gathers its live tensors and values for a save, and takes them back at a restore. Names are those of the plain
-model, without the prefixes of DDP and torch.compile, so that a checkpoint does not know how the model was wrapped.
+A part gathers its live tensors and values for a save, and takes them back at a restore. Here stand the contract and
+the plainest kind, anything with state_dict/load_state_dict; modules.py, optimizer.py and per_rank.py have the others.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # what stock tools name things by
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
-from raycheck.bucket.index import Index
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode, encode
 from raycheck.errors import ConfigError
-from raycheck.shards.pieces import Piece, piece_of
 
 Named = dict[str, torch.Tensor]
+Leaves = dict[str, tuple[tuple[str | int, ...], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A part's live state: tensors by name, their paths where they are known, values as a lossless tree, and the
+    non-tensor leaves (name to path and object) that only stock tools read."""
+
+    tensors: Named
+    paths: Mapping[str, tuple[str | int, ...]]
+    values: Any
+    leaves: Leaves
 
 
 class Part(ABC):
-    """One top-level entry of the state."""
+    """One entry of the state.
+
+    may_differ: ranks may hold different values, as those of a pipeline do; else a difference is an error.
+    is_per_rank: every rank keeps its own tensors and values. can_split: a restore may take a part of it.
+    """
+
+    may_differ = False
+    is_per_rank = False
+    can_split = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,7 +56,7 @@ class Part(ABC):
 
     @abstractmethod
     def prepare(self, saved: "SavedPart") -> Named:
-        """Tensors to read into, by name. Differences go to `saved.missing` and `saved.unexpected`."""
+        """Tensors to read into, by name. Differences go to `saved`'s lists."""
 
     @abstractmethod
     def finish(self, saved: "SavedPart", tensors: Named) -> None:
@@ -48,26 +67,23 @@ class Part(ABC):
         del name
         return False
 
-    def gather(self) -> tuple[list[Piece], Any, dict[str, tuple[tuple[str | int, ...], object]]]:
-        """Pieces, values, and the non-tensor leaves (name to path and object) that only stock tools read."""
+    def is_compared(self, name: str) -> bool:
+        """Whether a replicated tensor of this part must be the same on all ranks."""
+        del name
+        return True
+
+    def gather(self) -> Gathered:
         tree = self.tree()
         try:
             flat, paths = flatten_state_dict({self.name: tree})
         except ValueError as error:
             raise ConfigError(f"state[{self.name!r}]: two entries have one name in the checkpoint: {error}") from None
         tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-        leaves = {name: (tuple(paths[name]), value) for name, value in flat.items() if name not in tensors}
+        leaves: Leaves = {name: (tuple(paths[name]), value) for name, value in flat.items() if name not in tensors}
         values = self.values(tree, tensors)
         for name, tensor in tensors.items():
-            if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-                raise ConfigError(
-                    f"state at {name} is a {tensor.layout} tensor on {tensor.device}; only dense ones are saved"
-                )
-        pieces = [
-            piece_of(name, tuple(paths.get(name, (name,))), tensor, may_spread=self.may_spread(name))
-            for name, tensor in tensors.items()
-        ]
-        return pieces, values, leaves
+            refuse_odd(name, tensor)
+        return Gathered(tensors, {name: tuple(path) for name, path in paths.items()}, values, leaves)
 
     def encode(self, value: object, path: str, tensors: Named) -> Any:
         """`value` as a lossless tree; tensors in it are added to `tensors` under their path."""
@@ -83,75 +99,43 @@ class Part(ABC):
 
 
 class SavedPart:
-    """What a checkpoint holds of one part, and the differences found on the way."""
+    """What a checkpoint holds of one part, and the differences found on the way.
 
-    def __init__(self, name: str, index: Index) -> None:
-        self.name = name
-        self.tensors = {t.name: t for t in index.tensors if t.name.startswith(f"{name}.")}
-        self.values = index.values.get(name)
+    tensors: those of this part that are to be restored. values: the tree that all ranks share, None when the
+    checkpoint has no such entry; apart: the trees of further ranks whose values were others. place: where a tensor's
+    bytes lie; equal for names that were saved tied. takes: whether a tensor's name is to be restored.
+
+    missing: here, but not in the checkpoint. unexpected: the other way round. mismatched: on both sides, but not alike.
+    fresh: left as it is by a stated rule.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, SavedTensor],
+        values: Any,
+        *,
+        apart: tuple[Any, ...] = (),
+        place: Callable[[str], object],
+        takes: Callable[[str], bool],
+    ) -> None:
+        self.tensors = {name: tensor for name, tensor in tensors.items() if takes(name)}
+        self.values = values
+        self.apart = apart
+        self.place = place
+        self.takes = takes
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.fresh: list[str] = []
 
-    def compare(self, live: Named) -> None:
-        """Record every difference in names, shapes and dtypes between what is here and what was saved."""
-        for name, tensor in live.items():
-            saved = self.tensors.get(name)
-            here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            if saved is None:
-                self.missing.append(f"{name} {here[0]}{list(here[1])}")
-            elif here != (saved.dtype, saved.shape):
-                self.missing.append(f"{name} {here[0]}{list(here[1])} (saved: {saved.dtype}{list(saved.shape)})")
-        self.unexpected += [f"{t.name} {t.dtype}{list(t.shape)}" for t in self.tensors.values() if t.name not in live]
-
-
-class ModulePart(Part):
-    """A module, plain or under DDP, FSDP2 or torch.compile. Restored in place."""
-
-    def __init__(self, name: str, module: torch.nn.Module) -> None:
-        super().__init__(name)
-        self.module = unwrapped(module)
-        if any(isinstance(child, FullyShardedDataParallel) for child in self.module.modules()):
-            raise ConfigError(
-                f"state[{name!r}] uses FullyShardedDataParallel (FSDP1), whose flat parameters cannot be resharded. "
-                "Use torch.distributed.fsdp.fully_shard (FSDP2)"
-            )
-        self._parameters = {f"{name}.{plain_name(key)}" for key, _ in self.module.named_parameters()}
-
-    def tree(self) -> dict[str, Any]:
-        return {plain_name(key): value for key, value in self.module.state_dict().items()}
-
-    def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        return self.encode(self._extra(tree), self.name, tensors)
-
-    @staticmethod
-    def _extra(tree: dict[str, Any]) -> dict[str, Any]:
-        """What set_extra_state takes back: also when it is a tensor, which may be a new one at each call."""
-        return {
-            key: value
-            for key, value in tree.items()
-            if not isinstance(value, torch.Tensor) or key.rpartition(".")[2] == "_extra_state"
-        }
-
-    def may_spread(self, name: str) -> bool:
-        return name in self._parameters
-
-    def prepare(self, saved: SavedPart) -> Named:
-        tree = self.tree()
-        extra_here = self._extra(tree)
-        live = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}
-        extra_names: list[str] = []
-        extra_there = decode(saved.values, extra_names.append) or {}
-        extra = {name: empty_for(saved.tensors[name]) for name in extra_names if name in saved.tensors}
-        saved.compare({**live, **extra})
-        saved.missing += [f"{self.name}.{key}" for key in sorted(set(extra_here) - set(extra_there))]
-        saved.unexpected += [f"{self.name}.{key}" for key in sorted(set(extra_there) - set(extra_here))]
-        return {**live, **extra}
-
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
-        extra = decode(saved.values, tensors.__getitem__)
-        if extra:
-            real = {plain_name(key): key for key in self.module.state_dict()}
-            self.module.load_state_dict({real[key]: value for key, value in extra.items()}, strict=False)
+    def is_alike(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the saved tensor can go into the live one; if not, it is recorded."""
+        saved = self.tensors[name]
+        here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if here == (saved.dtype, saved.shape):
+            return True
+        self.mismatched.append(f"{name}: {here[0]}{list(here[1])} here, {saved.dtype}{list(saved.shape)} saved")
+        return False
 
 
 class ObjectPart(Part):
@@ -188,27 +172,26 @@ class ObjectPart(Part):
         }
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
-        self.owner.load_state_dict(decode(saved.values, tensors.__getitem__))
+        if saved.values is not None:
+            self.owner.load_state_dict(decode(saved.values, tensors.__getitem__))
+
+
+def refuse_odd(name: str, tensor: torch.Tensor) -> None:
+    """Raise ConfigError for a tensor whose own bytes are not its value."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.layout != torch.strided or local.is_quantized or local.is_meta:
+        raise ConfigError(f"state at {name} is a {tensor.layout} tensor on {tensor.device}; only dense ones are saved")
+    kind = type(local)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        raise ConfigError(
+            f"state at {name} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that raycheck cannot take "
+            "apart here (__tensor_flatten__, in modules only); keep it as plain tensors"
+        )
 
 
 def _no_tensor_yet(name: str) -> None:
     """Stands for a tensor that is not read yet."""
     del name
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The plain module inside DDP and torch.compile."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
-            module = module._orig_mod  # type: ignore[assignment]  # noqa: SLF001
-        else:
-            return module
-
-
-def plain_name(key: str) -> str:
-    return key.replace("_orig_mod.", "")
 
 
 def empty_for(entry: SavedTensor) -> torch.Tensor:

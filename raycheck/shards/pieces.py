@@ -1,27 +1,29 @@
 """A piece: the box of one tensor that this rank holds, whatever shards it (plain, DDP, FSDP2's DTensor).
 
-No process group is asked: a DTensor knows its own box, and which rank writes a replicated tensor follows from the
-list that all ranks share.
+A DTensor on a mesh of all ranks knows which of its boxes are whose. What may lie on several ranks without knowing it
+(plain tensors, DTensors on a part of the ranks) has its writer settled by the ranks' agreement (agreement.py).
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
-SPREAD_FROM_BYTES = 1 << 20
-"""Replicated parameters from this size on are spread over the ranks by bytes; smaller tensors stay with rank 0,
-since every tensor that lies elsewhere costs each reader one more object to open."""
+from raycheck.errors import ConfigError
+
+Place = tuple[str, tuple[str | int, ...]]
+"""A tensor's name, and its path in the state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """`local` is the live tensor of this rank's box: offsets and sizes in elements, inside the global shape.
 
-    is_sharded: other ranks hold other boxes. may_spread: equal on every rank by construction (parameters and
-    optimizer state), so that any rank may write it; False for buffers, which only rank 0's forward defines.
+    aliases: further names of the same memory (tied weights), stored once. is_unique: no other rank writes this box;
+    otherwise the agreement says who does. may_spread: equal on every holder by construction (parameters and optimizer
+    state), so that any of them may write it; False for buffers, which only the first holder's forward defines.
     """
 
     name: str
@@ -30,7 +32,8 @@ class Piece:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    is_sharded: bool
+    aliases: tuple[Place, ...] = ()
+    is_unique: bool
     is_first_replica: bool
     may_spread: bool
 
@@ -42,9 +45,22 @@ class Piece:
     def size_bytes(self) -> int:
         return math.prod(self.sizes) * self.local.element_size()
 
+    @property
+    def box(self) -> str:
+        """Names this box of this tensor, on every rank alike."""
+        return f"{self.name}@{','.join(map(str, self.offsets))}"
 
-def piece_of(name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool) -> Piece:
-    """This rank's piece of `tensor`; it shares memory with it."""
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has something to write: not a further replica, nor the empty end of an uneven shard."""
+        return self.is_first_replica and (0 not in self.sizes or 0 in self.shape)
+
+
+def piece_of(
+    name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool, world_size: int = 1
+) -> Piece:
+    """This rank's piece of `tensor`; it shares memory with it. Raises ConfigError, naming it, for one that is cut
+    into several boxes on this rank."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -55,11 +71,16 @@ def piece_of(name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, ma
             shape=shape,
             offsets=(0,) * len(shape),
             sizes=shape,
-            is_sharded=False,
+            is_unique=False,
             is_first_replica=True,
             may_spread=may_spread,
         )
-    (box,) = tensor.__create_chunk_list__() or (None,)  # type: ignore[no-untyped-call]
+    boxes = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if len(boxes) > 1 or any(placement.is_partial() for placement in tensor.placements):
+        raise ConfigError(
+            f"state at {name} is a DTensor placed as {tensor.placements}, which is no single box on each rank; "
+            "redistribute it to Shard or Replicate before it is saved"
+        )
     local = tensor.to_local()
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
     replicas = [at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()]
@@ -68,30 +89,33 @@ def piece_of(name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, ma
         path=path,
         local=local,
         shape=tuple(tensor.shape),
-        offsets=tuple(box.offsets) if box else (0,) * tensor.dim(),
+        offsets=tuple(boxes[0].offsets) if boxes else (0,) * tensor.dim(),
         sizes=tuple(local.shape),
-        is_sharded=True,
+        is_unique=tensor.device_mesh.size() == world_size,
         is_first_replica=not any(replicas),
         may_spread=False,
     )
 
 
-def mine(pieces: Iterable[Piece], *, rank: int, world_size: int) -> list[Piece]:
-    """The pieces that this rank writes: every box exactly once over all ranks."""
-    keep: list[Piece] = []
-    spread: list[Piece] = []
+def tied(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces with those that are the same memory drawn together under the first one's name."""
+    first: dict[tuple[object, ...], Piece] = {}
     for piece in pieces:
-        if piece.is_sharded:
-            if piece.is_first_replica and (0 not in piece.sizes or 0 in piece.shape):
-                keep.append(piece)
-        elif piece.may_spread and piece.size_bytes >= SPREAD_FROM_BYTES:
-            spread.append(piece)
-        elif rank == 0:
-            keep.append(piece)
-    load = [0] * world_size
-    for piece in sorted(spread, key=lambda piece: (-piece.size_bytes, piece.name)):
-        owner = load.index(min(load))
-        load[owner] += piece.size_bytes
-        if owner == rank:
-            keep.append(piece)
-    return keep
+        key = memory(piece)
+        known = first.get(key)
+        first[key] = piece if known is None else replace(known, aliases=(*known.aliases, (piece.name, piece.path)))
+    return list(first.values())
+
+
+def memory(piece: Piece) -> tuple[object, ...]:
+    """Equal for two pieces that are one: the same box of the same memory. A box without memory is only itself."""
+    local = piece.local
+    if not local.numel():
+        return (piece.name,)
+    return (local.data_ptr(), local.device, local.dtype, local.stride(), piece.shape, piece.offsets, piece.sizes)
+
+
+def mine(pieces: Iterable[Piece], *, rank: int, writers: Mapping[str, int]) -> list[Piece]:
+    """The pieces that this rank writes. `writers`: the agreed writer by box. A box that is not in it is new since the
+    agreement: every holder writes it, and the commit keeps the first."""
+    return [piece for piece in pieces if piece.is_held and (piece.is_unique or writers.get(piece.box, rank) == rank)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import put_once
-from raycheck.bucket.index import dump_index, load_index, merge, uncovered
+from raycheck.bucket.index import Index, dump_index, load_index, merge, uncovered
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
@@ -23,7 +23,7 @@ from raycheck.shards.state import Progress
 class Report:
     """What one rank hands in when its shards are durable, or why they are not (`failure`).
 
-    section: its part of the index, encoded. common: digest of what every rank must hold alike.
+    section: its part of the index, encoded. partial: see Manifest.
     """
 
     group: str
@@ -35,8 +35,8 @@ class Report:
     failure: str = ""
     shards: tuple[ShardRecord, ...] = ()
     section: bytes = b""
-    common: str = ""
     restored_from: str | None = None
+    partial: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
     upload_s: float = 0.0
@@ -48,8 +48,9 @@ class Report:
         return str(layout.CheckpointName(step=self.progress.step, attempt=self.attempt, save=self.save))
 
 
-def assemble(store: Store, reports: Sequence[Report]) -> Manifest:
-    """Step 16: write index and `.metadata`; returns the manifest to write next. `reports`: all, in order of rank.
+def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
+    """Step 16: write index and `.metadata`; returns the manifest to write next, and whether ranks wrote something
+    twice, so that they should agree anew on who writes it. `reports`: all, in order of rank.
 
     Raises SaveFailedError when the shards leave a hole or overlap, ConfigError when ranks disagree on a tensor.
     """
@@ -62,12 +63,9 @@ def assemble(store: Store, reports: Sequence[Report]) -> Manifest:
                 f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: every rank must call "
                 "end_step and save equally often"
             )
-        if report.common != first.common:
-            raise SaveFailedError(
-                f"{name}: ranks 0 and {report.rank} hold different unsharded tensors ({first.common}; "
-                f"{report.common}). Shard them with DTensor, or keep the same ones on every rank"
-            )
-    index = merge([load_index(report.section, what=f"report of rank {report.rank}") for report in reports])
+    sections = [load_index(report.section, what=f"report of rank {report.rank}") for report in reports]
+    index = merge(sections)
+    has_copies = _num_boxes(sections) > _num_boxes([index])
     holes = uncovered(index)
     if holes:
         raise SaveFailedError(
@@ -81,7 +79,7 @@ def assemble(store: Store, reports: Sequence[Report]) -> Manifest:
         components.append(
             Component(name=component, checkpoint=name, metadata=metadata, shards=tuple(shards)),
         )
-    return Manifest(
+    manifest = Manifest(
         key=name,
         step=first.progress.step,
         attempt=first.attempt,
@@ -90,6 +88,7 @@ def assemble(store: Store, reports: Sequence[Report]) -> Manifest:
         samples=first.progress.samples,
         world_size=len(reports),
         restored_from=first.restored_from,
+        partial=first.partial,
         metrics=first.metrics,
         index=_put_blob(store, layout.index_key(name), dump_index(index)),
         components=tuple(components),
@@ -103,6 +102,11 @@ def assemble(store: Store, reports: Sequence[Report]) -> Manifest:
             for report in reports
         ),
     )
+    return manifest, has_copies
+
+
+def _num_boxes(sections: Sequence[Index]) -> int:
+    return sum(1 for section in sections for chunk in section.chunks if chunk.payload_size)
 
 
 def _put_blob(store: Store, key: str, data: bytes) -> Blob:

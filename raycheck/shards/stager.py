@@ -15,7 +15,7 @@ import torch
 from raycheck.bucket.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
 from raycheck.bucket.index import Chunk, Index, Leaf, Tensor
 from raycheck.shards.frame import Frame, frame_for
-from raycheck.shards.pieces import Piece
+from raycheck.shards.pieces import Piece, Place
 
 ALIGN = 64
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
@@ -41,16 +41,23 @@ class Slot:
 class Staged:
     """A staged shard: durable once `parts` has been sent whole. Single use."""
 
-    def __init__(self, view: memoryview, section: Index, slots: Sequence[Slot], copied: Sequence[torch.Event]) -> None:
+    def __init__(
+        self,
+        view: memoryview,
+        section: Index,
+        slots: Sequence[Slot],
+        *,
+        aliases: Sequence[tuple[int, Place]],
+        copied: Sequence[torch.Event],
+    ) -> None:
         self._view = view
         self._section = section
         self._slots = slots
+        self._aliases = aliases
         self._copied = copied
         self._crcs: list[tuple[int, ...]] = []
         self.size_bytes = len(view)
         self.crc32 = 0
-        self.common = ""
-        """Digest of the names, types and shapes of the tensors that every rank is taken to hold alike."""
 
     def parts(self, part_bytes: int) -> Iterator[memoryview]:
         """Slices of the buffer, each checksummed and sealed just before it is yielded."""
@@ -67,16 +74,19 @@ class Staged:
             yield self._next(sent, part)
             sent += part
 
-    def add(self, values: Mapping[str, object], rank_values: Mapping[str, object], *, common: str) -> None:
-        """What goes into the index and the report beside the shard."""
+    def add(self, values: Mapping[str, object], rank_values: Mapping[str, object]) -> None:
+        """What goes into the index beside the shard."""
         self._section = replace(self._section, values=values, rank_values=(rank_values,))
-        self.common = common
 
     def section(self) -> Index:
         """This rank's part of the index. Only after all parts were taken."""
         assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
         chunks = [replace(chunk, crcs=crcs) for chunk, crcs in zip(self._section.chunks, self._crcs, strict=True)]
-        return replace(self._section, chunks=tuple(chunks))
+        tensors = list(self._section.tensors)
+        for number, (name, path) in self._aliases:  # a tied tensor: another name of the same bytes
+            chunks.append(replace(chunks[number], tensor=len(tensors)))
+            tensors.append(replace(tensors[number], name=name, path=path))
+        return replace(self._section, tensors=tuple(tensors), chunks=tuple(chunks))
 
     def _seal(self, slot: Slot) -> None:
         payload = self._view[slot.payload]
@@ -132,7 +142,8 @@ class Stager:
         chunks = [self._chunk(i, piece, slot) for i, (piece, slot) in enumerate(zip(pieces, self._slots, strict=True))]
         tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
         section = Index(tensors=tuple(tensors), chunks=tuple(chunks), leaves=tuple(stock_leaves))
-        return Staged(view, section, self._slots, copied)
+        aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
+        return Staged(view, section, self._slots, aliases=aliases, copied=copied)
 
     def _lay_out(self, form: tuple[object, ...], pieces: Sequence[Piece]) -> int:
         if form != self._form:

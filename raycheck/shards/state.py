@@ -4,23 +4,26 @@ The user's entries, plus what raycheck adds by itself: `rng` (per rank) and `pro
 whole checkpoint was compared with the live state; every difference is listed in one error.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch.optim import Optimizer
 
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.checksum import crc32
+from raycheck.bucket.index import Index, places
 from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
-from raycheck.shards.optimizer import OptimizerPart
-from raycheck.shards.parts import ModulePart, ObjectPart, Part, SavedPart
-from raycheck.shards.pieces import Piece, mine, piece_of
+from raycheck.shards.agreement import Agreement, Held, Holdings
+from raycheck.shards.entries import parts_of
+from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
+from raycheck.shards.pieces import Piece, mine, piece_of, tied
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
+from raycheck.shards.selection import EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
 from raycheck.shards.stager import Staged, Stager
 
 COMPONENT = "train"
@@ -41,61 +44,161 @@ class TrainState:
     def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        self._parts = _parts_of(state)
+        self._parts = parts_of(state, rank=rank)
         self._rank = rank
         self._world_size = world_size
+        self._agreement = Agreement(writers={})
         self._stager = Stager(COMPONENT, rank)
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the path, for what could not be saved."""
+        self._gather()
+
+    def holdings(self) -> Holdings:
+        """What this rank holds that others may hold too, with checksums: for agreement.agree."""
+        gathered = self._gather()
+        return Holdings(
+            held=tuple(
+                Held(
+                    box=piece.box,
+                    name=piece.name,
+                    dtype=piece.dtype,
+                    sizes=piece.sizes,
+                    size_bytes=piece.size_bytes,
+                    may_spread=piece.may_spread,
+                    crc32=_crc32(piece.local) if part.is_compared(piece.name) else None,
+                )
+                for part, piece in self._pieces(gathered)
+                if piece.is_held and not piece.is_unique
+            ),
+            values={
+                part.name: crc32(json.dumps(found.values, sort_keys=True).encode())
+                for part, found in zip(self._parts, gathered, strict=True)
+                if not part.is_per_rank
+            },
+            rank_local=frozenset(part.name for part in self._parts if part.may_differ),
+        )
+
+    def settle(self, agreement: Agreement) -> None:
+        """Stage by this agreement from now on. Without one this rank writes all it holds."""
+        self._agreement = agreement
 
     def stage(self, progress: Progress) -> Staged:
         """Copy this rank's shard into the buffer. Live state may change again when it returns (on an accelerator:
         by work enqueued from then on). Raises ConfigError, naming the path, for what cannot be saved."""
-        pieces: list[Piece] = []
-        values: dict[str, Any] = {"progress": _progress_values(progress)}
-        leaves: dict[str, tuple[tuple[str | int, ...], object]] = {}
-        for part in self._parts:
-            own_pieces, values[part.name], own_leaves = part.gather()
-            pieces += own_pieces
-            leaves |= own_leaves
+        gathered = self._gather()
+        values: dict[str, Any] = {}
+        rank_values: dict[str, Any] = {"rng": rng_values()}
+        leaves: Leaves = {}
         if self._rank == 0:
+            values["progress"] = _progress_values(progress)
             for name in ("step", "epoch", "samples"):
                 leaves[f"progress.{name}"] = (("progress", name), getattr(progress, name))
-        rank_values = {"rng": rng_values()}
-        own = mine(pieces, rank=self._rank, world_size=self._world_size)
-        staged = self._stager.stage(own, leaves if self._rank == 0 else {})
-        common = sorted((p.name, p.dtype, p.shape) for p in pieces if not p.is_sharded)
-        digest = f"{len(common)} tensors, {crc32(repr(common).encode()):08x}"
-        staged.add(values if self._rank == 0 else {}, rank_values, common=digest)
+        for part, found in zip(self._parts, gathered, strict=True):
+            if self._rank == 0 and not part.is_per_rank:
+                values[part.name] = found.values
+                leaves |= found.leaves
+            elif part.is_per_rank or part.name in self._agreement.apart:
+                rank_values[part.name] = found.values
+                leaves |= found.leaves
+        own = mine(tied(piece for _, piece in self._pieces(gathered)), rank=self._rank, writers=self._agreement.writers)
+        staged = self._stager.stage(own, leaves)
+        staged.add(values, rank_values)
         return staged
 
-    def apply(self, checkpoint: Checkpoint, *, only_mine: bool = False) -> "Restored":
+    def apply(self, checkpoint: Checkpoint, selection: Selection = EVERYTHING, *, strict: bool = True) -> "Restored":
         """Put a checkpoint into the live objects, resharded to this rank.
 
-        only_mine: entries of the checkpoint that this state does not have are left alone instead of refused.
-        Raises StateMismatchError listing every difference before anything was changed; CorruptError or NotFoundError
-        while reading, after which the state is a mixture and the process must not train on.
+        strict: what is only here, or only in the checkpoint, is refused; else left alone and reported. What is on both
+        sides but not alike is always refused. Raises StateMismatchError listing every difference before anything was
+        changed; CorruptError or NotFoundError while reading, after which the state is a mixture and the process must
+        not train on.
         """
         manifest = checkpoint.manifest()
         index = checkpoint.index(manifest)
-        saved = [SavedPart(part.name, index) for part in self._parts]
-        wanted = [part.prepare(found) for part, found in zip(self._parts, saved, strict=True)]
-        extra = sorted(set(index.values) - {part.name for part in self._parts} - {"progress"})
-        _refuse_differences(checkpoint, saved, [] if only_mine else extra)
-        pieces = [
-            piece_of(name, (name,), tensor, may_spread=False) for tensors in wanted for name, tensor in tensors.items()
-        ]
+        names = [part.name for part in self._parts]
+        selection.check([*names, *index.values, *(tensor.name for tensor in index.tensors)])
+        saved = self._saved(index, selection)
+        wanted = {part: part.prepare(found) for part, found in saved.items()}
+        pieces = self._targets(wanted, saved)
+        there = {*index.values, *(name for values in index.rank_values for name in values)}
+        extra = sorted(name for name in there - {*names, *OWN_ENTRIES} if selection.touches(name))
+        found = list(saved.values())
+        report = RestoreReport(
+            restored=(
+                *(part.name for part, found in saved.items() if found.values is not None),
+                *(name for name in OWN_ENTRIES if selection.takes(name)),
+            ),
+            skipped=tuple(name for name in (*names, *OWN_ENTRIES) if not selection.takes(name)),
+            missing=tuple(line for part in found for line in part.missing),
+            unexpected=(*(line for part in found for line in part.unexpected), *extra),
+            fresh=tuple(line for part in found for line in part.fresh),
+        )
+        _refuse_differences(checkpoint, report, [line for part in found for line in part.mismatched], strict=strict)
         try:
             fetched = read_into(checkpoint.store, manifest.prefixes(), index, pieces)
         except NotFoundError as error:
             raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
-        for part, found, tensors in zip(self._parts, saved, wanted, strict=True):
-            part.finish(found, tensors)
+        for part, tensors in wanted.items():
+            part.finish(saved[part], tensors)
         return Restored(
             manifest=manifest,
-            progress=Progress(**index.values["progress"]),
-            rng_values=tuple(values.get("rng") for values in index.rank_values),
+            progress=Progress(**index.values["progress"]) if selection.takes("progress") else Progress(),
+            rng_values=tuple(values.get("rng") for values in index.rank_values) if selection.takes("rng") else (),
             tensors=len(pieces),
             bytes_fetched=fetched,
+            report=report,
         )
+
+    def _gather(self) -> list[Gathered]:
+        return [part.gather() for part in self._parts]
+
+    def _pieces(self, gathered: Sequence[Gathered]) -> list[tuple[Part, Piece]]:
+        found = []
+        for part, own in zip(self._parts, gathered, strict=True):
+            for name, tensor in own.tensors.items():
+                path = own.paths.get(name, (name,))
+                spread = part.may_spread(name)
+                piece = piece_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
+                found.append((part, replace(piece, is_unique=True) if part.is_per_rank else piece))
+        return found
+
+    def _saved(self, index: Index, selection: Selection) -> dict[Part, SavedPart]:
+        """What the checkpoint holds of each part that is to be restored."""
+        there = places(index)
+        saved = {}
+        for part in self._parts:
+            if not selection.touches(part.name):
+                continue
+            if selection.splits(part.name) and not part.can_split:
+                raise ConfigError(f"restore: give {part.name!r} whole; only modules can be restored in part")
+            ranks = [values.get(part.name) for values in index.rank_values]
+            own = ranks[self._rank] if self._rank < len(ranks) else None
+            saved[part] = SavedPart(
+                {tensor.name: tensor for tensor in index.tensors if tensor.name.startswith(f"{part.name}.")},
+                own if part.is_per_rank else index.values.get(part.name),
+                apart=tuple(values for values in ranks if values is not None),
+                place=there.get,
+                takes=selection.takes,
+            )
+        return saved
+
+    def _targets(self, wanted: Mapping[Part, Named], saved: Mapping[Part, SavedPart]) -> list[Piece]:
+        """What to read, each memory once. Two tensors that are tied here but were not when saved are a mismatch."""
+        of = {name: part for part, tensors in wanted.items() for name in tensors}
+        pieces = tied(
+            piece_of(name, (name,), tensor, may_spread=False)
+            for tensors in wanted.values()
+            for name, tensor in tensors.items()
+        )
+        for piece in pieces:
+            found = saved[of[piece.name]]
+            found.mismatched += [
+                f"{piece.name} and {name} are tied here, but were not when saved"
+                for name, _ in piece.aliases
+                if found.place(name) != found.place(piece.name)
+            ]
+        return pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,46 +210,35 @@ class Restored:
     rng_values: Sequence[Any]
     tensors: int
     bytes_fetched: int
+    report: RestoreReport
 
     def apply_rng(self, rank: int) -> str:
-        return apply_rng(self.rng_values, rank)
+        return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"
 
 
 def _progress_values(progress: Progress) -> Any:
     return encode({"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}, "progress")
 
 
-def _refuse_differences(checkpoint: Checkpoint, saved: Sequence[SavedPart], extra: Sequence[str]) -> None:
-    missing = [line for part in saved for line in part.missing]
-    unexpected = [line for part in saved for line in part.unexpected] + [f"{name} (a whole entry)" for name in extra]
-    if not missing and not unexpected:
+def _crc32(tensor: torch.Tensor) -> int:
+    """Of the tensor's bytes, row by row."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return crc32(memoryview(cast("Any", flat.view(torch.uint8).numpy()))) if flat.numel() else 0
+
+
+def _refuse_differences(
+    checkpoint: Checkpoint, report: RestoreReport, mismatched: Sequence[str], *, strict: bool
+) -> None:
+    if not mismatched and not (strict and (report.missing or report.unexpected)):
         return
     lines = [
         f"checkpoint {checkpoint.entry.key} and the live state do not hold the same things; nothing was changed.",
-        *(f"  missing in the checkpoint: {line}" for line in missing),
-        *(f"  only in the checkpoint: {line}" for line in unexpected),
+        *(f"  not alike: {line}" for line in mismatched),
+        *(f"  missing in the checkpoint: {line}" for line in report.missing),
+        *(f"  only in the checkpoint: {line}" for line in report.unexpected),
     ]
-    raise StateMismatchError("\n".join(lines))
-
-
-def _parts_of(state: Mapping[str, object]) -> list[Part]:
-    """One part per entry. Raises ConfigError, naming the entry, for what cannot be saved; before any step runs."""
-    modules = {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
-    return [_part(name, value, modules) for name, value in state.items()]
-
-
-def _part(name: str, value: object, modules: Mapping[str, torch.nn.Module]) -> Part:
-    if not name.isidentifier() or name in ("rng", "progress"):
-        raise ConfigError(f"state[{name!r}]: use a plain name; 'rng' and 'progress' are raycheck's own")
-    if isinstance(value, torch.nn.Module):
-        return ModulePart(name, value)
-    if isinstance(value, Optimizer):
-        return OptimizerPart(name, value, modules)
-    if isinstance(value, torch.utils.data.DataLoader):
-        raise ConfigError(
-            f"state[{name!r}] is a torch DataLoader, which cannot say where it stands. Use "
-            "raycheck.Batches(dataset, global_batch=..., seed=...) and iterate over its loader(epoch)"
+    if not mismatched:
+        lines.append(
+            "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
         )
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return ObjectPart(name, value)
-    raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict")
+    raise StateMismatchError("\n".join(lines))

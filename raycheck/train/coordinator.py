@@ -10,9 +10,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import ray
@@ -28,8 +27,17 @@ from raycheck.bucket.probe import probe
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.sweep import GRACE_S, prune
-from raycheck.errors import ConflictError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
+from raycheck.errors import (
+    ConflictError,
+    CorruptError,
+    FencedError,
+    RaycheckError,
+    StoreError,
+    SupersededError,
+)
+from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.report import Report, assemble
+from raycheck.train.meeting import Meeting, Outcome, PendingSave
 
 WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
@@ -47,15 +55,6 @@ class Claim:
     restore: Entry | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What became of a save. "pending" names the ranks that have not reported; ask again."""
-
-    kind: Literal["committed", "superseded", "failed", "pending"]
-    key: str
-    message: str = ""
-
-
 class Coordinator:
     """See the module. Every method may be repeated."""
 
@@ -69,7 +68,8 @@ class Coordinator:
         self._lock = asyncio.Lock()
         self._claims: dict[str, Claim] = {}
         self._adopted: dict[str, int] = {}  # group taken over -> last save committed before
-        self._saves: dict[tuple[str, int], _Pending] = {}
+        self._saves: dict[tuple[str, int], PendingSave] = {}
+        self._agreements: dict[tuple[str, int], Meeting] = {}
         self._probed = False
         self._next_prune_at = float("-inf")
         self._pruning: asyncio.Task[None] | None = None
@@ -81,6 +81,7 @@ class Coordinator:
                 await self._finish_commits()
                 self._claims = {group: await asyncio.to_thread(self._claim, group, world_size)}
                 self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
+                self._agreements.clear()
                 self._start_prune()
             return self._claims[group]
 
@@ -89,7 +90,9 @@ class Coordinator:
         await self._adopt(report.group)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._past, report)
-        pending = self._saves.setdefault((report.group, report.save), _Pending())
+        if report.failure:
+            self._agreements.setdefault((report.group, report.save), Meeting()).fail(report)
+        pending = self._saves.setdefault((report.group, report.save), PendingSave())
         pending.reports.setdefault(report.rank, report)
         if not pending.is_started and (report.failure or len(pending.reports) == report.world_size):
             pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._start_prune)
@@ -100,6 +103,18 @@ class Coordinator:
         missing = sorted(set(range(report.world_size)) - set(pending.reports))
         what = f"ranks {missing} have not reported" if missing else "the commit is under way"
         return Outcome(kind="pending", key=report.checkpoint, message=what)
+
+    async def agree(self, report: Report, holdings: Holdings) -> Agreement | Outcome:
+        """Take what a rank holds, and wait a while for the agreement of all ranks before the save of `report`. All of
+        them get the same agreement, or the ConfigError that names what is not equal on them."""
+        await self._adopt(report.group)
+        meeting = self._agreements.setdefault((report.group, report.save), Meeting())
+        meeting.come(report, holdings)
+        await asyncio.wait([meeting.result], timeout=WAIT_S)
+        if meeting.result.done():
+            return meeting.result.result()
+        missing = sorted(set(range(report.world_size)) - set(meeting.holdings))
+        return Outcome(kind="pending", key=report.checkpoint, message=f"ranks {missing} have not come")
 
     async def watch(self, group: str) -> None:
         """Look at `latest` once after the poll interval. Raises FencedError or SupersededError when the group's
@@ -191,7 +206,7 @@ class Coordinator:
         if failures:
             return Outcome(kind="failed", key=name, message="; ".join(failures))
         try:
-            manifest = assemble(self._store, [reports[rank] for rank in sorted(reports)])
+            manifest, has_copies = assemble(self._store, [reports[rank] for rank in sorted(reports)])
             data = protocol.write_manifest(self._store, manifest)
             keep_last = reports[0].keep_last
             if not protocol.commit(self._register, self._me, manifest, data, keep_last=keep_last):
@@ -201,7 +216,7 @@ class Coordinator:
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
             return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
-        return Outcome(kind="committed", key=name)
+        return Outcome(kind="committed", key=name, agree_anew=has_copies)
 
     def _point_ray_to(self, manifest: Manifest) -> None:
         try:
@@ -227,27 +242,6 @@ class Coordinator:
         protocol.check_current(self._register, found[0], self._me)
         if found[0].attempt.group != group:
             raise SupersededError(f"attempt {found[0].attempt.number} is live now")
-
-
-class _Pending:
-    """One save that is being reported."""
-
-    def __init__(self) -> None:
-        self.reports: dict[int, Report] = {}
-        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.is_started = False
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, conclude: Coroutine[Any, Any, Outcome], *, then: Callable[[], None]) -> None:
-        self.is_started = True
-        self._task = asyncio.create_task(self._run(conclude, then))
-
-    async def _run(self, conclude: Coroutine[Any, Any, Outcome], then: Callable[[], None]) -> None:
-        try:
-            self.outcome.set_result(await conclude)
-            then()
-        except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
-            self.outcome.set_exception(error)
 
 
 def start_coordinator(

@@ -19,11 +19,12 @@ from raycheck.bucket.index import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.errors import ConfigError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
+from raycheck.shards.agreement import Agreement
 from raycheck.shards.report import Report
 from raycheck.shards.stager import Staged
 from raycheck.shards.state import COMPONENT, Progress, TrainState
-from raycheck.train.coordinator import Outcome
 from raycheck.train.group import Group
+from raycheck.train.meeting import Outcome
 
 logger = logging.getLogger("raycheck")
 
@@ -39,9 +40,12 @@ class Saver:
         *,
         attempt: int,
         restored_from: str | None,
+        partial: str,
         saved_step: int,
     ) -> None:
         self.saved_step = saved_step
+        self._partial = partial
+        self._must_agree = group.world_size > 1
         self._state = state
         self._settings = settings
         self._group = group
@@ -68,6 +72,7 @@ class Saver:
             save=self._saves,
             progress=progress,
             restored_from=self._restored_from,
+            partial=self._partial,
             metrics=_numbers(metrics),
             keep_last=self._settings.keep_last,
         )
@@ -77,8 +82,15 @@ class Saver:
             self._failed(f"rank {report.rank}: step {progress.step}: {text}")
             return
         self.saved_step = progress.step
+        if self._must_agree:
+            try:
+                self._agree(report)
+            except (SaveFailedError, StoreError) as error:
+                self._group.tell("report", replace(report, failure=str(error)))
+                self._failed(str(error))
+                return
         staged = self._state.stage(progress)
-        report = replace(report, common=staged.common, blocked_s=time.monotonic() - began)
+        report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
         self._pending = self._thread.submit(self._upload_and_report, staged, report, deadline)
 
@@ -105,6 +117,7 @@ class Saver:
         if outcome.kind != "committed":
             return None
         self._failures = 0
+        self._must_agree = outcome.agree_anew
         return outcome.key
 
     def finish(self, step: int) -> str | None:
@@ -121,6 +134,21 @@ class Saver:
     def stop(self) -> None:
         """Let the thread go when its save has ended."""
         self._thread.shutdown(wait=False)
+
+    def _agree(self, report: Report) -> None:
+        """Have the ranks settle who writes what they all hold, and find out whether it is the same on all of them."""
+        holdings = self._state.holdings()
+        deadline = time.monotonic() + self._settings.save_timeout_s
+        what = f"agreement before the save of step {report.progress.step}"
+        while True:
+            left = max(1.0, deadline - time.monotonic())
+            answer: Agreement | Outcome = self._group.ask("agree", report, holdings, timeout_s=left, what=what)
+            if isinstance(answer, Agreement):
+                self._state.settle(answer)
+                self._must_agree = False
+                return
+            if time.monotonic() > deadline:
+                raise SaveFailedError(f"rank {report.rank}: {what}: {answer.message}")
 
     def _upload_and_report(self, staged: Staged, report: Report, deadline: float) -> Outcome:
         """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""

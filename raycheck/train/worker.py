@@ -7,8 +7,8 @@ triggers locally, everything else by rank 0's word.
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +21,7 @@ from raycheck.errors import (
     SupersededError,
 )
 from raycheck.settings import SaveSettings
+from raycheck.shards.selection import EVERYTHING, RestoreReport, Selection
 from raycheck.shards.state import Progress, Restored, TrainState
 from raycheck.train.coordinator import Claim
 from raycheck.train.data import Batches
@@ -41,7 +42,8 @@ class At:
 
     step: index of the next optimizer step. epoch, samples: consumed position of the data. checkpoint: the name of
     what was restored, None when fresh. attempt: this life of the worker group. saved_world_size: ranks that wrote
-    it. seconds, bytes_fetched, tensors: of this rank's restore. rng: what was done about random state.
+    it. seconds, bytes_fetched, tensors: of this rank's restore. rng: what was done about random state. report: what
+    was restored, and what was not.
     """
 
     step: int = 0
@@ -54,6 +56,7 @@ class At:
     bytes_fetched: int = 0
     tensors: int = 0
     rng: str = "untouched"
+    report: RestoreReport = field(default_factory=RestoreReport)
 
 
 class Checkpointer:
@@ -79,25 +82,35 @@ class Checkpointer:
         self._over: RaycheckError | None = None
         self._closed = threading.Event()
 
-    def restore(self) -> At:
+    def restore(self, *, strict: bool = True, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> At:
         """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
 
-        Returns all zero in a fresh run. Raises FencedError, StateMismatchError (nothing changed), CorruptError.
+        only, skip: names of entries to take or to leave as they are, "rng" and "progress" (step and data position)
+        among them; inside a module also places ("model.head"). only=["model"] starts from trained weights at step 0.
+        Done once: a checkpoint that was saved after it is restored whole by the same call, so that a restart goes on
+        from where training was. strict: whether a tensor or entry on one side only is refused, or just reported.
+
+        Returns all zero in a fresh run. Raises FencedError, StateMismatchError (nothing changed), CorruptError, and
+        ConfigError for what could not be saved later.
         """
         if self._saver is not None:
             raise ConfigError("restore() was called before; a Checkpointer restores once, at the start")
+        selection = Selection.of(only, skip)
+        self._state.check()
         group = self._group
         claim: Claim = group.ask(
             "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
         )
         if claim.restore is None:
-            self._begin(claim)
+            self._begin(claim, selection)
             return At(attempt=claim.attempt)
         began = time.monotonic()
-        done = self._state.apply(Checkpoint(group.store, claim.restore))
+        checkpoint = Checkpoint(group.store, claim.restore)
+        is_done = str(selection) == checkpoint.manifest().partial
+        done = self._state.apply(checkpoint, EVERYTHING if is_done else selection, strict=strict)
         rng = self._apply_rng(done)
         self._step = done.progress.step
-        self._begin(claim)  # only now: what a failed restore left behind must never be saved
+        self._begin(claim, selection)  # only now: what a failed restore left behind must never be saved
         self._rhythm.start_at(self._step)
         at = At(
             step=done.progress.step,
@@ -110,27 +123,38 @@ class Checkpointer:
             bytes_fetched=done.bytes_fetched,
             tensors=done.tensors,
             rng=rng,
+            report=done.report,
         )
-        if group.rank == 0:
-            logger.info(
-                "restored %s in attempt %d: step %d, %d -> %d ranks, rank 0 read %.1f MB in %.2f s",
-                at.checkpoint,
-                at.attempt,
-                at.step,
-                at.saved_world_size,
-                group.world_size,
-                at.bytes_fetched / 1e6,
-                at.seconds,
-            )
+        self._tell_of(at)
         return at
 
-    def _begin(self, claim: Claim) -> None:
+    def _tell_of(self, at: At) -> None:
+        report = at.report
+        if self._group.rank == 0:
+            logger.info(
+                "run %s attempt %d: restored %s (step %d, %d -> %d ranks): %.1f MB in %.2f s (%.0f MB/s) on rank 0; %s",
+                self._group.uri,
+                at.attempt,
+                at.checkpoint,
+                at.step,
+                at.saved_world_size,
+                self._group.world_size,
+                at.bytes_fetched / 1e6,
+                at.seconds,
+                at.bytes_fetched / 1e6 / max(at.seconds, 1e-9),
+                report,
+            )
+        if report.missing or report.unexpected:
+            logger.warning("rank %d: the checkpoint and the state differ: %s", self._group.rank, report)
+
+    def _begin(self, claim: Claim, selection: Selection) -> None:
         self._saver = Saver(
             self._state,
             self.settings,
             self._group,
             attempt=claim.attempt,
             restored_from=None if claim.restore is None else claim.restore.key,
+            partial=str(selection),
             saved_step=self._step,
         )
         if self._group.rank == 0:

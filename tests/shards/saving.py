@@ -11,6 +11,7 @@ from raycheck.bucket.index import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
+from raycheck.shards.agreement import agree
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.stager import Staged
 from raycheck.shards.state import COMPONENT, Progress, TrainState
@@ -67,7 +68,7 @@ def committed(
         )
         for rank, item in enumerate(uploads)
     ]
-    manifest = assemble(store, reports)
+    manifest, _ = assemble(store, reports)
     assert manifest.key == name
     data = protocol.write_manifest(store, manifest)
     assert protocol.commit(Register(store), ME, manifest, data, keep_last=10)
@@ -91,6 +92,14 @@ def save(
     name = claimed(store, world_size=len(staged), save=save, step=progress.step)
     uploads = [upload(store, shard, name=name, rank=rank) for rank, shard in enumerate(staged)]
     return committed(store, name, uploads, progress=progress, metrics=metrics)
+
+
+def agreed(states: Sequence[TrainState]) -> Sequence[TrainState]:
+    """The ranks of this process after they have agreed on who writes what."""
+    agreement = agree([state.holdings() for state in states])
+    for state in states:
+        state.settle(agreement)
+    return states
 
 
 def save_state(

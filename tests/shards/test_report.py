@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import SaveFailedError
+from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.state import Progress, TrainState
 from tests.invariants import assert_invariants
@@ -25,9 +25,7 @@ def reports(store: Store, *states: dict[str, object]) -> list[Report]:
     for rank, state in enumerate(states):
         progress = Progress(step=5)
         staged = TrainState(state, rank=rank, world_size=len(states)).stage(progress)
-        report = Report(
-            group="g", rank=rank, world_size=len(states), attempt=1, save=1, progress=progress, common=staged.common
-        )
+        report = Report(group="g", rank=rank, world_size=len(states), attempt=1, save=1, progress=progress)
         done = upload(store, staged, name=report.checkpoint, rank=rank)
         made.append(replace(report, shards=(done.record,), section=done.section))
     return made
@@ -42,10 +40,10 @@ def test_ranks_that_saved_different_steps_are_refused(memory: Store) -> None:
     assert_invariants(memory)
 
 
-def test_ranks_that_hold_different_unsharded_tensors_are_refused(memory: Store) -> None:
+def test_ranks_that_describe_a_tensor_differently_are_refused(memory: Store) -> None:
     stages = reports(memory, {"m": torch.nn.Linear(2, 2)}, {"m": torch.nn.Linear(3, 2)})
 
-    with pytest.raises(SaveFailedError, match="ranks 0 and 1 hold different unsharded tensors"):
+    with pytest.raises(ConfigError, match=r"ranks disagree on m\.weight: float32\[2, 2\] and float32\[2, 3\]"):
         assemble(memory, stages)
 
     assert_invariants(memory)

@@ -26,7 +26,7 @@ from tests.shards import fsdp
 from tests.shards.conftest import Trained
 from tests.shards.fakes import assert_equal, check_restore, playing, save_played
 from tests.shards.ranks import Ranks
-from tests.shards.saving import restore_state, save, save_state
+from tests.shards.saving import agreed, restore_state, save, save_state
 
 MIB = 1024 * 1024
 # aiohttp says so of every body over 1 MiB that the S3 store sends
@@ -106,7 +106,8 @@ def test_a_rank_without_rows_of_a_tensor_writes_no_record_of_it(store: Store):
 def test_plain_parameters_are_written_once_and_spread_over_the_ranks(store: Store):
     model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512), nn.BatchNorm1d(512))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    staged = [TrainState({"model": model}, rank=rank, world_size=3).stage(Progress()) for rank in range(3)]
+    ranks = agreed([TrainState({"model": model}, rank=rank, world_size=3) for rank in range(3)])
+    staged = [rank.stage(Progress()) for rank in ranks]
 
     checkpoint = save(store, staged)
     for tensor in model.state_dict().values():

@@ -19,7 +19,7 @@ from raycheck.errors import ConfigError
 from raycheck.shards.pieces import Piece, piece_of
 from raycheck.shards.stager import ALIGN, Leaves, Staged, Stager
 from raycheck.shards.state import COMPONENT, Progress, TrainState
-from tests.shards.saving import restore_state, save, save_state, shard_bytes
+from tests.shards.saving import agreed, restore_state, save, save_state, shard_bytes
 
 
 def pieces_of(tensors: dict[str, torch.Tensor]) -> list[Piece]:
@@ -242,7 +242,8 @@ def test_renamed_and_reordered_tensors_are_described_as_they_lie(store: Store):
 
 def test_a_shard_with_nothing_in_it_is_an_empty_object(store: Store):
     model, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    staged = [TrainState({"model": model}, rank=rank, world_size=3).stage(Progress(step=1)) for rank in range(3)]
+    ranks = agreed([TrainState({"model": model}, rank=rank, world_size=3) for rank in range(3)])
+    staged = [rank.stage(Progress(step=1)) for rank in ranks]
 
     checkpoint = save(store, staged)
     restore_state(checkpoint, {"model": target})

@@ -1,0 +1,106 @@
+"""What the ranks of a group settle once, at their first save: who writes what several of them hold, and that it is
+the same on all of them. A replica that has drifted is an error that names it, not one rank's word for all.
+
+Later saves need no such exchange. What appears after it (optimizer state of a parameter that had no gradient) is
+written by every holder, kept once, and settled anew before the save after.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raycheck.errors import ConfigError
+
+SPREAD_FROM_BYTES = 1 << 20
+"""Replicated parameters from this size on are spread over their holders by bytes; smaller tensors stay with the
+first, since every tensor that lies elsewhere costs each reader one more object to open."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A box of a tensor that other ranks may hold too. crc32: None for what may differ by nature (module buffers)."""
+
+    box: str
+    name: str
+    dtype: str
+    sizes: tuple[int, ...]
+    size_bytes: int
+    may_spread: bool
+    crc32: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holdings:
+    """What one rank holds. values: per entry the CRC-32 of what is no tensor; rank_local: entries whose values may
+    differ, since ranks of a pipeline hold different parameters."""
+
+    held: tuple[Held, ...]
+    values: Mapping[str, int]
+    rank_local: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """writers: rank by box. apart: entries whose values are not the same on all ranks, so that each keeps its own."""
+
+    writers: Mapping[str, int]
+    apart: frozenset[str] = frozenset()
+
+
+def agree(ranks: Sequence[Holdings]) -> Agreement:
+    """Settle it from all ranks' holdings, in order of rank. Raises ConfigError that names a tensor or an entry which
+    should be equal on the ranks that hold it, and is not."""
+    holders: dict[str, dict[int, Held]] = {}
+    for rank, holdings in enumerate(ranks):
+        for held in holdings.held:
+            holders.setdefault(held.box, {})[rank] = held
+    for copies in holders.values():
+        _refuse_difference(copies)
+    return Agreement(writers=_writers(holders), apart=_apart(ranks))
+
+
+def _refuse_difference(copies: Mapping[int, Held]) -> None:
+    (first_rank, first), *others = copies.items()
+    for rank, other in others:
+        if (first.dtype, first.sizes) != (other.dtype, other.sizes):
+            raise ConfigError(
+                f"tensor {first.name} is {first.dtype}{list(first.sizes)} on rank {first_rank} and "
+                f"{other.dtype}{list(other.sizes)} on rank {rank}. Give different tensors different names, or shard "
+                "them with DTensor"
+            )
+        if first.crc32 != other.crc32:
+            raise ConfigError(
+                f"tensor {first.name} is not the same on ranks {first_rank} and {rank}, although it is not sharded. "
+                "Replicas have drifted apart (another seed, a missing all-reduce), or the value is rank-local: then "
+                "wrap its entry in raycheck.PerRank"
+            )
+
+
+def _writers(holders: Mapping[str, Mapping[int, Held]]) -> dict[str, int]:
+    writers: dict[str, int] = {}
+    load: dict[int, int] = {}
+    for box, copies in sorted(holders.items(), key=lambda item: (-_size(item[1].values()), item[0])):
+        held = next(iter(copies.values()))
+        is_large = held.may_spread and held.size_bytes >= SPREAD_FROM_BYTES
+        writer = min(copies, key=lambda rank: (load.get(rank, 0), rank)) if is_large else min(copies)
+        writers[box] = writer
+        load[writer] = load.get(writer, 0) + held.size_bytes
+    return writers
+
+
+def _size(copies: Iterable[Held]) -> int:
+    return max((held.size_bytes for held in copies), default=0)
+
+
+def _apart(ranks: Sequence[Holdings]) -> frozenset[str]:
+    apart = set()
+    for name, crc in ranks[0].values.items():
+        for rank, other in enumerate(ranks):
+            if other.values.get(name) == crc:
+                continue
+            if name not in ranks[0].rank_local:
+                raise ConfigError(
+                    f"state[{name!r}] is not the same on ranks 0 and {rank}. Make it equal on all ranks, or wrap it in "
+                    "raycheck.PerRank to keep each rank's own"
+                )
+            apart.add(name)
+    return frozenset(apart)

@@ -1,0 +1,59 @@
+"""From what the user put into the state to parts. Raises ConfigError, naming the entry, before any step runs."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from raycheck.errors import ConfigError
+from raycheck.shards.modules import ModulePart
+from raycheck.shards.optimizer import OptimizerPart
+from raycheck.shards.parts import ObjectPart, Part
+from raycheck.shards.per_rank import PerRank, PerRankPart
+from raycheck.shards.selection import OWN_ENTRIES
+
+
+def parts_of(state: Mapping[str, object], *, rank: int) -> list[Part]:
+    """One part per entry; a dict or list of entries becomes parts with dotted names ("optimizer.0")."""
+    entries: dict[str, object] = {}
+    for name, value in _entries(state):
+        if name in entries:
+            raise ConfigError(f"state[{name!r}]: two entries have this one name")
+        entries[name] = value
+    modules = {name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)}
+    return [_part(name, value, modules, rank) for name, value in entries.items()]
+
+
+def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in state.items():
+        if not name.isidentifier() or name in OWN_ENTRIES:
+            raise ConfigError(f"state[{name!r}]: use a plain name; {' and '.join(OWN_ENTRIES)} are raycheck's own")
+        yield from _nested(name, value)
+
+
+def _nested(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if type(value) is not dict:
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _nested(f"{name}.{str(key).replace('.', '_')}", item)
+
+
+def _part(name: str, value: Any, modules: Mapping[str, torch.nn.Module], rank: int) -> Part:
+    if isinstance(value, torch.nn.Module):
+        return ModulePart(name, value)
+    if isinstance(value, Optimizer):
+        return OptimizerPart(name, value, modules)
+    if isinstance(value, PerRank):
+        return PerRankPart(name, value, rank=rank)
+    if isinstance(value, torch.utils.data.DataLoader):
+        raise ConfigError(
+            f"state[{name!r}] is a torch DataLoader, which cannot say where it stands. Use "
+            "raycheck.Batches(dataset, global_batch=..., seed=...) and iterate over its loader(epoch)"
+        )
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return ObjectPart(name, value)
+    raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict")

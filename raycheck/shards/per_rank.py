@@ -1,0 +1,70 @@
+"""Rank-local values: each rank keeps its own.
+
+Rule for another world size: a rank that existed takes its own value; a new rank keeps what it was created with; the
+values of ranks that are gone are dropped. The restore report says which it was.
+"""
+
+from typing import Any
+
+import torch
+
+from raycheck.bucket.lossless import decode
+from raycheck.errors import ConfigError
+from raycheck.shards.parts import Named, Part, SavedPart, empty_for
+
+
+class PerRank:
+    """Wrap an entry of the state whose value differs from rank to rank: `{"counters": raycheck.PerRank(counters)}`.
+
+    value: an object with state_dict/load_state_dict, or plain data (numbers, strings, lists, dicts, tensors), which a
+    restore replaces: read it from `.value`.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def is_object(self) -> bool:
+        return callable(getattr(self.value, "state_dict", None)) and callable(
+            getattr(self.value, "load_state_dict", None)
+        )
+
+
+class PerRankPart(Part):
+    """Tensors go into this rank's shard under its own number, values into its section of the index."""
+
+    is_per_rank = True
+
+    def __init__(self, name: str, owner: PerRank, *, rank: int) -> None:
+        super().__init__(name)
+        self._owner = owner
+        self._at = f"{name}.rank{rank}"
+
+    def tree(self) -> dict[str, Any]:
+        return {}
+
+    def values(self, tree: dict[str, Any], tensors: Named) -> Any:
+        del tree
+        return self.encode(self._state(), self._at, tensors)
+
+    def prepare(self, saved: SavedPart) -> Named:
+        if saved.values is None:
+            (saved.fresh if saved.apart else saved.missing).append(self._at)
+            return {}
+        names: list[str] = []
+        decode(saved.values, names.append)
+        return {name: empty_for(saved.tensors[name]) for name in names}
+
+    def finish(self, saved: SavedPart, tensors: Named) -> None:
+        if saved.values is None:
+            return
+        value = decode(saved.values, tensors.__getitem__)
+        if self._owner.is_object:
+            self._owner.value.load_state_dict(value)
+        else:
+            self._owner.value = value
+
+    def _state(self) -> Any:
+        if isinstance(self._owner.value, torch.nn.Module):
+            raise ConfigError(f"state[{self.name!r}] is PerRank of a module; give modules to the state directly")
+        return self._owner.value.state_dict() if self._owner.is_object else self._owner.value

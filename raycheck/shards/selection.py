@@ -1,0 +1,88 @@
+"""Which part of a checkpoint a restore takes, and the account it gives of itself."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from raycheck.errors import ConfigError
+
+OWN_ENTRIES = ("progress", "rng")
+"""Entries that raycheck adds to every state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Names of entries ("optimizer", "rng", "progress") or of places inside a module ("model.head").
+
+    only: take these and nothing else; None takes all. skip: leave these as they are; it wins over only.
+    """
+
+    only: tuple[str, ...] | None = None
+    skip: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, only: Iterable[str] | None, skip: Iterable[str]) -> "Selection":
+        for given in (only, skip):
+            if isinstance(given, str):
+                raise ConfigError(f"restore: give a list of names, not the string {given!r}")
+        return cls(None if only is None else tuple(sorted(only)), tuple(sorted(skip)))
+
+    def __str__(self) -> str:
+        """Equal for equal selections; "" when everything is taken. Kept with what is saved after it."""
+        if self == Selection():
+            return ""
+        return json.dumps({"only": self.only, "skip": self.skip})
+
+    def takes(self, name: str) -> bool:
+        """Whether this tensor, or the whole of this entry, is taken."""
+        return (self.only is None or any(_covers(given, name) for given in self.only)) and not any(
+            _covers(given, name) for given in self.skip
+        )
+
+    def touches(self, entry: str) -> bool:
+        """Whether anything of this entry is taken."""
+        return (
+            self.only is None or any(_covers(given, entry) or _covers(entry, given) for given in self.only)
+        ) and not any(_covers(given, entry) for given in self.skip)
+
+    def splits(self, entry: str) -> bool:
+        """Whether it names places inside this entry."""
+        return any(_covers(entry, given) and given != entry for given in (*(self.only or ()), *self.skip))
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ConfigError for a name that is nowhere: a typing error must not restore less than was meant."""
+        names = [*names, *OWN_ENTRIES]
+        for given in (*(self.only or ()), *self.skip):
+            if not any(_covers(given, name) or given == name for name in names):
+                entries = sorted({name.partition(".")[0] for name in names})
+                raise ConfigError(
+                    f"restore: there is no {given!r} in the state or the checkpoint, which have {entries}"
+                )
+
+
+EVERYTHING = Selection()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreReport:
+    """What a restore did, by name. missing: live, but not in the checkpoint, and left as it was. unexpected: in the
+    checkpoint, but not here. skipped: left as it was because the caller said so. fresh: the same, by a stated rule."""
+
+    restored: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = ("restored", "skipped", "missing", "unexpected", "fresh")
+        parts = [f"{name}: {_short(getattr(self, name))}" for name in names if getattr(self, name)]
+        return "; ".join(parts) or "nothing was restored"
+
+
+def _covers(given: str, name: str) -> bool:
+    return name == given or name.startswith(f"{given}.")
+
+
+def _short(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,70 @@
+"""Where the ranks meet: what they hand in for one save, until all have, and what all of them are told.
+
+Lives in the coordinator's event loop. Every answer is an outcome, never a receipt.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raycheck.errors import ConfigError, SaveFailedError
+from raycheck.shards.agreement import Agreement, Holdings, agree
+from raycheck.shards.report import Report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of a save. "pending" names the ranks that have not reported; ask again. agree_anew: before the next
+    save, since ranks wrote the same thing."""
+
+    kind: Literal["committed", "superseded", "failed", "pending"]
+    key: str
+    message: str = ""
+    agree_anew: bool = False
+
+
+class PendingSave:
+    """One save that is being reported."""
+
+    def __init__(self) -> None:
+        self.reports: dict[int, Report] = {}
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.is_started = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, conclude: Coroutine[Any, Any, Outcome], *, then: Callable[[], None]) -> None:
+        self.is_started = True
+        self._task = asyncio.create_task(self._run(conclude, then))
+
+    async def _run(self, conclude: Coroutine[Any, Any, Outcome], then: Callable[[], None]) -> None:
+        try:
+            self.outcome.set_result(await conclude)
+            then()
+        except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
+            self.outcome.set_exception(error)
+
+
+class Meeting:
+    """The ranks' holdings before a save, until all are there."""
+
+    def __init__(self) -> None:
+        self.holdings: dict[int, Holdings] = {}
+        self.result: asyncio.Future[Agreement] = asyncio.get_running_loop().create_future()
+
+    def come(self, report: Report, holdings: Holdings) -> None:
+        if self.result.done():
+            return
+        self.holdings[report.rank] = holdings
+        if len(self.holdings) == report.world_size:
+            try:
+                self.result.set_result(agree([self.holdings[rank] for rank in range(report.world_size)]))
+            except ConfigError as error:
+                self.result.set_exception(error)
+            self.holdings = {}
+
+    def fail(self, report: Report) -> None:
+        """A rank has given the save up: the others must not wait for it."""
+        if not self.result.done():
+            self.result.set_exception(SaveFailedError(f"rank {report.rank}: {report.failure}"))
+            self.result.exception()  # looked at, so that asyncio does not report it when nobody else comes
