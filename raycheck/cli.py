@@ -1,4 +1,4 @@
-"""The command line: look at runs in a bucket, verify them, and see the demo. Browsing imports neither torch nor ray.
+"""The command line: look at runs, verify them, go back, repair, see the demo. Browsing imports neither torch nor ray.
 
 Exit codes: 0 fine, 1 something is damaged, 2 the command could not be carried out (the message says why).
 """
@@ -15,11 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.register import Register
+from raycheck.bucket.repair import repair as repair_run
+from raycheck.bucket.rewind import rewind as rewind_run
+from raycheck.bucket.store import open_store
 from raycheck.errors import NotFoundError, RaycheckError
 from raycheck.run import Run, open_run
 
 app = typer.Typer(
-    help="Checkpoints of Ray Train runs in a bucket.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Checkpoints of Ray Train runs in a bucket: look, verify, go back, repair.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 out = Console(highlight=False)
 Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
@@ -71,7 +78,8 @@ def show(uri: Uri, step: Step = None, as_json: Json = False) -> None:
     out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints\n"))
     table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", box=None, pad_edge=False)
     for item in run.latest.attempts:
-        row = (item.number, item.world_size, item.restore_key or "fresh start", item.last_save, _time(item.claimed_at))
+        ranks = item.world_size or "by hand"
+        row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, _time(item.claimed_at))
         table.add_row(*(Text(str(cell)) for cell in row))
     out.print(table)
     if checkpoint is not None:
@@ -108,6 +116,29 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False) -> None:
                 out.print(Text(f"     {finding.key}: {finding.problem}"))
     if bad:
         raise typer.Exit(1)
+
+
+@app.command()
+def rewind(
+    uri: Uri,
+    to: Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")],
+) -> None:
+    """Make an earlier checkpoint the head: the next start restores it. A run that is still going is stopped."""
+    run = open_run(uri)
+    checkpoint = run.at_step(int(to)) if to.isdecimal() else run.checkpoint(to)
+    body = rewind_run(Register(run.store), checkpoint.entry.key)
+    out.print(Text(f"head is {body.head}; later checkpoints stay listed until retention drops them"))
+
+
+@app.command()
+def repair(uri: Uri) -> None:
+    """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop the run first."""
+    done = repair_run(open_store(uri))
+    for entry in done.latest.live:
+        out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}"))
+    for name, why in done.left_out:
+        out.print(Text(f"left out  {name}: {why}"))
+    out.print(Text(f"head is {done.latest.head}; the next start is attempt {done.latest.attempt.number + 1}"))
 
 
 @app.command()

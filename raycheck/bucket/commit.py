@@ -81,10 +81,10 @@ def claim(
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
-    _refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
+    refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
     body = register.swap(decide, what=f"claim for group {group}")
     if is_new:
-        _refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
+        refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
     key = body.attempt.restore_key
     entry = None
     if key is not None:
@@ -247,7 +247,7 @@ def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None
     return head
 
 
-def _refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
+def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
     """Step 10. Raises CorruptError when `checkpoints/` holds a directory of an attempt that `latest` does not know:
     it was lost or rolled back. mine: just claimed; its group saves nothing before the claim is answered, so even a
     directory of this very attempt is one too many."""

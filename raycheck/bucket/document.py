@@ -18,6 +18,10 @@ from raycheck.errors import CorruptError
 FORMAT_VERSION = 1
 
 
+class NewerFormatError(CorruptError):
+    """Not damage: a newer raycheck wrote it, and nobody may write over it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """Base of all documents. `unknown` holds fields of newer minor writers."""
@@ -54,7 +58,7 @@ def check_format_version(tree: object, *, what: str) -> None:
     if type(version) is not int or version < 1:
         raise CorruptError(f"{what} has no format version")
     if version > FORMAT_VERSION:
-        raise CorruptError(
+        raise NewerFormatError(
             f"{what} has format version {version}; this raycheck reads up to {FORMAT_VERSION}. Install a newer raycheck"
         )
 

@@ -7,7 +7,7 @@ names committed checkpoints (I3). It is replaced by compare-and-swap only, in co
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raycheck.bucket.document import FORMAT_VERSION, Document, dump, load
+from raycheck.bucket.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.layout import CheckpointName
 from raycheck.errors import ConfigError, CorruptError
 
@@ -106,4 +106,12 @@ def dump_latest(body: Latest) -> bytes:
 
 
 def load_latest(data: bytes, *, what: str) -> Latest:
-    return load(Latest, data, what=what, max_bytes=MAX_BYTES)
+    """Raises CorruptError that says how to get a readable one back."""
+    try:
+        return load(Latest, data, what=what, max_bytes=MAX_BYTES)
+    except NewerFormatError:
+        raise
+    except CorruptError as error:
+        raise CorruptError(
+            f"{error}. Put an earlier version back (bucket versioning), or rebuild it with 'raycheck repair'"
+        ) from None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 LATEST_KEY = "latest"
 CHECKPOINTS_PREFIX = "checkpoints/"
+ATTEMPTS_PREFIX = "attempts/"
 _NAME = re.compile(r"step-(\d{9,18})-a(\d{1,9})-s(\d{1,9})")
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -72,7 +73,7 @@ def shard_key(name: str, component: str, rank: int) -> str:
 
 
 def attempt_key(number: int) -> str:
-    return f"attempts/{number:06d}.json"
+    return f"{ATTEMPTS_PREFIX}{number:06d}.json"
 
 
 def pointer_prefix(name: str) -> str:

@@ -93,5 +93,6 @@ def lost(uri: str, what: str) -> CorruptError:
     """The error for a `latest` that is not what it must be. Restarting would not bring it back."""
     return CorruptError(
         f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "
-        "checkpoints. Put the object back (bucket versioning), or move the run's folder away to start anew"
+        "checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck repair'; "
+        "to start anew, move the run's folder away"
     )

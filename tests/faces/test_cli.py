@@ -105,3 +105,35 @@ def test_help_is_quick() -> None:
     assert answer.returncode == 0
     assert time.monotonic() - began < 5, "a command that browses must not load torch or ray"
     assert all(command in answer.stdout for command in ("ls", "show", "verify", "demo"))
+
+
+def test_rewind_makes_an_earlier_checkpoint_the_head(run) -> None:
+    uri, store = run
+
+    done = raycheck("rewind", uri, "3")
+    again = raycheck("rewind", uri, "step-000000006-a1-s2")
+    wrong = raycheck("rewind", uri, "5")
+
+    assert (done.returncode, again.returncode, wrong.returncode) == (0, 0, 2)
+    assert "head is step-000000003-a1-s1" in done.stdout
+    assert "there are: 3, 6" in wrong.stderr
+    assert read_latest(store).head == "step-000000006-a1-s2"
+    assert read_latest(store).attempt.number == 3
+    assert "by hand" in raycheck("show", uri).stdout
+    assert_invariants(store)
+
+
+def test_repair_rebuilds_a_lost_latest_and_only_that(run) -> None:
+    uri, store = run
+    sound = raycheck("repair", uri)
+    store.delete(layout.LATEST_KEY)
+    store.delete(layout.manifest_key("step-000000003-a1-s1"))
+
+    done = raycheck("repair", uri)
+
+    assert (sound.returncode, done.returncode) == (2, 0)
+    assert "nothing to repair" in sound.stderr
+    assert "listed    step-000000006-a1-s2" in done.stdout
+    assert "left out  step-000000003-a1-s1: it has no manifest" in done.stdout
+    assert "the next start is attempt 3" in done.stdout
+    assert_invariants(store)

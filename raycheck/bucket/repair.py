@@ -1,0 +1,133 @@
+"""Rebuild a `latest` that was lost, rolled back or damaged, from what the manifests say. Only ever by command.
+
+A manifest proves that all ranks' shards were durable (I1), so what it describes is whole, whether or not its commit
+was the last thing that happened. Objects are looked at again all the same, and the head is read in full.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from uuid import uuid4
+
+from raycheck.bucket import layout
+from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.document import NewerFormatError
+from raycheck.bucket.latest import Entry, Latest, dump_latest, load_latest
+from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.manifest import load_manifest
+from raycheck.bucket.rewind import by_hand
+from raycheck.bucket.store import Got, Store
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
+
+MAX_LISTED = 100
+"""So many of the newest checkpoints are listed again: `latest` has a size bound."""
+COUNTER_STRIDE = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repaired:
+    """The new `latest`, and the directories that could not be listed in it: name and reason."""
+
+    latest: Latest
+    left_out: tuple[tuple[str, str], ...]
+
+
+def repair(store: Store) -> Repaired:
+    """Step 32. Stop the run first: its deletes carry no condition.
+
+    Raises ConfigError when `latest` is sound, NotFoundError when there is nothing to rebuild it from, ConflictError
+    when somebody wrote it meanwhile.
+    """
+    got, old = _old(store)
+    names = sorted(name for item in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(item)))
+    if old is not None and all(name.attempt <= old.attempt.number for name in names):
+        raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
+    gone = {item.key for item in old.evicted} if old else set()
+    live: list[Entry] = []
+    left_out: list[tuple[str, str]] = []
+    for name in reversed(names):
+        if len(live) == MAX_LISTED or str(name) in gone:
+            continue
+        try:
+            live.insert(0, _verified(store, name, is_head=not live))
+        except RaycheckError as error:
+            left_out.append((str(name), str(error)))
+    if not live:
+        raise NotFoundError(f"{store.uri}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
+    records = list(_ended_attempts(store))
+    number = 1 + max([*(name.attempt for name in names), *(number for number, _ in records), *_number(old)])
+    owner = f"repair-{uuid4().hex[:12]}"
+    owners = dict.fromkeys([*(old.owners if old else ()), *(owner for _, owner in records), owner])
+    new = Latest(
+        run_id=old.run_id if old else uuid4().hex,
+        # Unknown when the body is: far above any that an old coordinator may have seen, so that it reads on.
+        counter=old.counter + 1 if old else number * COUNTER_STRIDE,
+        owners=tuple(owners),
+        attempts=(by_hand(owner, number, restore_key=live[-1].key, now=live[-1].committed_at),),
+        head=live[-1].key,
+        live=tuple(live),
+        evicted=old.evicted if old else (),
+    )
+    if got is None:
+        store.put_if_absent(layout.LATEST_KEY, dump_latest(new))
+    else:
+        store.put_if_match(layout.LATEST_KEY, dump_latest(new), got.version)
+    return Repaired(latest=new, left_out=tuple(left_out))
+
+
+def _old(store: Store) -> tuple[Got | None, Latest | None]:
+    """What stands there now: nothing, something unreadable, or a body that may be too old."""
+    try:
+        got = store.get(layout.LATEST_KEY)
+    except NotFoundError:
+        return None, None
+    try:
+        return got, load_latest(got.data, what=f"{store.uri}: latest")
+    except NewerFormatError:
+        raise
+    except CorruptError:
+        return got, None
+
+
+def _verified(store: Store, name: CheckpointName, *, is_head: bool) -> Entry:
+    """The entry behind a directory. Raises for one that is not whole."""
+    key = layout.manifest_key(str(name))
+    try:
+        got = store.get(key)
+    except NotFoundError:
+        raise NotFoundError("it has no manifest: its save was never finished, or it was being deleted") from None
+    manifest = load_manifest(got.data, what=key)
+    entry = Entry(
+        key=manifest.key,
+        refs=manifest.refs,
+        step=manifest.step,
+        committed_at=got.at,
+        size_bytes=manifest.size_bytes,
+        metrics=manifest.metrics,
+        manifest_crc32=crc32(got.data),
+    )
+    if manifest.key != str(name):
+        raise CorruptError(f"its manifest is that of {manifest.key}")
+    for finding in Checkpoint(store, entry).verify(reads=is_head):
+        if finding.problem:
+            raise CorruptError(f"{finding.key}: {finding.problem}")
+    return entry
+
+
+def _ended_attempts(store: Store) -> Iterator[tuple[int, str]]:
+    """Number and owner of the attempts that left a record: an owner that was fenced must stay fenced."""
+    for item in store.list_objects(layout.ATTEMPTS_PREFIX):
+        try:
+            attempt = json.loads(store.get(item.key).data)["attempt"]
+            yield int(attempt["number"]), str(attempt["owner"])
+        except (ValueError, KeyError, TypeError, RecursionError, NotFoundError):
+            continue  # a record is for people; what it cannot tell, the directories' names do
+
+
+def _number(old: Latest | None) -> list[int]:
+    return [old.attempt.number] if old else []
+
+
+def _reasons(left_out: list[tuple[str, str]]) -> str:
+    return "".join(f"\n  {name}: {why}" for name, why in left_out[:10])

@@ -1,0 +1,52 @@
+"""Going back on purpose, from outside of any training: one swap that moves head to an earlier checkpoint.
+
+It is a claim like a driver's: a run that is still going is fenced by it, since its next commit would undo the rewind
+unseen. The branch that is left stays listed until retention takes it, so that one can go forward again.
+"""
+
+from dataclasses import replace
+from uuid import uuid4
+
+from raycheck.bucket.commit import refuse_lost
+from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Latest
+from raycheck.bucket.register import Register
+from raycheck.errors import NotFoundError
+
+
+def rewind(register: Register, key: str) -> Latest:
+    """Step 31: make the live checkpoint `key` the head, as a new attempt without ranks. The next start restores it.
+
+    Raises NotFoundError when it is not live, CorruptError when `latest` was lost or rolled back.
+    """
+    owner = f"rewind-{uuid4().hex[:12]}"
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        if body is None:
+            raise NotFoundError(f"{register.store.uri}: no run here (no object named latest)")
+        if body.attempt.owner == owner:
+            return None
+        if body.entry(key) is None:
+            raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
+        number = body.attempt.number + 1
+        return replace(
+            body,
+            owners=(*body.owners, owner),
+            head=key,
+            attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),
+        )
+
+    refuse_lost(register)
+    return register.swap(decide, what=f"rewind to {key}")
+
+
+def by_hand(owner: str, number: int, *, restore_key: str | None, now: float) -> Attempt:
+    """An attempt that no worker group holds: it only fences what was before."""
+    return Attempt(
+        number=number,
+        owner=owner,
+        coordinator=owner,
+        group=owner,
+        world_size=0,
+        restore_key=restore_key,
+        claimed_at=now,
+    )
