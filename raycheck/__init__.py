@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from raycheck.run import Run, open_checkpoint, open_run
     from raycheck.settings import SaveSettings
+    from raycheck.shards.per_rank import PerRank
     from raycheck.train.coordinator import start_coordinator
     from raycheck.train.data import Batches
     from raycheck.train.fit import fit
@@ -43,6 +44,7 @@ _HOMES = {
     ),
     "raycheck.run": ("Run", "open_checkpoint", "open_run"),
     "raycheck.settings": ("SaveSettings",),
+    "raycheck.shards.per_rank": ("PerRank",),
     "raycheck.train.coordinator": ("start_coordinator",),
     "raycheck.train.data": ("Batches",),
     "raycheck.train.fit": ("fit",),
@@ -60,6 +62,7 @@ __all__ = [
     "FencedError",
     "Group",
     "NotFoundError",
+    "PerRank",
     "RaycheckError",
     "Run",
     "SaveFailedError",

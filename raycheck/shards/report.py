@@ -18,6 +18,8 @@ from raycheck.errors import SaveFailedError
 from raycheck.shards.dcp import dcp_metadata
 from raycheck.shards.state import Progress
 
+SAVE_ALIKE = "every rank must call end_step and save equally often"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
@@ -60,8 +62,7 @@ def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
     for report in reports:
         if report.checkpoint != name:
             raise SaveFailedError(
-                f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: every rank must call "
-                "end_step and save equally often"
+                f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
             )
     sections = [load_index(report.section, what=f"report of rank {report.rank}") for report in reports]
     index = merge(sections)

@@ -8,7 +8,6 @@ outcome, never a receipt. All rules are those of bucket/commit.py; this module o
 import asyncio
 import hashlib
 import json
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +36,13 @@ from raycheck.errors import (
 )
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.report import Report, assemble
+from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Meeting, Outcome, PendingSave
 
 WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
 POLL_S = 45.0
 PROBE_ATTEMPTS = 3
-
-logger = logging.getLogger("raycheck")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +57,7 @@ class Coordinator:
     """See the module. Every method may be repeated."""
 
     def __init__(self, uri: str, owner: str, resume: str | int = "auto", poll_s: float = POLL_S) -> None:
+        show_log()
         self._me = Identity(owner=owner, coordinator=uuid4().hex[:16])
         self._uri = uri
         self._resume = resume
@@ -211,12 +210,25 @@ class Coordinator:
             keep_last = reports[0].keep_last
             if not protocol.commit(self._register, self._me, manifest, data, keep_last=keep_last):
                 return Outcome(kind="superseded", key=name)
+            self._tell_of(manifest)
             self._point_ray_to(manifest)
         except (FencedError, SupersededError, CorruptError):
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
             return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
         return Outcome(kind="committed", key=name, agree_anew=has_copies)
+
+    def _tell_of(self, manifest: Manifest) -> None:
+        slowest = max(rank.upload_s for rank in manifest.ranks)
+        logger.info(
+            "run %s attempt %d: committed %s, %.1f MB, %.0f MB/s over all ranks, training blocked %.3f s",
+            self._store.uri,
+            manifest.attempt,
+            manifest.key,
+            manifest.size_bytes / 1e6,
+            manifest.size_bytes / 1e6 / max(slowest, 1e-9),
+            max(rank.blocked_s for rank in manifest.ranks),
+        )
 
     def _point_ray_to(self, manifest: Manifest) -> None:
         try:

@@ -1,6 +1,5 @@
 """`raycheck.fit`: trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
 
-import logging
 import os
 from typing import Any
 from uuid import uuid4
@@ -15,13 +14,12 @@ from raycheck.bucket.fork import fork
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.train.coordinator import start_coordinator
-from raycheck.train.ray_names import RunGuard, final_error, run_uri
+from raycheck.train.log import logger, show_log
+from raycheck.train.ray_names import RunGuard, final_error, refuse_unsupported, run_uri
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
 COLLECTIVE_TIMEOUT_S = 1800
-
-logger = logging.getLogger("raycheck")
 
 
 def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
@@ -35,6 +33,8 @@ def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
     ConfigError before anything starts for a run that could never resume, FencedError when another driver has taken
     the run over, and Ray's TrainingFailedError for everything else that ends a run.
     """
+    show_log()
+    refuse_unsupported(trainer)
     config = trainer.run_config
     uri = run_uri(config)
     resume = _checked_resume(resume, open_store(uri))

@@ -39,7 +39,10 @@ class Group:
         Raises ConfigError outside Ray Train, and for an unnamed run.
         """
         if not ray_names.in_ray_train():
-            raise ConfigError("not inside a Ray Train worker: give Checkpointer(..., group=raycheck.Group(...))")
+            raise ConfigError(
+                "not inside a Ray Train worker (num_workers=0 has none): start it with raycheck.fit(trainer), or give "
+                "Checkpointer(..., group=raycheck.Group(...))"
+            )
         uri = ray_names.run_uri(ray_names.run_config())
         rank, world_size = ray_names.rank_and_world_size()
         coordinator = ray_names.coordinator_from_fit()

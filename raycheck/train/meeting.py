@@ -5,12 +5,12 @@ Lives in the coordinator's event loop. Every answer is an outcome, never a recei
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.shards.agreement import Agreement, Holdings, agree
-from raycheck.shards.report import Report
+from raycheck.shards.report import SAVE_ALIKE, Report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +50,16 @@ class Meeting:
 
     def __init__(self) -> None:
         self.holdings: dict[int, Holdings] = {}
+        self._checkpoint = ""
         self.result: asyncio.Future[Agreement] = asyncio.get_running_loop().create_future()
 
     def come(self, report: Report, holdings: Holdings) -> None:
         if self.result.done():
+            return
+        self._checkpoint = self._checkpoint or report.checkpoint
+        if report.checkpoint != self._checkpoint:
+            text = f"this rank saves {report.checkpoint} while another one saves {self._checkpoint}: {SAVE_ALIKE}"
+            self.fail(replace(report, failure=text))
             return
         self.holdings[report.rank] = holdings
         if len(self.holdings) == report.world_size:

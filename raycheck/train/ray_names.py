@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import ray
 import ray.train
+import ray.util.client
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train import UserCallback
 
@@ -123,6 +124,17 @@ def _install_guard(controller: Any) -> None:
             guards = callback._user_callbacks  # noqa: SLF001
             if not any(isinstance(item, RunGuard) for item in guards):
                 guards.append(RunGuard())
+
+
+def refuse_unsupported(trainer: Any) -> None:
+    """Raise ConfigError for ways to use Ray in which nothing could be restored."""
+    if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            "this driver is connected through Ray Client (ray://), whose death nobody in the cluster would notice. "
+            "Submit it as a job: ray job submit -- python script.py"
+        )
+    if trainer.scaling_config.num_workers == 0:
+        raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
 
 
 def run_uri(config: Any) -> str:

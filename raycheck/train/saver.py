@@ -4,7 +4,6 @@ One save is in flight at a time. That bounds memory, and it is what makes the st
 ends a save only after every request that reads the buffer has ended.
 """
 
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -24,9 +23,8 @@ from raycheck.shards.report import Report
 from raycheck.shards.stager import Staged
 from raycheck.shards.state import COMPONENT, Progress, TrainState
 from raycheck.train.group import Group
+from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome
-
-logger = logging.getLogger("raycheck")
 
 
 class Saver:
@@ -162,6 +160,8 @@ class Saver:
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
         report = replace(report, upload_s=time.monotonic() - began)
+        if report.rank == 0 and not report.failure:
+            _tell_of(self._group.uri, report)
         while True:
             what = f"save of step {report.progress.step} ({key})"
             outcome: Outcome = self._group.ask(
@@ -179,10 +179,23 @@ class Saver:
         self._failures += 1
         self._last_failure = message
         self.saved_step = -1
-        if self._group.rank == 0:
-            logger.warning("save failed (%d in a row): %s", self._failures, message)
+        if self._group.rank == 0:  # all ranks are told the same outcome
+            logger.warning("run %s: save failed (%d in a row): %s", self._group.uri, self._failures, message)
         if self._failures >= self._settings.max_failed_saves:
             raise SaveFailedError(f"{self._failures} failed save(s) in a row, the last: {message}")
+
+
+def _tell_of(uri: str, report: Report) -> None:
+    size = sum(shard.size_bytes for shard in report.shards)
+    logger.info(
+        "run %s attempt %d: saved step %d, %.1f MB of rank 0 at %.0f MB/s, training blocked %.3f s",
+        uri,
+        report.attempt,
+        report.progress.step,
+        size / 1e6,
+        size / 1e6 / max(report.upload_s, 1e-9),
+        report.blocked_s,
+    )
 
 
 def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:

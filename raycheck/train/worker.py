@@ -4,13 +4,13 @@ A step pays for one copy; saver.py does the rest behind it. Decisions to save ar
 triggers locally, everything else by rank 0's word.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
+from weakref import WeakValueDictionary
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.errors import (
@@ -26,6 +26,7 @@ from raycheck.shards.state import Progress, Restored, TrainState
 from raycheck.train.coordinator import Claim
 from raycheck.train.data import Batches
 from raycheck.train.group import Group
+from raycheck.train.log import logger, show_log
 from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver
 
@@ -33,7 +34,9 @@ CLAIM_TIMEOUT_S = 300.0
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
 
-logger = logging.getLogger("raycheck")
+
+_open: "WeakValueDictionary[tuple[str, int], Checkpointer]" = WeakValueDictionary()
+"""By run and rank: the Checkpointers of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +73,7 @@ class Checkpointer:
     def __init__(
         self, state: Mapping[str, object], settings: SaveSettings | None = None, *, group: Group | None = None
     ) -> None:
+        show_log()
         self.settings = settings or SaveSettings()
         self._data = [value for value in state.values() if isinstance(value, Batches)]
         if len(self._data) > 1:
@@ -81,6 +85,7 @@ class Checkpointer:
         self._step = 0
         self._over: RaycheckError | None = None
         self._closed = threading.Event()
+        self._be_the_only_one()
 
     def restore(self, *, strict: bool = True, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> At:
         """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
@@ -244,6 +249,17 @@ class Checkpointer:
         self._closed.set()
         if self._saver is not None:
             self._saver.stop()
+
+    def _be_the_only_one(self) -> None:
+        """Two of them would take turns at superseding each other."""
+        key = (self._group.uri, self._group.rank)
+        other = _open.get(key)
+        if other is not None and not other._closed.is_set():  # noqa: SLF001  it is one of us
+            raise ConfigError(
+                f"{self._group.uri}: there is an open Checkpointer of this run in this process already. One holds the "
+                "whole state (give it all models and optimizers); close it before making another"
+            )
+        _open[key] = self
 
     def _claimed(self) -> Saver:
         if self._saver is None:

@@ -16,18 +16,28 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itse
 
 @ray.remote(num_cpus=0)
 class Holder:
-    """One rank that holds a replicated model."""
+    """One rank that holds a replicated model, and a number of its own."""
 
-    def __init__(self, rank: int, world_size: int, group: str, uri: str, coordinator) -> None:
-        torch.manual_seed(rank)  # each rank begins elsewhere, so that only a restore makes them equal
+    def __init__(self, rank: int, world_size: int, group: str, uri: str, coordinator, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         self.model = torch.nn.Linear(600, 500)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        place = raycheck.Group(id=group, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
-        settings = raycheck.SaveSettings(every_steps=2)
-        self.ckpt = raycheck.Checkpointer({"model": self.model, "optimizer": self.optimizer}, settings, group=place)
+        self.number = raycheck.PerRank({"fresh": rank})
+        self.place = raycheck.Group(id=group, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "number": self.number}
+        self.ckpt = raycheck.Checkpointer(self.state, raycheck.SaveSettings(every_steps=2), group=self.place)
 
-    def restore(self):
-        return self.ckpt.restore()
+    def restore(self, **options):
+        return self.ckpt.restore(**options)
+
+    def make_another(self) -> None:
+        raycheck.Checkpointer(self.state, group=self.place)
+
+    def get(self, name: str):
+        return {"number": self.number.value, "moments": len(self.optimizer.state)}[name]
+
+    def set_number(self, value: int) -> None:
+        self.number.value = {"kept": value}
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -52,11 +62,11 @@ def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: 
     coordinator = raycheck.start_coordinator(uri, owner="me")
     pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
     ray.get([holder.restore.remote() for holder in pair])
-    # Replicated parameters are taken as equal; make them so.
+    ray.get([pair[rank].set_number.remote(10 + rank) for rank in range(2)])
     ray.get([holder.train.remote(3) for holder in pair])
     ray.get([holder.close.remote() for holder in pair])
 
-    three = [Holder.remote(rank, 3, "three", uri, coordinator) for rank in range(3)]
+    three = [Holder.remote(rank, 3, "three", uri, coordinator, seed=rank) for rank in range(3)]
     at = ray.get([holder.restore.remote() for holder in three])
 
     weights = ray.get([holder.weights.remote() for holder in three])
@@ -64,6 +74,9 @@ def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: 
     assert {place.attempt for place in at} == {2}
     assert all(torch.equal(weights[0], other) for other in weights)
     assert at[2].rng.startswith("derived")
+    numbers = ray.get([holder.get.remote("number") for holder in three])
+    assert numbers == [{"kept": 10}, {"kept": 11}, {"fresh": 2}]
+    assert [place.report.fresh for place in at] == [(), (), ("number.rank2",)]
     body = assert_invariants(open_store(uri))
     assert [entry.step for entry in body.live] == [2, 3]
     assert dict(body.live[0].metrics) == {"step": 1.0}, "a diverged run is saved all the same"
@@ -101,9 +114,58 @@ def test_a_rank_that_saves_alone_fails_that_save_and_mixes_nothing(cluster: None
     pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
     ray.get([holder.restore.remote() for holder in pair])
 
-    ray.get(pair[0].train_and_save.remote(1))  # step 1 on rank 0 alone; rank 1's first save is of step 2
-    ray.get([pair[0].train.remote(1), pair[1].train.remote(2)])
-    with pytest.raises(raycheck.SaveFailedError, match="every rank must call"):
-        ray.get([holder.close.remote() for holder in pair])
+    # The first save is of step 1 on rank 0 and of step 2 on rank 1; the second is of step 2 on both.
+    ray.get([pair[0].train_and_save.remote(1), pair[1].train.remote(2)])
+    ray.get([pair[0].train.remote(1), pair[1].close.remote()])
+    ray.get(pair[0].close.remote())
+
+    assert [entry.key for entry in assert_invariants(open_store(uri)).live] == ["step-000000002-a1-s2"]
+
+
+def test_replicas_that_differ_are_refused_by_name_before_anything_is_committed(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+    pair = [Holder.remote(rank, 2, "pair", uri, coordinator, seed=rank) for rank in range(2)]
+    ray.get([holder.restore.remote() for holder in pair])
+
+    for training in [holder.train.remote(2) for holder in pair]:
+        with pytest.raises(raycheck.ConfigError, match=r"tensor model\.(weight|bias) is not the same on ranks 0 and 1"):
+            ray.get(training)
 
     assert assert_invariants(open_store(uri)).live == ()
+
+
+def test_a_partial_restore_is_done_once_and_a_restart_goes_on_from_where_training_was(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    weights_only = {"only": ["model"]}
+
+    def start(group: str):
+        return Holder.remote(0, 1, group, uri, raycheck.start_coordinator(uri, owner=group), seed=1)
+
+    first = start("pretrained")
+    ray.get([first.restore.remote(), first.train.remote(6), first.close.remote()])
+    second = start("tuned")
+    at = ray.get(second.restore.remote(**weights_only))
+    moments = ray.get(second.get.remote("moments"))
+    ray.get([second.train.remote(4), second.close.remote()])
+    third = start("resubmitted")
+    again = ray.get(third.restore.remote(**weights_only))
+
+    assert (at.step, at.checkpoint, moments) == (0, "step-000000006-a1-s3", 0)
+    assert at.report.restored == ("model",)
+    assert set(at.report.skipped) == {"optimizer", "number", "progress", "rng"}
+    assert (again.step, again.checkpoint) == (4, "step-000000004-a2-s2")
+    assert again.report.skipped == ()
+    assert ray.get(third.get.remote("moments")) == 2
+    assert_invariants(open_store(uri))
+
+
+def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+
+    with pytest.raises(raycheck.ConfigError, match="open Checkpointer of this run"):
+        ray.get(holder.make_another.remote())
+    ray.get([holder.restore.remote(), holder.train.remote(2), holder.close.remote(), holder.make_another.remote()])
+
+    assert len(assert_invariants(open_store(uri)).live) == 1

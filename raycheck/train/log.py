@@ -1,0 +1,16 @@
+"""The logger `raycheck`: an INFO line per save, restore and commit (rank 0 and the coordinator); WARNING from any rank."""
+
+import logging
+
+logger = logging.getLogger("raycheck")
+
+
+def show_log() -> None:
+    """Print INFO to stderr where nobody has configured logging at all, as in Ray's worker processes, whose output Ray
+    hands on to the driver. Whoever configures `raycheck` or the root logger is left alone."""
+    if logger.level == logging.NOTSET and not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s raycheck: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
