@@ -1,7 +1,7 @@
 """From what the user put into the state to parts. Raises ConfigError, naming the entry, before any step runs."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +15,8 @@ from raycheck.shards.selection import OWN_ENTRIES
 
 
 def parts_of(state: Mapping[str, object], *, rank: int) -> list[Part]:
-    """One part per entry; a dict or list of entries becomes parts with dotted names ("optimizer.0")."""
+    """One part per entry; a dict or list of entries becomes parts with dotted names ("optimizer.0"). A dict of plain
+    values is an entry itself."""
     entries: dict[str, object] = {}
     for name, value in _entries(state):
         if name in entries:
@@ -33,9 +34,9 @@ def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _nested(name: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and _is_entry(value):
         value = dict(enumerate(value))
-    if type(value) is not dict:
+    if type(value) is not dict or not any(_is_entry(item) for item in value.values()):
         yield name, value
         return
     for key, item in value.items():
@@ -54,6 +55,35 @@ def _part(name: str, value: Any, modules: Mapping[str, torch.nn.Module], rank: i
             f"state[{name!r}] is a torch DataLoader, which cannot say where it stands. Use "
             "raycheck.Batches(dataset, global_batch=..., seed=...) and iterate over its loader(epoch)"
         )
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+    if type(value) is dict:
+        return ObjectPart(name, _InPlace(value))
+    if _is_entry(value):
         return ObjectPart(name, value)
-    raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict")
+    raise ConfigError(
+        f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict. Plain values go into "
+        "a dict, which a restore fills in place"
+    )
+
+
+def _is_entry(value: object) -> bool:
+    """Whether it is an entry of its own, or holds some."""
+    if type(value) in (dict, list, tuple):
+        items = value.values() if isinstance(value, dict) else cast("list[object]", value)
+        return any(_is_entry(item) for item in items)
+    return isinstance(value, PerRank) or (
+        callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+class _InPlace:
+    """A dict of plain values: the caller keeps using the very same one."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return dict(self._values)
+
+    def load_state_dict(self, values: dict[Any, Any]) -> None:
+        self._values.clear()
+        self._values.update(values)

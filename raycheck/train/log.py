@@ -1,4 +1,4 @@
-"""The logger `raycheck`: an INFO line per save, restore and commit (rank 0 and the coordinator); WARNING from any rank."""
+"""The logger `raycheck`: an INFO line per save, restore and commit (rank 0, coordinator); WARNING from any rank."""
 
 import logging
 

@@ -1,0 +1,105 @@
+"""Two scripts as people write them, and the same with raycheck: few changed lines, in the README, and they run."""
+
+import difflib
+import os
+import signal
+from pathlib import Path
+from types import ModuleType
+from uuid import uuid4
+
+import pytest
+import ray.cloudpickle
+
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
+from tests.examples import ddp, ddp_with_raycheck, fsdp, fsdp_with_raycheck
+from tests.faultproxy import fault_proxy
+from tests.invariants import assert_invariants
+from tests.train.conftest import cluster as cluster
+from tests.train.in_thread import InThread
+
+MAX_CHANGED = 8
+README = Path(__file__).parents[2] / "README.md"
+PAIRS = {"ddp": (ddp, ddp_with_raycheck), "fsdp": (fsdp, fsdp_with_raycheck)}
+of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+
+
+def changes(before: ModuleType, after: ModuleType) -> list[str]:
+    """Changed lines as `diff -w` shows them: indentation alone is no change."""
+    old, new = (Path(module.__file__).read_text().splitlines() for module in (before, after))
+    matcher = difflib.SequenceMatcher(
+        None, [line.strip() for line in old], [line.strip() for line in new], autojunk=False
+    )
+    found = []
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if kind != "equal":
+            found += [f"-{line}" for line in old[a:b] if line] + [f"+{line}" for line in new[c:d] if line]
+    return found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_raycheck_takes_at_most_eight_new_lines_and_the_readme_shows_them(name: str) -> None:
+    lines = changes(*PAIRS[name])
+
+    added = [line for line in lines if line.startswith("+")]
+    shown = README.read_text()
+    assert 0 < len(added) <= MAX_CHANGED, "\n".join(added)
+    assert "\n".join(lines) in shown, "the README should show this diff:\n" + "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [ddp, fsdp], ids=["ddp", "fsdp"])
+@of_ray[0]
+@of_ray[1]
+def test_the_scripts_run_without_raycheck(cluster: None, tmp_path: Path, module: ModuleType) -> None:
+    ray.cloudpickle.register_pickle_by_value(module)
+
+    module.main(str(tmp_path), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "run", "options", "last"),
+    [
+        pytest.param(ddp_with_raycheck, "classifier", {"epochs": 10}, 160, marks=of_ray),
+        pytest.param(
+            fsdp_with_raycheck,
+            "fine-tune",
+            {"epochs": 10, "patience": 1000},
+            160,
+            marks=[*of_ray, pytest.mark.slow],
+        ),
+    ],
+    ids=["ddp", "fsdp"],
+)
+def test_the_scripts_survive_a_killed_worker_with_raycheck(
+    cluster: None, s3: str, module: ModuleType, run: str, options: dict[str, int], last: int
+) -> None:
+    ray.cloudpickle.register_pickle_by_value(module)
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        upload = proxy.rule("hold", "PUT", f"step-{last:09d}-a1-.*/__1_0.distcp")
+        training = InThread(lambda: module.main(storage, **options))
+
+        upload.wait(120)
+        os.kill(train_workers()[-1], signal.SIGKILL)
+        upload.release()
+        training.join()
+
+    body = assert_invariants(open_store(join_uri(join_uri(s3, storage.rpartition("/")[2].partition("?")[0]), run)))
+    assert [attempt.restore_key for attempt in body.attempts] == [None, "step-000000100-a1-s1"]
+    assert body.entry(body.head).step == last
+
+
+def train_workers() -> list[int]:
+    """Process ids of the Ray Train workers that descend from this process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "cmdline").read_bytes()
+            raylet = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it ended while we looked
+        if name.startswith(b"ray::RayTrainWorker") and parent == os.getpid():
+            found.append(int(folder.name))
+    return sorted(found)
