@@ -15,7 +15,6 @@ from raycheck.bucket.store.uri import join_uri
 from tests.examples import ddp, ddp_with_raycheck, fsdp, fsdp_with_raycheck
 from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
-from tests.train.conftest import cluster as cluster
 from tests.train.in_thread import InThread
 
 MAX_CHANGED = 8
