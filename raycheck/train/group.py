@@ -40,9 +40,10 @@ class Group:
         """
         if not ray_names.in_ray_train():
             raise ConfigError("not inside a Ray Train worker: give Checkpointer(..., group=raycheck.Group(...))")
-        uri = ray_names.run_uri(ray_names.run_config())
+        guard = ray_names.guard_from_fit()
+        uri = guard.uri if guard and guard.uri else ray_names.run_uri(ray_names.run_config())
         rank, world_size = ray_names.rank_and_world_size()
-        coordinator = ray_names.coordinator_from_fit()
+        coordinator = guard.coordinator if guard else None
         mine: tuple[str, Any] | None = None
         if rank == 0:
             group = uuid4().hex[:16]

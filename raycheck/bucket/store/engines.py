@@ -25,7 +25,7 @@ from typing import Any
 from raycheck.errors import ConfigError
 from raycheck.settings import StorageSettings
 
-SAYABLE_TO_PYARROW = ("endpoint", "region", "ca_bundle")
+SAYABLE_TO_PYARROW: dict[str, set[str]] = {"s3": {"endpoint", "region", "ca_bundle"}, "gs": {"endpoint"}, "az": set()}
 
 
 def uses_path_style(settings: StorageSettings, bucket: str) -> bool:

@@ -104,6 +104,16 @@ def join_uri(uri: str, name: str) -> str:
     return f"{base.rstrip('/')}/{name}{mark}{query}"
 
 
+def is_same_place(one: str, other: str) -> bool:
+    """Whether two URIs name one place in one bucket, whatever their settings."""
+    return _place(one) == _place(other)
+
+
+def _place(uri: str) -> tuple[str, str, str, str]:
+    at = parse_uri(uri)
+    return at.kind, at.account, at.bucket, at.prefix.rstrip("/")
+
+
 def _container(bare: str, scheme: str, bucket: str, account: str, abfss: re.Match[str] | None) -> tuple[str, str]:
     """Container and account, from either way of writing them, or the account from the environment."""
     if scheme != "az":
