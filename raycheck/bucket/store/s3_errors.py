@@ -76,7 +76,8 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
     if code in _BAD_IDENTITY:
         return ConfigError(f"{uri}: the store does not accept these credentials ({code}); renew or correct them"), False
     if status in (401, 403):
-        denied = StoreError(f"{uri}: {key}: access denied ({verb}: {code}). {_needed(verb, settings)}")
+        said = error.response.get("Error", {}).get("Message", "")  # AWS names the policy that is in the way
+        denied = StoreError(f"{uri}: {key}: access denied ({verb}: {code} {said}). {_needed(verb, settings)}")
         denied.is_denied = True
         return denied, False
     text = f"{uri}: {key}: the store answered {status} {code}"
