@@ -92,6 +92,11 @@ class StorageSettings:
             if self.anonymous and getattr(self, name) is not None:
                 raise ConfigError(f"StorageSettings(anonymous, {name}): anonymous requests have no identity")
 
+    @property
+    def is_plain_http(self) -> bool:
+        """Whether no certificate will be looked at."""
+        return self.endpoint is not None and self.endpoint.startswith("http://")
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> "StorageSettings":
         """From what a YAML or JSON file holds. Raises ConfigError for a name that is none of the fields."""

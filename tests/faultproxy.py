@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Head:
     method: str
     target: str  # path and query, also where a client took the server for its HTTP proxy
     headers: dict[str, str]
+    at: float  # seconds since the epoch
 
     @property
     def key_id(self) -> str:
@@ -139,7 +141,7 @@ class FaultProxy:
         line = head.split(b"\r\n", 1)[0].decode("latin1")
         method, path = line.split(" ")[:2]
         self.requests.append(f"{method} {path}")
-        self.heads.append(Head(method, re.sub("^http://[^/]*", "", path), _headers(head)))
+        self.heads.append(Head(method, re.sub("^http://[^/]*", "", path), _headers(head), time.time()))
         rule = self._match(method, path)
         if rule is not None:
             rule.seen.append(path)

@@ -144,7 +144,8 @@ def test_anonymous_signs_nothing(drive, wire, s3):
     bucket = f"public-{uuid4().hex}"
     allow = {"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": f"arn:aws:s3:::{bucket}/*"}
     for query, body in (("", b""), ("?policy", json.dumps({"Version": "2012-10-17", "Statement": [allow]}).encode())):
-        request = urllib.request.Request(f"{s3_endpoint(s3)}/{bucket}{query}", data=body, method="PUT")
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{s3_endpoint(s3)}/{bucket}{query}", body, headers, method="PUT")
         urllib.request.urlopen(request, timeout=60).close()
 
     drive(StorageSettings(anonymous=True).into(wire.uri.replace("s3://raycheck", f"s3://{bucket}/run")))

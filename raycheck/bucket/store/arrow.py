@@ -77,7 +77,7 @@ def _is_sayable(uri: str, at: Address) -> bool:
     said = {name for name, value in asdict(at.said).items() if value is not None}
     is_pyarrows_scheme = at.kind != "az" or (uri.startswith("abfs") and "?" not in uri)
     has_own_environment = any(name.startswith("RAYCHECK_STORAGE_") for name in os.environ)
-    has_own_ca = at.kind == "s3" and bool(os.environ.get("AWS_CA_BUNDLE"))
+    has_own_ca = at.kind == "s3" and not at.settings.is_plain_http and bool(os.environ.get("AWS_CA_BUNDLE"))
     return is_pyarrows_scheme and said <= SAYABLE_TO_PYARROW[at.kind] and not has_own_environment and not has_own_ca
 
 

@@ -40,7 +40,7 @@ def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
     client: dict[str, Any] = {}
     if settings.region:
         client["region_name"] = settings.region
-    if settings.ca_bundle:
+    if settings.ca_bundle and not settings.is_plain_http:
         client["verify"] = str(ca_file(settings))
     style = "path" if uses_path_style(settings, bucket) else "virtual"
     return {
@@ -75,8 +75,8 @@ def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
     if not is_path_style:
         scheme, _, host = endpoint.partition("://")
         endpoint = f"{scheme}://{bucket}.{host}"
-    client: dict[str, Any] = {"allow_http": endpoint.startswith("http://"), "timeout": "60s", "connect_timeout": "10s"}
-    if settings.ca_bundle:
+    client: dict[str, Any] = {"allow_http": settings.is_plain_http, "timeout": "60s", "connect_timeout": "10s"}
+    if settings.ca_bundle and not settings.is_plain_http:
         client["root_certificate"] = ca_file(settings).read_bytes()
     found = {
         "endpoint": endpoint.rstrip("/"),

@@ -60,8 +60,8 @@ class S3Store(Store):
             "response_checksum_validation": "when_required",
         }
         options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
-        chain = chain or Chain(settings)
-        self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, chain), **options)
+        self._chain = chain or Chain(settings)
+        self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
     def get(self, key: str) -> Got:
         async def call(client: Any) -> Got:
