@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         SupersededError,
     )
     from raycheck.run import Run, open_checkpoint, open_run
-    from raycheck.settings import SaveSettings
+    from raycheck.settings import SaveSettings, StorageSettings
     from raycheck.shards.per_rank import PerRank
     from raycheck.train.coordinator import start_coordinator
     from raycheck.train.data import Batches
@@ -43,7 +43,7 @@ _HOMES = {
         "SupersededError",
     ),
     "raycheck.run": ("Run", "open_checkpoint", "open_run"),
-    "raycheck.settings": ("SaveSettings",),
+    "raycheck.settings": ("SaveSettings", "StorageSettings"),
     "raycheck.shards.per_rank": ("PerRank",),
     "raycheck.train.coordinator": ("start_coordinator",),
     "raycheck.train.data": ("Batches",),
@@ -68,6 +68,7 @@ __all__ = [
     "SaveFailedError",
     "SaveSettings",
     "StateMismatchError",
+    "StorageSettings",
     "StoreError",
     "SupersededError",
     "fit",

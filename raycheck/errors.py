@@ -40,7 +40,10 @@ class CorruptError(RaycheckError):
 
 
 class StoreError(RaycheckError):
-    """The store or the way to it failed; the same call may succeed later unless the message says otherwise."""
+    """The store or the way to it failed; the same call may succeed later, unless `is_denied`."""
+
+    is_denied = False
+    """Whether the store refused for want of a permission, which the message names."""
 
 
 class ConfigError(RaycheckError, ValueError):

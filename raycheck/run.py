@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Latest
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.arrow import uri_of
+from raycheck.bucket.store.uri import is_same_place
 from raycheck.errors import ConfigError, NotFoundError
+from raycheck.settings import StorageSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ class Run:
         return restored.manifest.step
 
 
-def open_run(uri: str) -> Run:
+def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
     """The run at `uri` (Ray's storage path and run name). Raises NotFoundError when there is none."""
-    store = open_store(uri)
+    store = open_store(uri, storage)
     return Run(store, read_latest(store))
 
 
@@ -77,7 +79,9 @@ def open_checkpoint(pointer: Any) -> Checkpoint:
         uri, key = str(body["uri"]), str(body["key"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{pointer}: not a checkpoint that raycheck reported ({error})") from None
-    if f"{urlsplit(uri).netloc}{urlsplit(uri).path}" != pointer.path.removesuffix(f"/ray/{key}"):
-        # What lies in a bucket must not send us, and our credentials, to another place.
+    here = uri_of(pointer.filesystem, pointer.path.removesuffix(f"/ray/{key}"))
+    if not is_same_place(uri, here):
+        # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
+        # settings are those the pointer was read with, not those it holds.
         raise ConfigError(f"{pointer}: it points to {uri}, which is another run than the one it lies in")
-    return open_run(uri).checkpoint(key)
+    return open_run(here).checkpoint(key)

@@ -2,21 +2,45 @@
 
 Rules match a request by method and key. `hold` stops a request before it reaches the server until it is released and
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
-lets the server apply it and breaks the connection instead of answering; `delay` lets it through late.
+lets the server apply it and breaks the connection instead of answering; `delay` lets it through late; `deny` answers
+403 as S3 does. It also keeps every request's head, so that a test can assert what a client really sent.
 """
 
 import asyncio
 import re
 import socket
+import ssl
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-Kind = Literal["hold", "reset", "lose_answer", "delay"]
+Kind = Literal["hold", "reset", "lose_answer", "delay", "deny"]
+DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+
+@dataclass(frozen=True)
+class Head:
+    """One request as it arrived; header names in lower case."""
+
+    method: str
+    target: str  # path and query, also where a client took the server for its HTTP proxy
+    headers: dict[str, str]
+    at: float  # seconds since the epoch
+
+    @property
+    def key_id(self) -> str:
+        """The access key that signed it; empty for an anonymous request."""
+        found = re.search(r"Credential=([^/]*)/", self.headers.get("authorization", ""))
+        return found[1] if found else ""
+
+    @property
+    def region(self) -> str:
+        return self.headers["authorization"].partition("Credential=")[2].split("/")[2]
 
 
 @dataclass
@@ -42,13 +66,20 @@ class Rule:
 
 
 class FaultProxy:
-    """`uri` is the store behind it, through the proxy; `requests` is every request line it saw."""
+    """`uri` is the store behind it, through the proxy; `requests` is every request line it saw, `heads` more of it.
 
-    def __init__(self, upstream_uri: str) -> None:
+    With `tls` it speaks HTTPS. A host name that begins with a bucket's is taken for that bucket, so that both ways of
+    addressing, and clients that take it for their HTTP proxy, end at the store.
+    """
+
+    def __init__(self, upstream_uri: str, tls: ssl.SSLContext | None = None) -> None:
         query = parse_qs(urlsplit(upstream_uri).query)
         self._upstream = query["endpoint_override"][0].split(":")
         self._base = upstream_uri
+        self._bucket = urlsplit(upstream_uri).netloc
+        self._tls = tls
         self.requests: list[str] = []
+        self.heads: list[Head] = []
         self._rules: list[Rule] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
@@ -82,7 +113,7 @@ class FaultProxy:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._handle, "127.0.0.1", 0, limit=1 << 20)
+        server = await asyncio.start_server(self._handle, "127.0.0.1", 0, limit=1 << 20, ssl=self._tls)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
@@ -110,6 +141,7 @@ class FaultProxy:
         line = head.split(b"\r\n", 1)[0].decode("latin1")
         method, path = line.split(" ")[:2]
         self.requests.append(f"{method} {path}")
+        self.heads.append(Head(method, re.sub("^http://[^/]*", "", path), _headers(head), time.time()))
         rule = self._match(method, path)
         if rule is not None:
             rule.seen.append(path)
@@ -121,9 +153,12 @@ class FaultProxy:
             elif rule.kind == "reset":
                 _reset(writer)
                 return
+            elif rule.kind == "deny":
+                await _deny(reader, writer, self.heads[-1])
+                return
         up_reader, up_writer = await asyncio.open_connection(self._upstream[0], int(self._upstream[1]))
         try:
-            head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", head)
+            head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", self._for_upstream(head))
             up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
             sending = asyncio.ensure_future(_pump(reader, up_writer))
             if rule is not None and rule.kind == "lose_answer":
@@ -139,6 +174,16 @@ class FaultProxy:
         finally:
             up_writer.transport.abort()
 
+    def _for_upstream(self, head: bytes) -> bytes:
+        """As an origin server that knows path style only wants it."""
+        line, rest = head.split(b"\r\n", 1)
+        method, target, version = line.split(b" ")
+        target = re.sub(rb"^http://[^/]*", b"", target)
+        if self.heads[-1].headers.get("host", "").startswith(f"{self._bucket}."):
+            target = b"/" + self._bucket.encode() + target
+            rest = re.sub(rb"(?im)^host:[^\r]*", b"Host: " + ":".join(self._upstream).encode(), rest)
+        return b" ".join((method, target, version)) + b"\r\n" + rest
+
     def _match(self, method: str, path: str) -> Rule | None:
         for rule in self._rules:
             if rule.times > 0 and rule.method == method and re.search(rule.key, path):
@@ -148,8 +193,8 @@ class FaultProxy:
 
 
 @contextmanager
-def fault_proxy(upstream_uri: str) -> Iterator[FaultProxy]:
-    proxy = FaultProxy(upstream_uri)
+def fault_proxy(upstream_uri: str, tls: ssl.SSLContext | None = None) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(upstream_uri, tls)
     proxy.start()
     try:
         yield proxy
@@ -161,6 +206,22 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while data := await reader.read(65536):
         writer.write(data)
         await writer.drain()
+
+
+def _headers(head: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in head.decode("latin1").split("\r\n")[1:] if line)
+    return {name.lower(): value.strip() for name, _, value in lines}
+
+
+async def _deny(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: Head) -> None:
+    if head.headers.get("expect"):
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await writer.drain()
+    await reader.readexactly(int(head.headers.get("content-length", 0)))
+    body = b"" if head.method == "HEAD" else DENIED
+    writer.write(b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Type: application/xml\r\n")
+    writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    await writer.drain()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

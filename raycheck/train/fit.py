@@ -12,22 +12,27 @@ from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.commit import check_resume
 from raycheck.bucket.fork import fork
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, NotFoundError
+from raycheck.settings import StorageSettings
 from raycheck.train.coordinator import start_coordinator
 from raycheck.train.log import logger, show_log
-from raycheck.train.ray_names import RunGuard, final_error, refuse_unsupported, run_uri
+from raycheck.train.ray_names import RunGuard, final_error, ray_storage, refuse_unsupported, storage_uri
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
 COLLECTIVE_TIMEOUT_S = 1800
 
 
-def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
+def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None) -> Any:
     """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
 
     resume: "auto" goes on from the run's head, or starts; "never" refuses a run that has checkpoints; "must" refuses
     one that has none; a step goes back to that step's checkpoint; another run's URI begins a new run from a copy of
     that run's head, and goes on with it when it exists. It binds the first attempt of this call.
+
+    storage: how the bucket is reached, over what the storage path's query says. It travels with the run's URI to the
+    coordinator, the workers and Ray itself.
 
     FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is started again up to 3 times. Raises
     ConfigError before anything starts for a run that could never resume, FencedError when another driver has taken
@@ -36,7 +41,8 @@ def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
     show_log()
     refuse_unsupported(trainer)
     config = trainer.run_config
-    uri = run_uri(config)
+    where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
+    uri = join_uri(where, config.name)
     resume = _checked_resume(resume, open_store(uri))
     _allow_failures(config)
     # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
@@ -45,9 +51,10 @@ def fit(trainer: Any, *, resume: str | int = "auto") -> Any:
         ray.init()
     coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=resume)
     callbacks = list(config.callbacks or ())
-    config.callbacks = [*callbacks, RunGuard(coordinator)]
+    config.callbacks = [*callbacks, RunGuard(coordinator, uri)]
     try:
-        return _fit_again(trainer)
+        with ray_storage(config, where):
+            return _fit_again(trainer)
     except TrainingFailedError as error:
         final = final_error(error)
         if final is not None:

@@ -43,9 +43,10 @@ class Group:
                 "not inside a Ray Train worker (num_workers=0 has none): start it with raycheck.fit(trainer), or give "
                 "Checkpointer(..., group=raycheck.Group(...))"
             )
-        uri = ray_names.run_uri(ray_names.run_config())
+        guard = ray_names.guard_from_fit()
+        uri = guard.uri if guard and guard.uri else ray_names.run_uri(ray_names.run_config())
         rank, world_size = ray_names.rank_and_world_size()
-        coordinator = ray_names.coordinator_from_fit()
+        coordinator = guard.coordinator if guard else None
         mine: tuple[str, Any] | None = None
         if rank == 0:
             group = uuid4().hex[:16]

@@ -5,6 +5,8 @@ Tested on Ray 2.60. Alpha and developer APIs: upload modes, preemption info, the
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
@@ -13,6 +15,7 @@ import ray.util.client
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train import UserCallback
 
+from raycheck.bucket.store.arrow import ray_filesystem, uri_of
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, RaycheckError
 
@@ -24,11 +27,12 @@ class RunGuard(UserCallback):
     """In the controller: ends the run on errors that a restart cannot cure, which Ray would retry for ever.
 
     Raising from a callback is Ray's only way to stop a run whatever `max_failures` says; this is the one place where
-    raycheck wants that. It also carries the coordinator's handle from `fit` to the workers.
+    raycheck wants that. It also carries the coordinator's handle and the run's URI from `fit` to the workers.
     """
 
-    def __init__(self, coordinator: Any = None) -> None:
+    def __init__(self, coordinator: Any = None, uri: str = "") -> None:
         self.coordinator = coordinator
+        self.uri = uri
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         del run_context
@@ -101,11 +105,11 @@ def train_run_id() -> str:
     return str(context.train_run_context.run_id)
 
 
-def coordinator_from_fit() -> Any:
-    """The coordinator's handle that `raycheck.fit` put on the RunConfig; None under a plain trainer.fit()."""
+def guard_from_fit() -> RunGuard | None:
+    """What `raycheck.fit` put on the RunConfig; None under a plain trainer.fit()."""
     for callback in run_config().callbacks or ():
         if isinstance(callback, RunGuard):
-            return callback.coordinator
+            return callback
     return None
 
 
@@ -137,19 +141,35 @@ def refuse_unsupported(trainer: Any) -> None:
         raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
 
 
-def run_uri(config: Any) -> str:
-    """The run's root: Ray's storage path and run name. Raises ConfigError for a run that could never be resumed."""
+def storage_uri(config: Any) -> str:
+    """Ray's storage path as a URI. Raises ConfigError for a run that could never be resumed."""
     if not config.name or _DEFAULT_NAME.fullmatch(config.name):
         raise ConfigError(
             "RunConfig(name=...) is not set, so Ray makes up a new name each time and nothing could ever resume. "
             "Give the run a name"
         )
     if config.storage_filesystem is not None:
-        raise ConfigError(
-            "RunConfig(storage_filesystem=...) is not supported: raycheck cannot see which bucket is behind it. "
-            "Give storage_path as a URI, with endpoint_override, scheme and region in its query where needed"
-        )
-    return join_uri(str(config.storage_path), config.name)
+        return uri_of(config.storage_filesystem, str(config.storage_path))
+    return str(config.storage_path)
+
+
+def run_uri(config: Any) -> str:
+    """The run's root: Ray's storage path and run name. Raises ConfigError as storage_uri does."""
+    return join_uri(storage_uri(config), config.name)
+
+
+@contextmanager
+def ray_storage(config: Any, uri: str) -> Iterator[None]:
+    """In the block Ray, too, writes to the storage at `uri`, with all its settings."""
+    before = config.storage_path, config.storage_filesystem
+    if uri != storage_uri(config):
+        config.storage_path, config.storage_filesystem = uri, None
+    if config.storage_filesystem is None:
+        config.storage_path, config.storage_filesystem = ray_filesystem(uri) or (config.storage_path, None)
+    try:
+        yield
+    finally:
+        config.storage_path, config.storage_filesystem = before
 
 
 def report_pointer(prefix: str, metrics: dict[str, float]) -> None:

@@ -6,23 +6,64 @@ The protocol in commit.py stands on these verbs alone; a new backend is done whe
 import multiprocessing
 import os
 import random
+import sys
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
+from raycheck.bucket.store.s3_fast import FastS3Store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
+from tests.bucket.conftest import share
 
 WAIT_S = 60.0
 # aiohttp warns of every body over 1 MiB that is bytes: parts are views of the staging buffer, and stay so.
 large_bodies = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
+
+
+S3_SERVERS = {"s3 by s3fs": "s3", "s3 by obstore": "s3", "ministack": "ministack"}
+
+
+@pytest.fixture(
+    params=["memory", "file", "s3 by s3fs", "s3 by obstore", pytest.param("ministack", marks=pytest.mark.slow)]
+)
+def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every backend, S3 with both engines, and on a second server."""
+    if request.param == "memory":
+        return f"memory://{uuid4().hex}"
+    if request.param == "file":
+        return f"file://{tmp_path}/run"
+    if request.param != "s3 by obstore":
+        monkeypatch.setitem(sys.modules, "obstore", None)  # as where it is not installed
+    server = S3_SERVERS[request.param]
+    share(monkeypatch, request.getfixturevalue("s3_client" if server == "s3" else "ministack_client"))
+    return join_uri(request.getfixturevalue(server), uuid4().hex)
+
+
+@pytest.fixture
+def store(uri: str) -> Store:
+    store = open_store(uri)
+    return FreshReader(uri, store) if isinstance(store, FastS3Store) else store
+
+
+class FreshReader(FastS3Store):
+    """Each get as by a process that has not written yet: obstore answers it."""
+
+    def __init__(self, uri: str, like: FastS3Store) -> None:
+        super().__init__(uri, bucket=like._bucket, prefix=like._prefix, settings=like._settings)
+
+    def get(self, key: str) -> Got:
+        self.__dict__.pop("through_s3fs", None)
+        assert self._client is not None
+        return super().get(key)
 
 
 def keys(store: Store, prefix: str) -> list[str]:

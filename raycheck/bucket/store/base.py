@@ -17,7 +17,8 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """Body, version (etag or generation, opaque) and the store's own clock (seconds), from ONE response."""
+    """Body and version (etag or generation, opaque) from ONE response, and the store's own clock (seconds) then, or a
+    moment later. Never a host's clock: ages are differences of this one."""
 
     data: bytes
     version: str

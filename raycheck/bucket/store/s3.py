@@ -16,12 +16,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 import s3fs
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 from fsspec.asyn import get_loop
 
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.bucket.store.credentials import Chain
+from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
+from raycheck.bucket.store.s3_client import session
+from raycheck.bucket.store.s3_errors import translate
+from raycheck.errors import ConflictError, NotFoundError, RaycheckError
+from raycheck.settings import StorageSettings
 
 PART_BYTES = 16 * 1024 * 1024
 MAX_PARTS = 10_000
@@ -33,41 +37,35 @@ T = TypeVar("T")
 
 
 class S3Store(Store):
-    """One bucket and prefix. Settings from the URI's query: endpoint_override, scheme, region."""
+    """One bucket and prefix. `chain` is shared with the engine beside this one, so that both have one identity."""
 
-    def __init__(self, uri: str, *, bucket: str, prefix: str, query: Mapping[str, str]) -> None:
-        unknown = sorted(set(query) - {"endpoint_override", "scheme", "region"})
-        if unknown:
-            raise ConfigError(
-                f"s3://{bucket}/{prefix}: unknown setting {unknown[0]!r}; known: endpoint_override, scheme, region"
-            )
+    def __init__(
+        self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings, chain: Chain | None = None
+    ) -> None:
         self.uri = uri
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        endpoint = query.get("endpoint_override")
-        if endpoint and "://" not in endpoint:
-            endpoint = f"{query.get('scheme', 'https')}://{endpoint}"
-        self._fs = s3fs.S3FileSystem(
-            skip_instance_cache=True,
-            use_listings_cache=False,
-            endpoint_url=endpoint,
-            client_kwargs={"region_name": query["region"]} if "region" in query else {},
-            config_kwargs={
-                "max_pool_connections": 50,
-                "connect_timeout": 10,
-                "retries": {"total_max_attempts": 1},
-                # Bodies are views of the staging buffer, each sent with its CRC-32: botocore must neither validate
-                # nor hash them (it takes only bytes for both).
-                "parameter_validation": False,
-                "request_checksum_calculation": "when_required",
-                "response_checksum_validation": "when_required",
-                "s3": {"payload_signing_enabled": False},
-            },
-        )
+        self._settings = settings
+        self._on_every = on_every_request(settings)
+        self._on_write = on_write(settings)
+        options = s3fs_options(settings, bucket)
+        options["config_kwargs"] |= {
+            "max_pool_connections": 50,
+            "connect_timeout": 10,
+            "retries": {"total_max_attempts": 1},
+            # Bodies are views of the staging buffer, each sent with its CRC-32: botocore must neither validate nor
+            # hash them (it takes only bytes for both).
+            "parameter_validation": False,
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+        }
+        options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
+        self._chain = chain or Chain(settings)
+        self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
     def get(self, key: str) -> Got:
         async def call(client: Any) -> Got:
-            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            answer = await client.get_object(**self._at(key))
             data = await answer["Body"].read()
             return Got(data, answer["ETag"], _date(answer))
 
@@ -76,7 +74,7 @@ class S3Store(Store):
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         async def call(client: Any) -> bytes:
             span = f"bytes={start}-{stop - 1}"
-            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key, Range=span)
+            answer = await client.get_object(**self._at(key), Range=span)
             return bytes(await answer["Body"].read())
 
         if start == stop:
@@ -85,7 +83,7 @@ class S3Store(Store):
 
     def head(self, key: str) -> int:
         async def call(client: Any) -> int:
-            return int((await client.head_object(Bucket=self._bucket, Key=self._prefix + key))["ContentLength"])
+            return int((await client.head_object(**self._at(key)))["ContentLength"])
 
         return self._run(key, call)
 
@@ -114,8 +112,9 @@ class S3Store(Store):
         if size_bytes <= self.part_bytes(size_bytes):
             self.put(key, next(iter(parts), memoryview(b"")))
             return
-        where = {"Bucket": self._bucket, "Key": self._prefix + key}
-        created = self._run(key, lambda client: client.create_multipart_upload(**where, ChecksumAlgorithm="CRC32"))
+        where = self._at(key)
+        begin = where | self._on_write | {"ChecksumAlgorithm": "CRC32"}
+        created = self._run(key, lambda client: client.create_multipart_upload(**begin))
         where["UploadId"] = created["UploadId"]
         sent: list[Future[dict[str, Any]]] = []
         try:
@@ -153,7 +152,7 @@ class S3Store(Store):
             self._put_conditional(key, data, IfMatch=version.strip('"'))
 
     def delete(self, key: str) -> None:
-        self._run(key, lambda client: client.delete_object(Bucket=self._bucket, Key=self._prefix + key))
+        self._run(key, lambda client: client.delete_object(**self._at(key)))
 
     def _put_conditional(self, key: str, data: bytes, **condition: str) -> None:
         """Once: repeating it could only collide with itself."""
@@ -164,16 +163,14 @@ class S3Store(Store):
         self._run(key, call, attempts=1)
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
-        await client.put_object(
-            Bucket=self._bucket,
-            Key=self._prefix + key,
-            Body=data,
-            ChecksumCRC32=_crc_header(data),
-            **condition,
-        )
+        where = self._at(key) | self._on_write | condition
+        await client.put_object(**where, Body=data, ChecksumCRC32=_crc_header(data))
+
+    def _at(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + key, **self._on_every}
 
     def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
-        where: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **more}
+        where = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **self._on_every, **more}
         while True:
             page = self._run(prefix, lambda client: client.list_objects_v2(**where))
             yield page
@@ -199,7 +196,7 @@ class S3Store(Store):
                 client = await self._fs.set_session()
                 return await asyncio.wait_for(call(client), REQUEST_TIMEOUT_S)
             except Exception as error:
-                translated, may_repeat = _translate(self.uri, key, error)
+                translated, may_repeat = translate(self.uri, key, error, self._settings)
                 if not may_repeat or attempt == attempts:
                     raise translated from error
             await asyncio.sleep(random.uniform(0.5, 1.0) * 0.1 * 3**attempt)
@@ -226,34 +223,3 @@ def _date(answer: Mapping[str, Any]) -> float:
     """The bucket's clock. Ages are differences of these, never of a host's clock."""
     header = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     return email.utils.parsedate_to_datetime(header).timestamp() if header else time.time()
-
-
-def _translate(uri: str, key: str, error: Exception) -> tuple[RaycheckError, bool]:
-    """The typed error, and whether an unconditional request may be repeated after it."""
-    if isinstance(error, RaycheckError):
-        return error, False
-    if isinstance(error, ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = error.response.get("Error", {}).get("Code", "")
-        if code == "NoSuchBucket":
-            return ConfigError(f"{uri}: there is no such bucket; create it or correct the name"), False
-        if status == 404:
-            return NotFoundError(f"{uri}: no object {key}"), False
-        if status in (409, 412):
-            return ConflictError(f"{uri}: {key}: refused by its condition ({code})"), False
-        if status == 416:
-            return CorruptError(f"{uri}: {key} is shorter than the range that was asked for"), False
-        if status in (401, 403):
-            return StoreError(
-                f"{uri}: {key}: access denied ({code}). Check the credentials and their permissions; "
-                "S3 also says this for a missing object when s3:ListBucket is not granted"
-            ), False
-        text = f"{uri}: {key}: the store answered {status} {code}"
-        return StoreError(text), status >= 500 or status == 429 or code in ("SlowDown", "RequestTimeout")
-    if isinstance(error, NoCredentialsError):
-        return ConfigError(f"{uri}: no credentials found; set AWS_PROFILE or AWS_ACCESS_KEY_ID and its secret"), False
-    if isinstance(error, TimeoutError):
-        return StoreError(f"{uri}: {key}: no answer in time"), True
-    if isinstance(error, BotoCoreError | OSError):
-        return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True
-    return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True

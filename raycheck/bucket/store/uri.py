@@ -1,59 +1,141 @@
 """From a URI to a store: the scheme picks the backend, the query its settings (pyarrow's names, as Ray takes them).
 
-`s3://bucket/prefix?endpoint_override=127.0.0.1:9000&scheme=http`, `file:///folder`, a plain absolute path,
-`memory://prefix`. Credentials never stand in a URI; they come from the store client's own chain.
+`s3://bucket/prefix?endpoint_override=127.0.0.1:9000&scheme=http`, `gs://bucket/prefix`,
+`az://container/prefix?account_name=me` (also `abfss://container@me.dfs.core.windows.net/prefix`), `file:///folder`, a
+plain absolute path, `memory://prefix`. Credentials never stand in a URI; they come from the store client's own chain.
 """
 
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from raycheck.bucket.store.base import Store
 from raycheck.errors import ConfigError
+from raycheck.settings import ADDRESS_NAMES, StorageSettings, kind_of
 
-SCHEMES = ("s3", "file", "memory")
+SCHEMES = ("s3", "gs", "az", "abfss", "file", "memory")
+_KINDS = ("s3", "gs", "az", "file", "memory")
+_ABFSS = re.compile(r"([^@:/?]+)@([^@:/?.]+)\.dfs\.core\.windows\.net")
 
 
-def open_store(uri: str) -> Store:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """A URI taken apart. bucket: bucket or container, the first segment of memory://, empty for a folder.
+    said: the settings in the URI itself; `settings` has the environment's below them."""
+
+    kind: str
+    bucket: str
+    prefix: str
+    account: str
+    said: StorageSettings
+
+    @property
+    def settings(self) -> StorageSettings:
+        """What holds in this process."""
+        return self.said.over(StorageSettings.from_environment(self.kind))
+
+
+def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
     """The store rooted at `uri`. Opens no connection. Raises ConfigError that says what is wrong with the URI."""
-    if uri.startswith("/"):
-        from raycheck.bucket.store.local import LocalStore
+    if storage is not None:
+        uri = storage.into(uri)
+    at = parse_uri(uri)
+    if at.kind == "s3":
+        return _open_s3(uri, at)
+    if at.kind == "gs":
+        from raycheck.bucket.store.gs import GsStore
 
-        return LocalStore(f"file://{uri}", uri)
+        gs: Store = GsStore(uri, bucket=at.bucket, prefix=at.prefix, settings=at.settings)
+        return gs
+    if at.kind == "az":
+        from raycheck.bucket.store.az import AzStore
+
+        az: Store = AzStore(uri, container=at.bucket, account=at.account, prefix=at.prefix, settings=at.settings)
+        return az
+    if at.kind == "memory":
+        from raycheck.bucket.store.memory import MemoryStore
+
+        return MemoryStore(uri, f"/{at.bucket}/{at.prefix}".rstrip("/"))
+    from raycheck.bucket.store.local import LocalStore
+
+    return LocalStore(uri if "://" in uri else f"file://{uri}", at.prefix)
+
+
+def parse_uri(uri: str) -> Address:
+    """Raises ConfigError that says what is wrong with the URI, and repeats no credentials."""
+    if uri.startswith("/"):
+        return Address(kind="file", bucket="", prefix=uri, account="", said=StorageSettings())
+    bare = uri.partition("?")[0]
     try:
         parts = urlsplit(uri)
     except ValueError as error:
         raise ConfigError(f"{uri}: {error}") from None
     if parts.fragment or uri.endswith("#"):
-        raise ConfigError(f"{uri.partition('?')[0]}: a # has no meaning here; write it as %23")
-    if "@" in uri.partition("?")[0] or (parts.scheme == "s3" and ":" in parts.netloc):
+        raise ConfigError(f"{bare}: a # has no meaning here; write it as %23")
+    kind = kind_of(uri) if "://" in uri else ""
+    abfss = _ABFSS.fullmatch(parts.netloc) if parts.scheme in ("abfs", "abfss") else None
+    if ("@" in bare and (not abfss or "@" in parts.path)) or (kind in ("s3", "gs", "az") and ":" in parts.netloc):
         raise ConfigError("the URI holds credentials: take them out, and use the environment or a profile")
-    bare = uri.partition("?")[0]
+    if kind not in _KINDS:
+        raise ConfigError(f"{uri}: raycheck knows {', '.join(f'{name}://' for name in SCHEMES)} and absolute paths")
     try:
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:
         raise ConfigError(f"{bare}: the settings after ? must be name=value") from None
-    path = unquote(parts.path).strip("/")
-    if parts.scheme == "s3":
-        from raycheck.bucket.store.s3 import S3Store
-
-        if not parts.netloc:
-            raise ConfigError(f"{uri}: name the bucket, as in s3://bucket/runs/my-run")
-        return S3Store(uri, bucket=parts.netloc, prefix=path, query=query)
-    if query:
-        raise ConfigError(f"{bare}: {parts.scheme}:// takes no settings in its query")
-    if parts.scheme == "file":
-        from raycheck.bucket.store.local import LocalStore
-
-        if parts.netloc:
-            raise ConfigError(f"{uri}: write file:///folder with three slashes; {parts.netloc!r} would be a host")
-        return LocalStore(uri, f"/{path}")
-    if parts.scheme == "memory":
-        from raycheck.bucket.store.memory import MemoryStore
-
-        return MemoryStore(uri, f"/{parts.netloc}/{path}".rstrip("/"))
-    raise ConfigError(f"{uri}: raycheck knows {', '.join(f'{name}://' for name in SCHEMES)} and absolute paths")
+    account = query.pop("account_name", "") if kind == "az" else ""
+    said = StorageSettings.from_query(kind, query)
+    bucket, prefix = parts.netloc, unquote(parts.path).strip("/")
+    if kind in ("s3", "gs") and not bucket:
+        raise ConfigError(f"{bare}: name the bucket, as in {kind}://bucket/runs/my-run")
+    if kind == "az":
+        bucket, account = _container(bare, parts.scheme, bucket, account, abfss)
+    if kind == "file":
+        if bucket:
+            raise ConfigError(f"{bare}: write file:///folder with three slashes; {bucket!r} would be a host")
+        prefix = f"/{prefix}"
+    return Address(kind=kind, bucket=bucket, prefix=prefix, account=account, said=said)
 
 
 def join_uri(uri: str, name: str) -> str:
     """`uri` with one more path segment, its query kept: the run's root from Ray's storage path and run name."""
     base, mark, query = uri.partition("?")
     return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
+def is_same_place(one: str, other: str) -> bool:
+    """Whether two URIs name one place in one bucket, whatever their settings."""
+    return _place(one) == _place(other)
+
+
+def _place(uri: str) -> tuple[str, str, str, str]:
+    at = parse_uri(uri)
+    return at.kind, at.account, at.bucket, at.prefix.rstrip("/")
+
+
+def _container(bare: str, scheme: str, bucket: str, account: str, abfss: re.Match[str] | None) -> tuple[str, str]:
+    """Container and account, from either way of writing them, or the account from the environment."""
+    if scheme != "az":
+        if abfss is None:
+            raise ConfigError(f"{bare}: write {scheme}://container@account.dfs.core.windows.net/runs/my-run")
+        return abfss[1], abfss[2]
+    account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    if not bucket or not account:
+        raise ConfigError(
+            f"{bare}: name container and account, as in az://container/runs/my-run?{ADDRESS_NAMES[0]}=me "
+            "(the account also from AZURE_STORAGE_ACCOUNT_NAME)"
+        )
+    return bucket, account
+
+
+def _open_s3(uri: str, at: Address) -> Store:
+    """With the extra `fast`, reads go through obstore. It folds empty path segments, which S3 does not."""
+    settings = at.settings
+    if importlib.util.find_spec("obstore") is not None and "//" not in at.prefix:
+        from raycheck.bucket.store.s3_fast import FastS3Store
+
+        return FastS3Store(uri, bucket=at.bucket, prefix=at.prefix, settings=settings)
+    from raycheck.bucket.store.s3 import S3Store
+
+    return S3Store(uri, bucket=at.bucket, prefix=at.prefix, settings=settings)

@@ -1,0 +1,117 @@
+"""One table: what each setting is called by each client. Imports no client, opens nothing.
+
+| setting        | botocore (s3fs)                      | obstore                                | pyarrow's own URI  |
+|----------------|--------------------------------------|----------------------------------------|--------------------|
+| endpoint       | endpoint_url                         | endpoint, allow_http                   | endpoint_override, |
+|                |                                      |                                        | scheme             |
+| region         | region_name                          | region                                 | region             |
+| profile        | the session's profile                | credential_provider                    | -                  |
+| role_arn       | the session's credentials            | credential_provider                    | -                  |
+| anonymous      | signature UNSIGNED                   | skip_signature                         | -                  |
+| requester_pays | RequestPayer, on every request       | request_payer                          | -                  |
+| encryption     | ServerSideEncryption, on every write | server_side_encryption                 | -                  |
+| kms_key_id     | SSEKMSKeyId, on every write          | sse_kms_key_id                         | -                  |
+| ca_bundle      | verify                               | root_certificate (its bytes)           | tls_ca_file_path   |
+| path_style     | s3.addressing_style                  | virtual_hosted_style_request, and then | -                  |
+|                |                                      | the bucket stands in the endpoint      |                    |
+
+A dash: pyarrow's URI cannot say it, and Ray is given an s3fs file system instead (arrow.py). tests/bucket/test_wire.py
+holds every row to what arrives at a server.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from raycheck.errors import ConfigError
+from raycheck.settings import StorageSettings
+
+SAYABLE_TO_PYARROW: dict[str, set[str]] = {"s3": {"endpoint", "region", "ca_bundle"}, "gs": {"endpoint"}, "az": set()}
+
+
+def uses_path_style(settings: StorageSettings, bucket: str) -> bool:
+    """A dot in a bucket's name would not match the store's wildcard certificate."""
+    if settings.path_style is not None:
+        return settings.path_style
+    return settings.endpoint is not None or "." in bucket
+
+
+def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
+    """Arguments of s3fs.S3FileSystem, less session and credentials. Its `config_kwargs` may be added to."""
+    client: dict[str, Any] = {}
+    if settings.region:
+        client["region_name"] = settings.region
+    if settings.ca_bundle and not settings.is_plain_http:
+        client["verify"] = str(ca_file(settings))
+    style = "path" if uses_path_style(settings, bucket) else "virtual"
+    return {
+        "anon": bool(settings.anonymous),
+        "endpoint_url": settings.endpoint,
+        "requester_pays": bool(settings.requester_pays),
+        "s3_additional_kwargs": on_write(settings),
+        "client_kwargs": client,
+        "config_kwargs": {"s3": {"addressing_style": style}},
+        "use_listings_cache": False,
+    }
+
+
+def on_every_request(settings: StorageSettings) -> dict[str, str]:
+    """Parameters of each botocore call on objects."""
+    return {"RequestPayer": "requester"} if settings.requester_pays else {}
+
+
+def on_write(settings: StorageSettings) -> dict[str, str]:
+    """Parameters of each botocore call that creates an object: put_object and create_multipart_upload."""
+    found = {"ServerSideEncryption": settings.encryption, "SSEKMSKeyId": settings.kms_key_id}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
+    """Arguments of obstore.store.S3Store, less credentials. All that obstore would else take from the environment is
+    given, so that both engines ask the same store. The region must be known by now: obstore follows no redirect."""
+    assert settings.region, "FastS3Store has asked botocore, or reads through s3fs"
+    suffix = ".cn" if settings.region.startswith("cn-") else ""
+    endpoint = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com{suffix}"
+    is_path_style = uses_path_style(settings, bucket)
+    if not is_path_style:
+        scheme, _, host = endpoint.partition("://")
+        endpoint = f"{scheme}://{bucket}.{host}"
+    client: dict[str, Any] = {"allow_http": settings.is_plain_http, "timeout": "60s", "connect_timeout": "10s"}
+    if settings.ca_bundle and not settings.is_plain_http:
+        client["root_certificate"] = ca_file(settings).read_bytes()
+    found = {
+        "endpoint": endpoint.rstrip("/"),
+        "region": settings.region,
+        "virtual_hosted_style_request": not is_path_style,
+        "skip_signature": bool(settings.anonymous),
+        "request_payer": bool(settings.requester_pays),
+        "server_side_encryption": settings.encryption,
+        "sse_kms_key_id": settings.kms_key_id,
+        "client_options": client,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def adlfs_options(settings: StorageSettings, account: str) -> dict[str, Any]:
+    """Arguments of adlfs.AzureBlobFileSystem, less credentials, which adlfs finds itself."""
+    found: dict[str, Any] = {"account_name": account, "anon": bool(settings.anonymous), "use_listings_cache": False}
+    if settings.endpoint:
+        found["account_host"] = settings.endpoint.partition("://")[2]
+    return found
+
+
+def gcsfs_options(settings: StorageSettings) -> dict[str, Any]:
+    """Arguments of gcsfs.GCSFileSystem, less credentials, which gcsfs finds itself."""
+    found: dict[str, Any] = {"requester_pays": bool(settings.requester_pays), "use_listings_cache": False}
+    if settings.anonymous:
+        found["token"] = "anon"  # noqa: S105  the name of a method
+    if settings.endpoint:
+        found["endpoint_url"] = settings.endpoint
+    return found
+
+
+def ca_file(settings: StorageSettings) -> Path:
+    """The CA bundle, which must be there on this node. Raises ConfigError."""
+    path = Path(settings.ca_bundle or "")
+    if not path.is_file():
+        raise ConfigError(f"StorageSettings(ca_bundle): there is no file {path} on this node")
+    return path

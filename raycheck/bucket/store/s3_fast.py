@@ -1,0 +1,156 @@
+"""`s3://` with the extra `fast`: small and large reads go through obstore, all else through s3fs as without it.
+
+What obstore does not answer with an object is asked again through s3fs: it follows redirects to a bucket's region, and
+its errors are translated in one place. So this class decides nothing, and a process that only reads imports neither
+s3fs nor botocore while plain access keys, or none, are in use.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import obstore
+from obstore.store import S3Store as Client
+
+from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_length
+from raycheck.bucket.store.engines import obstore_options
+from raycheck.settings import StorageSettings
+
+if TYPE_CHECKING:
+    from raycheck.bucket.store.credentials import Chain
+
+MAX_RETRIES = 4
+_PLAIN_REGION = "us-east-1"  # what S3 servers at an endpoint of their own are content with
+
+
+class FastS3Store(Store):
+    """An S3Store that reads faster. `through_s3fs` is that store; it is made when it is first needed."""
+
+    def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
+        self.uri = uri
+        self._bucket = bucket
+        self._prefix = prefix
+        self._settings = settings
+
+    @cached_property
+    def through_s3fs(self) -> Store:
+        """Everything but the reading of an object."""
+        from raycheck.bucket.store.s3 import S3Store
+
+        return S3Store(self.uri, bucket=self._bucket, prefix=self._prefix, settings=self._settings, chain=self._chain)
+
+    def get(self, key: str) -> Got:
+        if "through_s3fs" in self.__dict__ or self._client is None:
+            return self.through_s3fs.get(key)  # who has written needs the store's clock, and obstore does not tell it
+        try:
+            answer = obstore.get(self._client, key)
+            data, version = answer.bytes().to_bytes(), answer.meta["e_tag"] or ""
+        except (obstore.exceptions.BaseError, OSError):
+            return self.through_s3fs.get(key)
+        return _Browsed(data, version, lambda: self.through_s3fs.get(key).at)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        if self._client is None or start == stop:
+            return self.through_s3fs.get_range(key, start, stop)
+        try:
+            data = obstore.get_range(self._client, key, start=start, end=stop).to_bytes()
+        except (obstore.exceptions.BaseError, OSError):
+            return self.through_s3fs.get_range(key, start, stop)
+        return check_length(self.uri, key, data, start, stop)
+
+    def head(self, key: str) -> int:
+        if self._client is None:
+            return self.through_s3fs.head(key)
+        try:
+            return obstore.head(self._client, key)["size"]
+        except (obstore.exceptions.BaseError, OSError):
+            return self.through_s3fs.head(key)
+
+    def list_objects(self, prefix: str) -> Iterator[Listed]:
+        return self.through_s3fs.list_objects(prefix)  # obstore shows a folder's marker as an object of its name
+
+    def list_names(self, prefix: str) -> list[str]:
+        return self.through_s3fs.list_names(prefix)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.through_s3fs.put(key, data)
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        self.through_s3fs.put_parts(key, parts, size_bytes)
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return self.through_s3fs.part_bytes(size_bytes)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self.through_s3fs.put_if_absent(key, data)
+
+    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        self.through_s3fs.put_if_match(key, data, version)
+
+    def delete(self, key: str) -> None:
+        self.through_s3fs.delete(key)
+
+    @cached_property
+    def _chain(self) -> "Chain":
+        from raycheck.bucket.store.credentials import Chain
+
+        return Chain(self._settings)
+
+    @cached_property
+    def _client(self) -> Client | None:
+        """obstore's store of this prefix; None where s3fs has to find the region, or to say what is wrong."""
+        settings, options = self._settings, _plain_keys(self._settings)
+        if options is None:
+            from botocore.exceptions import BotoCoreError
+
+            try:
+                settings = self._chain.located()
+            except BotoCoreError:
+                return None
+            options = {} if settings.anonymous else {"credential_provider": self._chain.for_obstore}
+        if settings.region is None and settings.endpoint is not None:
+            settings = settings.over(StorageSettings(region=_PLAIN_REGION))
+        if settings.region is None:
+            return None
+        options |= obstore_options(settings, self._bucket)
+        return Client(self._bucket, prefix=self._prefix or None, retry_config={"max_retries": MAX_RETRIES}, **options)
+
+
+class _Browsed(Got):
+    """An answer whose clock costs another request: obstore does not show the Date header. Who browses never asks."""
+
+    def __init__(self, data: bytes, version: str, clock: Callable[[], float]) -> None:
+        for name, value in (("data", data), ("version", version), ("_clock", clock)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def at(self) -> float:
+        """A moment after the answer, by the store's clock."""
+        clock: Callable[[], float] = self.__dict__["_clock"]
+        return clock()
+
+
+def _plain_keys(settings: StorageSettings) -> dict[str, Any] | None:
+    """Credentials for obstore where botocore would look no further than the environment, be it for them, for the region
+    or for the endpoint. None: ask botocore."""
+    files = (
+        os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"),
+        os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    )
+    if (
+        settings.profile is not None
+        or settings.role_arn is not None
+        or os.environ.get("AWS_PROFILE")
+        or os.environ.get("AWS_CREDENTIAL_EXPIRATION")
+        or any(Path(file).expanduser().exists() for file in files)
+    ):
+        return None
+    if settings.anonymous:
+        return {}
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    key, secret, token = (os.environ.get(name) for name in names)
+    if not key or not secret:
+        return None
+    return {"access_key_id": key, "secret_access_key": secret} | ({"session_token": token} if token else {})

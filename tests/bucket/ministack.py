@@ -1,0 +1,71 @@
+"""ministack, a second and independent S3 server: what only moto accepts is not S3.
+
+It pins botocore, so it lives in a virtual environment of its own beside the repository's, made when it is not there.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VERSION = "1.5.33"
+FOLDER = Path(__file__).parents[2] / ".venv-ministack"
+BUCKET = "raycheck"
+START_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def ministack_server() -> Iterator[str]:
+    """A running server with one empty bucket; yields its URI."""
+    prepare()
+    os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_EC2_METADATA_DISABLED="true")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"BIND_HOST": "127.0.0.1", "MINISTACK_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen([FOLDER / "bin/ministack"], env=os.environ | settings, stdout=log, stderr=log) as server,
+    ):
+        try:
+            wait_until_up(server, log, f"http://127.0.0.1:{port}/{BUCKET}")
+            yield f"s3://{BUCKET}?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        finally:
+            server.kill()
+
+
+def prepare() -> None:
+    """The environment, whole or not at all: its stamp is written last."""
+    stamp = FOLDER / f"ministack-{VERSION}"
+    if stamp.exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True, timeout=120)
+    install = [FOLDER / "bin/python", "-m", "pip", "install", "--quiet", f"ministack=={VERSION}"]
+    subprocess.run(install, check=True, timeout=600)
+    stamp.touch()
+
+
+def wait_until_up(server: subprocess.Popen, log, bucket_url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            request = urllib.request.Request(bucket_url, method="PUT")
+            with urllib.request.urlopen(request, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.1)
+    log.seek(0)
+    raise RuntimeError(f"ministack did not start: {log.read().decode(errors='replace')[-2000:]}")
+
+
+if __name__ == "__main__":
+    prepare()
