@@ -10,6 +10,8 @@ import pytest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
+from tests.azurite import azurite
+from tests.gcs_server import gcs_server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
-    limit = 300 if "ray" in request.keywords else 120
+    limit = 300 if {"ray", "slow"} & set(request.keywords) else 120
     faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -41,14 +43,43 @@ def s3() -> Iterator[str]:
         yield uri
 
 
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[str]:
+    """Endpoint of a server of the GCS API with one bucket; gs:// URIs of this process lead there."""
+    with gcs_server() as endpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[str]:
+    """Connection string of an Azurite with one container; az:// URIs of this process lead there."""
+    with azurite() as connection, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
+        yield connection
+
+
 @pytest.fixture(params=["memory", "file", "s3"])
 def uri(request: pytest.FixtureRequest, tmp_path) -> str:
-    """The root of a run that does not exist yet, on each store."""
+    """The root of a run that does not exist yet, on each store that the protocol's tests run on."""
+    return new_root(request, tmp_path)
+
+
+@pytest.fixture(params=["gs", pytest.param("az", marks=pytest.mark.slow)])
+def cloud_uri(request: pytest.FixtureRequest, tmp_path) -> str:
+    return new_root(request, tmp_path)
+
+
+def new_root(request: pytest.FixtureRequest, tmp_path) -> str:
+    name = uuid4().hex
     if request.param == "memory":
-        return f"memory://{uuid4().hex}"
+        return f"memory://{name}"
     if request.param == "file":
         return f"file://{tmp_path}/run"
-    return join_uri(request.getfixturevalue("s3"), uuid4().hex)
+    if request.param == "s3":
+        return join_uri(request.getfixturevalue("s3"), name)
+    request.getfixturevalue({"gs": "gcs", "az": "azure"}[request.param])
+    return f"{request.param}://raycheck/{name}"
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""The shared `store`, with one difference: all S3 tests of this folder use one s3fs client.
+"""The shared `store`, with one difference: all tests of this folder use one client per cloud.
 
-A botocore client costs 0.1 to 0.2 s of CPU, more than most tests here do with it. Roots differ, so nothing else is
-shared.
+A botocore client costs 0.1 to 0.2 s of CPU, more than most tests here do with it, an Azure client not much less. Roots
+differ, so nothing else is shared.
 """
 
 from collections.abc import Iterator
@@ -31,11 +31,30 @@ def ministack_client(ministack: str):
     return made_by_s3fs(ministack)
 
 
+@pytest.fixture(scope="session")
+def az_client(azure: str):
+    return open_store("az://raycheck/any")._fs
+
+
+@pytest.fixture(scope="session")
+def gs_client(gcs: str):
+    return open_store("gs://raycheck/any")._api
+
+
 @pytest.fixture
 def store(uri: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
     if uri.startswith("s3"):
         share(monkeypatch, request.getfixturevalue("s3_client"))
-    return open_store(uri)
+    store = open_store(uri)
+    share_cloud(store, request)
+    return store
+
+
+def share_cloud(store: Store, request: pytest.FixtureRequest) -> None:
+    if store.uri.startswith("az"):
+        store._fs = request.getfixturevalue("az_client")
+    if store.uri.startswith("gs"):
+        store._api = request.getfixturevalue("gs_client")
 
 
 def made_by_s3fs(uri: str):

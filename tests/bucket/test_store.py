@@ -22,7 +22,8 @@ from raycheck.bucket.store.s3_fast import FastS3Store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError
-from tests.bucket.conftest import share
+from tests.bucket.conftest import share, share_cloud
+from tests.conftest import new_root
 
 WAIT_S = 60.0
 # aiohttp warns of every body over 1 MiB that is bytes: parts are views of the staging buffer, and stay so.
@@ -30,17 +31,16 @@ large_bodies = pytest.mark.filterwarnings("ignore:Sending a large body directly:
 
 
 S3_SERVERS = {"s3 by s3fs": "s3", "s3 by obstore": "s3", "ministack": "ministack"}
+OTHERS = ["memory", "file", "gs", pytest.param("az", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(
-    params=["memory", "file", "s3 by s3fs", "s3 by obstore", pytest.param("ministack", marks=pytest.mark.slow)]
+    params=[*OTHERS, "s3 by s3fs", "s3 by obstore", pytest.param("ministack", marks=pytest.mark.slow)],
 )
 def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every backend, S3 with both engines, and on a second server."""
-    if request.param == "memory":
-        return f"memory://{uuid4().hex}"
-    if request.param == "file":
-        return f"file://{tmp_path}/run"
+    """Every backend, S3 with both engines, and on a second server. The protocol's own tests run on fewer."""
+    if request.param not in S3_SERVERS:
+        return new_root(request, tmp_path)
     if request.param != "s3 by obstore":
         monkeypatch.setitem(sys.modules, "obstore", None)  # as where it is not installed
     server = S3_SERVERS[request.param]
@@ -49,8 +49,9 @@ def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def store(uri: str) -> Store:
+def store(uri: str, request: pytest.FixtureRequest) -> Store:
     store = open_store(uri)
+    share_cloud(store, request)
     return FreshReader(uri, store) if isinstance(store, FastS3Store) else store
 
 
@@ -504,7 +505,7 @@ def _race(uri: str, pipe: Connection) -> None:
 def test_writes_and_deletes_in_one_folder_do_not_disturb_each_other(store):
     """As the probes of several claims do: each on its own object, all under one prefix."""
     racers = 4
-    rounds = 10 if store.uri.startswith("s3") else 300
+    rounds = 300 if store.uri.startswith(("memory", "file")) else 10
     barrier = threading.Barrier(racers)
 
     def run(racer: int) -> None:

@@ -1,0 +1,220 @@
+"""`gs://`: Google Cloud Storage through gcsfs, which supplies the session, the credentials and the event loop.
+
+Requests of the JSON API are made on its session directly: gcsfs turns a refused precondition into FileExistsError, a
+refused permission into text, and repeats conditional writes six times. An object's version is its generation. One
+request writes a small object (multipart: name, checksum and bytes together), a resumable upload a large one: nothing
+is visible before its last chunk, and that one is held back until the source of the parts has ended well.
+"""
+
+import base64
+import email.utils
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
+
+from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
+from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
+from raycheck.bucket.store.remote import PIECE_BYTES, Pieces, RemoteStore, Repeat, optional_import
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.settings import StorageSettings
+
+PART_BYTES = 16 * 1024 * 1024  # chunks of a resumable upload are multiples of 256 KiB
+GET = "storage.objects.get"
+LIST = "storage.objects.list"
+CREATE = "storage.objects.create (and storage.objects.delete where it replaces one)"
+DELETE = "storage.objects.delete"
+
+
+class GsStore(RemoteStore):
+    """One bucket and prefix. Of the settings: endpoint, anonymous, requester_pays, ca_bundle."""
+
+    def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
+        self.uri = uri
+        self._bucket = quote(bucket, safe="")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._api = Api(settings)
+        self._extend_crc: Callable[[int, bytes], int] = optional_import("google_crc32c", extra="gs").extend
+
+    def get(self, key: str) -> Got:
+        async def call(api: Api) -> Got:
+            answer = await api.ask("GET", self._object(key), params={"alt": "media"}, needs=GET)
+            date = answer.headers.get("Date")
+            at = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+            return Got(answer.data, answer.headers["x-goog-generation"], at)
+
+        return self._run(key, call)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        async def call(api: Api) -> bytes:
+            headers = {"Range": f"bytes={start}-{stop - 1}"}
+            answer = await api.ask("GET", self._object(key), params={"alt": "media"}, headers=headers, needs=GET)
+            return answer.data
+
+        if start == stop:
+            return b""
+        return check_length(self.uri, key, self._run(key, call), start, stop)
+
+    def head(self, key: str) -> int:
+        async def call(api: Api) -> int:
+            answer = await api.ask("GET", self._object(key), params={"fields": "size"}, needs=GET)
+            return int(answer.json()["size"])
+
+        return self._run(key, call)
+
+    def list_objects(self, prefix: str) -> Iterator[Listed]:
+        for page in self._pages(prefix, fields="items(name,size),nextPageToken"):
+            for item in page.get("items", []):
+                if item["name"].endswith("/"):
+                    continue  # an empty "folder" object, as consoles make them
+                yield Listed(item["name"][len(self._prefix) :], int(item["size"]))
+
+    def list_names(self, prefix: str) -> list[str]:
+        start = len(self._prefix) + len(prefix)
+        pages = self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken")
+        return [name[start:].rstrip("/") for page in pages for name in page.get("prefixes", [])]
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._run(key, self._insert(key, data, {}))
+
+    def part_bytes(self, size_bytes: int) -> int:
+        del size_bytes  # a resumable upload has no limit of parts
+        return PART_BYTES
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        if size_bytes <= PART_BYTES:
+            self.put(key, next(iter(parts), memoryview(b"")))
+            return
+        upload = self._run(key, partial(self._open_upload, key, size_bytes))
+        flying: Future[None] | None = None
+        try:
+            held, start, crc = memoryview(b""), 0, 0
+            for part in parts:
+                if flying is not None:
+                    flying.result()
+                if held:
+                    flying = self._start(key, partial(upload.send, start, held))
+                start, held, crc = start + len(held), part, self._crc(part, crc)
+            if flying is not None:
+                flying.result()
+            # Only now: the source has ended without an error, and the last chunk makes the object.
+            flying = self._start(key, partial(upload.finish, start, held, f"crc32c={_encoded(crc)}"))
+            flying.result()
+        except BaseException:
+            if flying is not None:
+                wait([flying])  # the buffer is in use until the request that reads it has ended
+            self._abandon(key, upload)
+            raise
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_conditional_size(key, data)
+        self._run_conditional(key, self._insert(key, data, {"ifGenerationMatch": "0"}))
+
+    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        check_conditional_size(key, data)
+        self._run_conditional(key, self._insert(key, data, {"ifGenerationMatch": version}))
+
+    def delete(self, key: str) -> None:
+        async def call(api: Api) -> None:
+            await api.ask("DELETE", self._object(key), needs=DELETE)
+
+        try:
+            self._run(key, call)
+        except NotFoundError:
+            return
+
+    async def _client(self) -> Api:
+        return self._api
+
+    def _object(self, key: str) -> str:
+        return f"/storage/v1/b/{self._bucket}/o/{quote(self._prefix + key, safe='')}"
+
+    def _described(self, key: str, **more: str) -> bytes:
+        # no-store: a publicly readable object is otherwise served from caches for an hour, `latest` too.
+        about = {"name": self._prefix + key, "contentType": "application/octet-stream", "cacheControl": "no-store"}
+        return json.dumps(about | more).encode()
+
+    def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[None]]:
+        """One request that writes one object; the server refuses it when the bytes do not match the checksum."""
+        mark = uuid4().hex
+        about = self._described(key, crc32c=_encoded(self._crc(data)))
+        head = f"--{mark}\r\nContent-Type: application/json\r\n\r\n".encode() + about
+        head += f"\r\n--{mark}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
+        body = Pieces(head, data, f"\r\n--{mark}--\r\n".encode())
+        params = {"uploadType": "multipart", "fields": "generation", **condition}
+        headers = {"Content-Type": f"multipart/related; boundary={mark}"}
+
+        async def call(api: Api) -> None:
+            url = f"/upload/storage/v1/b/{self._bucket}/o"
+            await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
+
+        return call
+
+    async def _open_upload(self, key: str, size_bytes: int, api: Api) -> Upload:
+        answer = await api.ask(
+            "POST",
+            f"/upload/storage/v1/b/{self._bucket}/o",
+            params={"uploadType": "resumable"},
+            headers={"Content-Type": "application/json", "X-Upload-Content-Length": str(size_bytes)},
+            body=Pieces(self._described(key)),
+            needs=CREATE,
+        )
+        return Upload(answer.headers["Location"], size_bytes, CREATE)
+
+    def _abandon(self, key: str, upload: Upload) -> None:
+        try:
+            self._run(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)), attempts=1)
+        except RaycheckError:
+            return  # the error that brought us here matters more; GCS forgets an open upload after a week
+
+    def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
+        params = {"prefix": self._prefix + prefix, **more}
+
+        async def call(api: Api) -> dict[str, Any]:
+            answer = await api.ask("GET", f"/storage/v1/b/{self._bucket}/o", params=params, needs=LIST)
+            return dict(answer.json())
+
+        while True:
+            page = self._run(prefix, call)
+            yield page
+            if not page.get("nextPageToken"):
+                return
+            params["pageToken"] = page["nextPageToken"]
+
+    def _crc(self, data: Buffer, crc: int = 0) -> int:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), PIECE_BYTES):
+            crc = self._extend_crc(crc, bytes(view[at : at + PIECE_BYTES]))  # it takes nothing but bytes
+        return crc
+
+    def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
+        if not isinstance(error, RefusedError):
+            return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
+        text = f"{self.uri}: {key}: the store answered {error.status} {error.message}"
+        if error.is_rate_limit:
+            # One object takes about one write a second, `latest` too. Turned away is not applied, so a conditional
+            # write may be repeated as well; were it applied after all, the repeat is a conflict, judged by effect.
+            return StoreError(text), Repeat.EVERYTHING
+        if error.status == 404 and error.needs in (GET, DELETE) and "bucket does not exist" not in error.message:
+            return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
+        if error.status == 404:
+            return ConfigError(f"{self.uri}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
+        if error.status == 412:
+            return ConflictError(f"{self.uri}: {key}: refused by its condition"), Repeat.NOTHING
+        if error.status == 416:
+            return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+        if error.status in (401, 403):
+            return StoreError(
+                f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
+                f"{LIST} GCS also says this for a missing object. GCS said: {error.message}"
+            ), Repeat.NOTHING
+        may_pass = error.status >= 500 or error.status == 408
+        return StoreError(text), Repeat.UNCONDITIONAL if may_pass else Repeat.NOTHING
+
+
+def _encoded(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

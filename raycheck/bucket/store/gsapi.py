@@ -1,0 +1,187 @@
+"""The JSON API of Google Cloud Storage: one request, one answer, and the chunks of a resumable upload.
+
+Spoken through gcsfs, which finds the credentials and holds the session. Knows HTTP and nothing of keys or of retrying:
+an answer of 400 or more is a RefusedError, and the store says what that means.
+"""
+
+import asyncio
+import json
+import os
+import ssl
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from raycheck.bucket.store.remote import Pieces, optional_import
+from raycheck.errors import ConfigError, StoreError
+from raycheck.settings import StorageSettings
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+
+class RefusedError(Exception):
+    """GCS answered 400 or more. `needs` is the permission that the request takes."""
+
+    def __init__(self, answer: Answer, needs: str) -> None:
+        self.status = answer.status
+        self.needs = needs
+        self.message, reasons = _explained(answer.data)
+        # 403 is the older way of saying 429.
+        self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in reasons)
+        super().__init__(f"{self.status} {self.message}")
+
+
+class Api:
+    """Connected by the first request, not before: finding credentials may ask the machine's metadata server."""
+
+    def __init__(self, settings: StorageSettings) -> None:
+        # gcsfs's default class asks for the bucket's type over gRPC, which an HTTP endpoint never answers.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        self._gcsfs = optional_import("gcsfs.core", extra="gs")
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._fs: Any = None
+        self._tls: ssl.SSLContext | bool = True
+        if settings.ca_bundle:
+            try:
+                self._tls = ssl.create_default_context(cafile=settings.ca_bundle)
+            except OSError as error:
+                raise ConfigError(f"ca_bundle {settings.ca_bundle}: {error}") from error
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        needs: str,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Pieces | None = None,
+        accepts: tuple[int, ...] = (),
+    ) -> Answer:
+        """One request. Raises RefusedError for 400 and above, but for the statuses in `accepts`."""
+        # In threads: both may wait for a token, and nothing else would run on the loop meanwhile.
+        if self._fs is None:
+            await asyncio.to_thread(self._connect)
+        sent = await asyncio.to_thread(self._fs._get_headers, headers)  # noqa: SLF001  gcsfs has no public way
+        sent["Content-Length"] = str(body.size_bytes if body else 0)
+        session = await self._fs._set_session()  # noqa: SLF001
+        async with session.request(
+            method,
+            url if "://" in url else self._fs._location + url,  # noqa: SLF001
+            params={**(params or {}), **self._billed()},
+            headers=sent,
+            data=body,
+            allow_redirects=False,  # 308 is an answer here
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            ssl=self._tls,
+        ) as response:
+            answer = Answer(response.status, response.headers, await response.read())
+        if answer.status >= 400 and answer.status not in accepts:
+            raise RefusedError(answer, needs)
+        return answer
+
+    def _connect(self) -> None:
+        # As Google's own clients have it: an emulator is asked without credentials.
+        is_anonymous = self._settings.anonymous or bool(os.environ.get("STORAGE_EMULATOR_HOST"))
+        errors = optional_import("google.auth.exceptions", extra="gs")
+        with self._lock:
+            if self._fs is not None:
+                return
+            try:
+                self._fs = self._gcsfs.GCSFileSystem(
+                    # Not None: that falls back to no credentials at all, and the bucket's 401 would be the message.
+                    token="anon" if is_anonymous else "google_default",
+                    access="read_write",
+                    endpoint_url=self._settings.endpoint,
+                    skip_instance_cache=True,
+                    use_listings_cache=False,
+                    session_kwargs={"trust_env": True},  # proxies
+                )
+            except errors.DefaultCredentialsError as error:
+                raise ConfigError(
+                    "no Google credentials found: set GOOGLE_APPLICATION_CREDENTIALS, or run "
+                    f"`gcloud auth application-default login` ({error})"
+                ) from error
+
+    def _billed(self) -> dict[str, str]:
+        if not self._settings.requester_pays:
+            return {}
+        if not self._fs.project:
+            raise ConfigError("requester_pays needs a project to bill: set GOOGLE_CLOUD_PROJECT")
+        return {"userProject": self._fs.project}
+
+
+class Upload:
+    """A resumable upload: an object appears when its last byte is there, and not before."""
+
+    def __init__(self, url: str, size_bytes: int, needs: str) -> None:
+        self.url = url
+        self._size_bytes = size_bytes
+        self._needs = needs
+        self._kept = 0  # bytes that GCS said it holds
+        self._is_sure = True  # no request is of unknown outcome
+        self._is_finished = False
+
+    async def finish(self, start: int, part: memoryview, checksum: str, api: Api) -> None:
+        """The last bytes, with the checksum of all: GCS refuses to make an object that does not match it."""
+        await self.send(start, part, api, **{"x-goog-hash": checksum})
+        if not self._is_finished:
+            raise StoreError(f"the parts end at byte {start + len(part)} of {self._size_bytes}")
+
+    async def send(self, start: int, part: memoryview, api: Api, **headers: str) -> None:
+        """The bytes from `start` on. May be repeated: after a broken request it asks first how far GCS came."""
+        stop = start + len(part)
+        while self._kept < stop:
+            if self._is_sure:
+                self._is_sure = False
+                span = f"bytes {self._kept}-{stop - 1}/{self._size_bytes}"
+                answer = await self._put(api, span, headers, Pieces(part[self._kept - start :]))
+            else:
+                answer = await self._put(api, f"bytes */{self._size_bytes}", {}, None)
+            kept = self._kept_after(answer)
+            if not start <= kept <= stop:
+                raise StoreError(f"an upload stands at byte {kept}, not within {start} to {stop}; begin anew")
+            self._kept, self._is_sure = kept, True
+
+    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: Pieces | None) -> Answer:
+        answer = await api.ask(
+            "PUT",
+            self.url,
+            needs=self._needs,
+            headers={**headers, "Content-Range": span, "Content-Type": "application/octet-stream"},
+            body=body,
+            accepts=(404, 410),
+        )
+        if answer.status in (404, 410):
+            raise StoreError("GCS forgot an upload under way; begin anew")
+        return answer
+
+    def _kept_after(self, answer: Answer) -> int:
+        if answer.status != 308:
+            self._is_finished = True
+            return self._size_bytes
+        return int(answer.headers.get("Range", "bytes=0--1").partition("-")[2]) + 1
+
+
+def _explained(data: bytes) -> tuple[str, str]:
+    """Message and reasons of an error's body, which is JSON, or bare text where bytes were asked for."""
+    text = data.decode(errors="replace").strip()
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"]), " ".join(str(item.get("reason")) for item in error.get("errors", ()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text[:500], ""

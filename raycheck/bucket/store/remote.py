@@ -1,0 +1,134 @@
+"""What the stores behind a network share: requests on fsspec's event loop, each with a time-out and repeated here.
+
+A backend says what one request is (`call`, given its client) and what an error means (`_translate`); how often a
+request is sent, and that a conditional write is not sent twice, stands in this file alone. The clients' own retries are
+off: a client that repeats a conditional write collides with itself and reports a rival that does not exist.
+
+Bodies go out as `Pieces`: copies of 256 KiB, so that what a connection still holds when a request has failed is never
+the caller's buffer.
+"""
+
+import asyncio
+import random
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from enum import Enum
+from importlib import import_module
+from types import ModuleType
+from typing import Any, TypeVar
+
+from fsspec.asyn import get_loop
+
+from raycheck.bucket.store.base import Buffer, Store
+from raycheck.errors import ConfigError, RaycheckError, StoreError
+
+ATTEMPTS = 5
+REQUEST_TIMEOUT_S = 60.0
+CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
+PARTS_IN_FLIGHT = 4
+PIECE_BYTES = 256 * 1024
+T = TypeVar("T")
+
+
+class Repeat(Enum):
+    """What may be sent again after an error."""
+
+    NOTHING = "the answer would be the same"
+    UNCONDITIONAL = "it may have been applied: only what can be applied twice"
+    EVERYTHING = "it was turned away unread: a conditional write as well"
+
+
+class RemoteStore(Store):
+    """One bucket and prefix behind a client whose coroutines run on fsspec's loop."""
+
+    @abstractmethod
+    async def _client(self) -> Any:
+        """What each `call` is given."""
+
+    @abstractmethod
+    def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
+        """The typed error, and what may be sent again after it."""
+
+    def _run(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> T:
+        return self._start(key, call, attempts=attempts).result()
+
+    def _run_conditional(self, key: str, call: Callable[[Any], Awaitable[T]]) -> T:
+        """Once, except after an answer that says it was turned away unread."""
+        return asyncio.run_coroutine_threadsafe(
+            self._repeated(key, call, ATTEMPTS, CONDITIONAL_TIMEOUT_S, is_conditional=True), get_loop()
+        ).result()
+
+    def _start(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(
+            self._repeated(key, call, attempts, REQUEST_TIMEOUT_S, is_conditional=False), get_loop()
+        )
+
+    async def _repeated(
+        self, key: str, call: Callable[[Any], Awaitable[T]], attempts: int, timeout_s: float, *, is_conditional: bool
+    ) -> T:
+        for attempt in range(1, attempts + 1):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await call(await self._client())
+            except Exception as error:
+                translated, repeat = self._judge(key, error)
+                may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
+                if not may_repeat or attempt == attempts:
+                    raise translated from error
+            await asyncio.sleep(random.uniform(0.5, 1.0) * 0.1 * 3**attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _judge(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
+        if isinstance(error, RaycheckError):
+            return error, Repeat.NOTHING
+        if isinstance(error, TimeoutError):
+            return StoreError(f"{self.uri}: {key}: no answer in time"), Repeat.UNCONDITIONAL
+        return self._translate(key, error)
+
+
+def send_parts(
+    parts: Iterable[memoryview], start: Callable[[int, memoryview], Future[T]], *, in_flight: int = PARTS_IN_FLIGHT
+) -> list[T]:
+    """`start` each part with its number from 1, so many at a time, pulling the next one while they fly.
+
+    When it raises, every request that was started has ended: the buffer behind the parts is free again.
+    """
+    sent: list[Future[T]] = []
+    try:
+        for number, part in enumerate(parts, 1):
+            sent.append(start(number, part))
+            flying = [future for future in sent if not future.done()]
+            if len(flying) >= in_flight:
+                wait(flying, return_when=FIRST_COMPLETED)
+            for future in sent:
+                if future.done():
+                    future.result()
+        return [future.result() for future in sent]
+    except BaseException:
+        wait(sent)  # each is bounded by its attempts and their time-outs
+        raise
+
+
+class Pieces:
+    """A request's body, as often as it is asked for: aiohttp copies nothing that is over 64 KiB, we must."""
+
+    def __init__(self, *buffers: Buffer) -> None:
+        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(view) for view in self._views)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for view in self._views:
+            for at in range(0, len(view), PIECE_BYTES):
+                yield bytes(view[at : at + PIECE_BYTES])
+
+
+def optional_import(module: str, *, extra: str) -> ModuleType:
+    """A store client that not every user has. Raises ConfigError that says how to get it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{error.name or module} is not installed: pip install 'raycheck[{extra}]'") from error
