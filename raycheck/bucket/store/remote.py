@@ -2,7 +2,8 @@
 
 A backend says what one request is (`call`, given its client) and what an error means (`_translate`); how often a
 request is sent, and that a conditional write is not sent twice, stands in this file alone. The clients' own retries are
-off: a client that repeats a conditional write collides with itself and reports a rival that does not exist.
+off: a client that repeats a conditional write collides with itself and reports a rival that does not exist. (aiohttp
+cannot be told: on a broken connection it sends a PUT once more. So a ConflictError proves no rival; callers look.)
 
 Bodies go out as `Pieces`: copies of 256 KiB, so that what a connection still holds when a request has failed is never
 the caller's buffer.
