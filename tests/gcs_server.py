@@ -61,7 +61,7 @@ class Stored:
     data: bytes
     generation: int
     about: dict
-    updated: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
+    updated: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
 
     def resource(self, bucket: str, name: str) -> dict:
         return {

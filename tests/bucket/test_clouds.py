@@ -17,7 +17,7 @@ from raycheck.bucket.store.gs import GsStore
 from raycheck.bucket.store.remote import ATTEMPTS, PARTS_IN_FLIGHT, send_parts
 from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import prune
-from raycheck.errors import ConfigError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from raycheck.settings import StorageSettings
 from tests.bucket.helpers import Driver, everything
 from tests.faultproxy import FaultProxy, fault_proxy
@@ -414,6 +414,24 @@ def test_a_root_may_hold_any_character(store, uri):
         assert odd.get("x/y").data == name.encode()
         assert [item.key for item in odd.list_objects("x/")] == ["x/y"]
         assert odd.list_names("") == ["x"]
+
+
+@pytest.mark.slow
+def test_a_folder_of_a_hierarchical_namespace_is_not_an_object(azure):
+    """Azure shows such a folder as an empty blob with this mark, and keeps it when its last object has gone."""
+    from azure.storage.blob import ContainerClient
+
+    store = open_store("az://raycheck/folders")
+    store.put("a/full/x", b"1")
+    with ContainerClient.from_connection_string(azure, "raycheck") as container:
+        for name in ("a", "a/full", "a/empty", "a/empty/deeper"):
+            container.upload_blob(f"folders/{name}", b"", metadata={"hdi_isfolder": "true"})
+
+    assert [item.key for item in store.list_objects("")] == ["a/full/x"]
+    assert store.list_names("a/") == ["full"]
+    for read in (store.head, store.get):
+        with pytest.raises(NotFoundError):
+            read("a/full")
 
 
 # --- addresses and credentials ---
