@@ -78,8 +78,11 @@ def new_root(request: pytest.FixtureRequest, tmp_path) -> str:
         return f"file://{tmp_path}/run"
     if request.param == "s3":
         return join_uri(request.getfixturevalue("s3"), name)
-    request.getfixturevalue({"gs": "gcs", "az": "azure"}[request.param])
-    return f"{request.param}://raycheck/{name}"
+    if request.param == "gs":
+        request.getfixturevalue("gcs")
+        return f"gs://raycheck/{name}"
+    request.getfixturevalue("azure")
+    return f"az://raycheck/{name}?account_name=devstoreaccount1"
 
 
 @pytest.fixture

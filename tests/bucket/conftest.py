@@ -33,7 +33,7 @@ def ministack_client(ministack: str):
 
 @pytest.fixture(scope="session")
 def az_client(azure: str):
-    return open_store("az://raycheck/any")._fs
+    return open_store("az://raycheck/any?account_name=devstoreaccount1")._fs
 
 
 @pytest.fixture(scope="session")

@@ -266,7 +266,7 @@ def proxied_az(azure: str, request, monkeypatch):
     address = azure.partition("BlobEndpoint=http://")[2].partition("/")[0]
     with fault_proxy(f"az://raycheck?endpoint_override={address}") as proxy:
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure.replace(address, f"127.0.0.1:{proxy.port}"))
-        yield proxy, open_store(f"az://raycheck/{request.node.name}")
+        yield proxy, open_store(f"az://raycheck/{request.node.name}?account_name=devstoreaccount1")
 
 
 @pytest.mark.slow
@@ -395,7 +395,7 @@ def test_a_listing_of_several_pages_is_complete_on_gs(monkeypatch):
 @pytest.mark.slow
 def test_a_listing_of_several_pages_is_complete_on_az(azure):
     names = [f"name-{i}" for i in range(8)]
-    store = open_store("az://raycheck/pages")
+    store = open_store("az://raycheck/pages?account_name=devstoreaccount1")
     for name in names:
         store.put(f"a/{name}/x", b"1")
 
@@ -421,7 +421,7 @@ def test_a_folder_of_a_hierarchical_namespace_is_not_an_object(azure):
     """Azure shows such a folder as an empty blob with this mark, and keeps it when its last object has gone."""
     from azure.storage.blob import ContainerClient
 
-    store = open_store("az://raycheck/folders")
+    store = open_store("az://raycheck/folders?account_name=devstoreaccount1")
     store.put("a/full/x", b"1")
     with ContainerClient.from_connection_string(azure, "raycheck") as container:
         for name in ("a", "a/full", "a/empty", "a/empty/deeper"):
@@ -500,7 +500,7 @@ def test_an_endpoint_and_a_key_reach_the_account_without_a_connection_string(azu
 @pytest.mark.slow
 def test_a_wrong_azure_key_is_an_access_error_and_not_repeated(azure, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure.replace("AccountKey=", "AccountKey=AAAA"))
-    store = open_store("az://raycheck/denied")
+    store = open_store("az://raycheck/denied?account_name=devstoreaccount1")
 
     began = time.monotonic()
     with pytest.raises(StoreError, match="Storage Blob Data Contributor"):

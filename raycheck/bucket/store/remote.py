@@ -112,7 +112,7 @@ def send_parts(
 
 
 class Pieces:
-    """A request's body, as often as it is asked for: aiohttp copies nothing that is over 64 KiB, we must."""
+    """A request's body, as often as it is asked for."""
 
     def __init__(self, *buffers: Buffer) -> None:
         self._views = [memoryview(buffer).cast("B") for buffer in buffers]
