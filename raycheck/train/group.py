@@ -1,5 +1,6 @@
 """Who a rank is, and how it reaches the coordinator: Ray Train's own answer, or one given by hand."""
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +8,10 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+from raycheck.bucket.layout import LATEST_KEY
+from raycheck.bucket.probe import probe_node
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConfigError, StoreError
+from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.train import ray_names
 from raycheck.train.coordinator import start_coordinator
 
@@ -21,7 +24,8 @@ class Group:
 
     id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the actor's handle.
     broadcast: hands rank 0's value to all ranks, None where there is no such way (then only step triggers work).
-    is_ray_train: whether Ray Train is to be told of commits.
+    is_ray_train: whether Ray Train is to be told of commits. is_first_on_node: the rank that asks what its node may do
+    in the bucket.
     """
 
     id: str
@@ -31,6 +35,7 @@ class Group:
     coordinator: Any
     broadcast: Callable[[Any], Any] | None = None
     is_ray_train: bool = False
+    is_first_on_node: bool = True
 
     @classmethod
     def of_ray_train(cls) -> "Group":
@@ -65,7 +70,29 @@ class Group:
             coordinator=shared[1],
             broadcast=ray_names.broadcast if world_size > 1 else _same,
             is_ray_train=True,
+            is_first_on_node=ray_names.is_first_on_node(),
         )
+
+    def check_node(self) -> None:
+        """Find out, before anything depends on it, whether this node may do all that a run needs.
+
+        Raises ConfigError that names node, verb and missing permission.
+        """
+        if self.is_first_on_node:
+            probe_node(self.store, node=socket.gethostname())
+
+    def check_shared(self) -> None:
+        """After the claim: does this node see what the coordinator wrote? A folder of its own would hold a part of
+        each checkpoint that nobody else can read. Raises ConfigError."""
+        if not self.is_first_on_node:
+            return
+        try:
+            self.store.head(LATEST_KEY)
+        except NotFoundError:
+            raise ConfigError(
+                f"node {socket.gethostname()}: {self.uri} is another place than the driver's: what it wrote is not "
+                "there. Use a bucket, or a folder that all nodes share"
+            ) from None
 
     @cached_property
     def store(self) -> Store:

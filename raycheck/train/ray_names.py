@@ -83,6 +83,12 @@ def rank_and_world_size() -> tuple[int, int]:
     return 0, 1
 
 
+def is_first_on_node() -> bool:
+    """Whether no lower rank of this run is on this node."""
+    context = _context()
+    return context is None or context.get_local_rank() == 0
+
+
 def broadcast(value: T) -> T:
     """Rank 0's value, on every rank. A barrier by actor call: every rank must call it equally often."""
     from ray.train.collective import broadcast_from_rank_zero

@@ -103,9 +103,11 @@ class Checkpointer:
         selection = Selection.of(only, skip)
         self._state.check()
         group = self._group
+        group.check_node()
         claim: Claim = group.ask(
             "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
         )
+        group.check_shared()
         if claim.restore is None:
             self._begin(claim, selection)
             return At(attempt=claim.attempt)
