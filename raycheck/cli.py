@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +20,9 @@ from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair as repair_run
 from raycheck.bucket.rewind import rewind as rewind_run
 from raycheck.bucket.store import open_store
-from raycheck.errors import NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.run import Run, open_run
+from raycheck.settings import StorageSettings
 
 app = typer.Typer(
     help="Checkpoints of Ray Train runs in a bucket: look, verify, go back, repair.",
@@ -31,6 +33,7 @@ app = typer.Typer(
 out = Console(highlight=False)
 Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
 Step = Annotated[int | None, typer.Option(help="Only the checkpoint of this step.")]
 
 
@@ -44,9 +47,9 @@ def main() -> None:
 
 
 @app.command()
-def ls(uri: Uri, as_json: Json = False) -> None:
+def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
     """List a run's committed checkpoints."""
-    run = open_run(uri)
+    run = open_run(uri, _settings(storage))
     if as_json:
         _print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
         return
@@ -61,9 +64,9 @@ def ls(uri: Uri, as_json: Json = False) -> None:
 
 
 @app.command()
-def show(uri: Uri, step: Step = None, as_json: Json = False) -> None:
+def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Show a run and one checkpoint of it (the head, or --step)."""
-    run = open_run(uri)
+    run = open_run(uri, _settings(storage))
     checkpoint = run.head if step is None else run.at_step(step)
     attempts = [
         {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
@@ -89,9 +92,9 @@ def show(uri: Uri, step: Step = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(uri: Uri, step: Step = None, as_json: Json = False) -> None:
+def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Read every object of every checkpoint (or of --step) and compare size and checksum."""
-    run = open_run(uri)
+    run = open_run(uri, _settings(storage))
     checkpoints = run.checkpoints if step is None else (run.at_step(step),)
     if not checkpoints:
         raise NotFoundError(f"{uri}: the run has no committed checkpoint to verify")
@@ -165,6 +168,20 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def _settings(file: Path | None) -> StorageSettings | None:
+    if file is None:
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--storage {file}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--storage {file}: it must hold name: value pairs")
+    return StorageSettings.from_mapping(found)
 
 
 def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:

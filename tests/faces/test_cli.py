@@ -12,6 +12,7 @@ import torch
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.uri import join_uri
 from tests.invariants import assert_invariants
 from tests.shards.saving import save_state
 
@@ -137,3 +138,36 @@ def test_repair_rebuilds_a_lost_latest_and_only_that(run) -> None:
     assert "left out  step-000000003-a1-s1: it has no manifest" in done.stdout
     assert "the next start is attempt 3" in done.stdout
     assert_invariants(store)
+
+
+def test_ls_of_s3_reads_through_obstore_and_loads_neither_s3fs_nor_botocore(s3: str, tmp_path, monkeypatch) -> None:
+    uri = join_uri(s3, tmp_path.name)
+    save_state(open_store(uri), {"model": torch.nn.Linear(4, 3)}, save_number=1, step=3)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    code = (
+        "import sys; from raycheck.cli import app; app(['ls', sys.argv[1], '--json'], standalone_mode=False);"
+        "print({'s3fs', 'fsspec', 'botocore', 'pyarrow', 'yaml', 'torch', 'ray', 'numpy'} & set(sys.modules))"
+    )
+
+    found = subprocess.run([sys.executable, "-c", code, uri], capture_output=True, text=True, check=True, timeout=60)
+
+    listed, _, loaded = found.stdout.strip().rpartition("\n")
+    assert [item["step"] for item in json.loads(listed)] == [3]
+    assert loaded == "set()"
+
+
+def test_settings_from_a_file_reach_the_store(s3: str, tmp_path) -> None:
+    uri, query = join_uri(s3, tmp_path.name).split("?")
+    save_state(open_store(f"{uri}?{query}"), {"model": torch.nn.Linear(4, 3)}, save_number=1, step=3)
+    endpoint = query.partition("endpoint_override=")[2].partition("&")[0]
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(f"endpoint: http://{endpoint}\nregion: us-east-1\n")
+    bad.write_text("secret_key: hush-hush\n")
+
+    found, refused = (raycheck("ls", uri, "--json", "--storage", str(file)) for file in (good, bad))
+
+    assert [item["step"] for item in json.loads(found.stdout)] == [3]
+    assert refused.returncode == 2
+    assert "secret_key" in refused.stderr
+    assert "hush-hush" not in refused.stderr
