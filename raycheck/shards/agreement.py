@@ -29,18 +29,26 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Values:
+    """What of an entry is no tensor. names_crc32: of the names that this rank holds in it. may_differ: ranks may hold
+    different names, as those of a pipeline do. crc32: None for what may differ by nature (a module's extra state)."""
+
+    names_crc32: int
+    may_differ: bool
+    crc32: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """What one rank holds. values: per entry the CRC-32 of what is no tensor; rank_local: entries whose values may
-    differ, since ranks of a pipeline hold different parameters."""
+    """What one rank holds. values: by entry."""
 
     held: tuple[Held, ...]
-    values: Mapping[str, int]
-    rank_local: frozenset[str]
+    values: Mapping[str, Values]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """writers: rank by box. apart: entries whose values are not the same on all ranks, so that each keeps its own."""
+    """writers: rank by box. apart: entries of which ranks hold different parts, so that each keeps its own values."""
 
     writers: Mapping[str, int]
     apart: frozenset[str] = frozenset()
@@ -93,14 +101,22 @@ def _size(copies: Iterable[Held]) -> int:
 
 def _apart(ranks: Sequence[Holdings]) -> frozenset[str]:
     apart = set()
-    for name, crc in ranks[0].values.items():
-        for rank, other in enumerate(ranks):
-            if other.values.get(name) == crc:
-                continue
-            if name not in ranks[0].rank_local:
+    for name in sorted({name for holdings in ranks for name in holdings.values}):
+        found = {rank: holdings.values[name] for rank, holdings in enumerate(ranks) if name in holdings.values}
+        first_with: dict[int, int] = {}  # first rank that holds these names
+        for rank, values in found.items():
+            first = first_with.setdefault(values.names_crc32, rank)
+            if found[first].crc32 != values.crc32:
                 raise ConfigError(
-                    f"state[{name!r}] is not the same on ranks 0 and {rank}. Make it equal on all ranks, or wrap it in "
-                    "raycheck.PerRank to keep each rank's own"
+                    f"state[{name!r}] is not the same on ranks {first} and {rank}. Make it equal on all ranks, or "
+                    "wrap it in raycheck.PerRank to keep each rank's own"
                 )
+        if len(found) < len(ranks) and not all(values.may_differ for values in found.values()):
+            absent = min(set(range(len(ranks))) - set(found))
+            raise ConfigError(
+                f"state[{name!r}] is on rank {min(found)} and not on rank {absent}. Give it to all ranks, or give "
+                "each rank's raycheck.PerRank(value)"
+            )
+        if len(found) < len(ranks) or len(first_with) > 1:
             apart.add(name)
     return frozenset(apart)

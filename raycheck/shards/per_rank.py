@@ -7,6 +7,7 @@ values of ranks that are gone are dropped. The restore report says which it was.
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
@@ -45,7 +46,13 @@ class PerRankPart(Part):
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         del tree
-        return self.encode(self._state(), self._at, tensors)
+        values = [self.encode(self._state(), self._at, tensors)]  # in a list: the value itself may be None
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                raise ConfigError(
+                    f"state at {name} is a DTensor, which is one tensor of all ranks; keep its to_local()"
+                )
+        return values
 
     def prepare(self, saved: SavedPart) -> Named:
         if saved.values is None:
@@ -58,7 +65,7 @@ class PerRankPart(Part):
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is None:
             return
-        value = decode(saved.values, tensors.__getitem__)
+        (value,) = decode(saved.values, tensors.__getitem__)
         if self._owner.is_object:
             self._owner.value.load_state_dict(value)
         else:

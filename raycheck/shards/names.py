@@ -1,0 +1,78 @@
+"""Names of tensors as the plain model has them, so that a checkpoint does not know how the model was wrapped.
+
+DDP and torch.compile around the module are taken off; layers that torch.compile, activation checkpointing and PEFT put
+in between vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+Place = tuple[str, ...]
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DDP and torch.compile."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]  # noqa: SLF001
+        else:
+            return module
+
+
+def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
+    """From a key of this module to the plain model's. Looks at the modules and not at the key alone: a user's own
+    layer may well be called base_layer."""
+    wrappers = set(_wrappers(module, ()))
+
+    def plain(key: str) -> str:
+        kept: Place = ()
+        for step in key.split("."):
+            if (kept, step) not in wrappers:
+                kept = (*kept, step)
+        return ".".join(kept)
+
+    return plain
+
+
+def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor, tuple[str, str]]:
+    """Entry and plain name of every parameter; a tied one has its first name."""
+    named: dict[torch.Tensor, tuple[str, str]] = {}
+    for entry, module in modules.items():
+        inside = unwrapped(module)
+        plain = plain_names(inside)
+        for key, parameter in inside.named_parameters():
+            named.setdefault(parameter, (entry, plain(key)))
+    return named
+
+
+def _wrappers(module: torch.nn.Module, at: Place) -> Iterator[tuple[Place, str]]:
+    """Plain place and own name of each module that only wraps another one."""
+    for name, child in module._modules.items():  # noqa: SLF001  named_children leaves out a shared module's second name
+        if child is None:
+            continue
+        if _is_wrapper(module, name):
+            yield at, name
+            yield from _wrappers(child, at)
+        else:
+            yield from _wrappers(child, (*at, name))
+
+
+def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
+    """Whether `module` is there only to wrap its child `name`. PEFT is known by its attributes, without an import."""
+    match name:
+        case "_orig_mod" | "_checkpoint_wrapped_module":
+            return True
+        case "base_layer":
+            return hasattr(module, "adapter_layer_names")  # a LoRA layer
+        case "original_module":
+            return hasattr(module, "modules_to_save")
+        case "base_model":
+            return hasattr(module, "peft_config")  # a PeftModel
+        case "model":
+            return hasattr(module, "inject_adapter")  # the tuner inside it; prompt tuning has none
+        case _:
+            return False
