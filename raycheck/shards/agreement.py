@@ -17,11 +17,13 @@ first, since every tensor that lies elsewhere costs each reader one more object 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A box of a tensor that other ranks may hold too. crc32: None for what may differ by nature (module buffers)."""
+    """A box of a tensor that other ranks may hold too. shape: of the whole tensor. crc32: None for what may differ by
+    nature (module buffers)."""
 
     box: str
     name: str
     dtype: str
+    shape: tuple[int, ...]
     sizes: tuple[int, ...]
     size_bytes: int
     may_spread: bool
@@ -58,29 +60,33 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
     """Settle it from all ranks' holdings, in order of rank. Raises ConfigError that names a tensor or an entry which
     should be equal on the ranks that hold it, and is not."""
     holders: dict[str, dict[int, Held]] = {}
+    described: dict[str, tuple[int, Held]] = {}
     for rank, holdings in enumerate(ranks):
         for held in holdings.held:
-            holders.setdefault(held.box, {})[rank] = held
-    for copies in holders.values():
-        _refuse_difference(copies)
+            copies = holders.setdefault(held.box, {})
+            copies[rank] = held
+            _refuse_other_form(*described.setdefault(held.name, (rank, held)), rank, held)
+            _refuse_drift(copies, rank)
     return Agreement(writers=_writers(holders), apart=_apart(ranks))
 
 
-def _refuse_difference(copies: Mapping[int, Held]) -> None:
-    (first_rank, first), *others = copies.items()
-    for rank, other in others:
-        if (first.dtype, first.sizes) != (other.dtype, other.sizes):
-            raise ConfigError(
-                f"tensor {first.name} is {first.dtype}{list(first.sizes)} on rank {first_rank} and "
-                f"{other.dtype}{list(other.sizes)} on rank {rank}. Give different tensors different names, or shard "
-                "them with DTensor"
-            )
-        if first.crc32 != other.crc32:
-            raise ConfigError(
-                f"tensor {first.name} is not the same on ranks {first_rank} and {rank}, although it is not sharded. "
-                "Replicas have drifted apart (another seed, a missing all-reduce), or the value is rank-local: then "
-                "wrap its entry in raycheck.PerRank"
-            )
+def _refuse_other_form(first_rank: int, first: Held, rank: int, held: Held) -> None:
+    if (first.dtype, first.shape) != (held.dtype, held.shape):
+        raise ConfigError(
+            f"tensor {held.name} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
+            f"{held.dtype}{list(held.shape)} on rank {rank}. Give different tensors different names, or shard them "
+            "with DTensor"
+        )
+
+
+def _refuse_drift(copies: Mapping[int, Held], rank: int) -> None:
+    first_rank, first = next(iter(copies.items()))
+    if (first.sizes, first.crc32) != (copies[rank].sizes, copies[rank].crc32):
+        raise ConfigError(
+            f"tensor {first.name} is not the same on ranks {first_rank} and {rank}, although it is not sharded between "
+            "them. Replicas have drifted apart (another seed, a missing all-reduce), or the value is rank-local: then "
+            "wrap its entry in raycheck.PerRank"
+        )
 
 
 def _writers(holders: Mapping[str, Mapping[int, Held]]) -> dict[str, int]:

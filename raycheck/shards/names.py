@@ -4,12 +4,12 @@ DDP and torch.compile around the module are taken off; layers that torch.compile
 in between vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-Place = tuple[str, ...]
+_CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -24,15 +24,18 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
-    """From a key of this module to the plain model's. Looks at the modules and not at the key alone: a user's own
-    layer may well be called base_layer."""
-    wrappers = set(_wrappers(module, ()))
+    """From a key of this module to the plain model's. Follows the modules and not the key alone: a user's own layer may
+    well be called model or base_layer."""
 
     def plain(key: str) -> str:
-        kept: Place = ()
+        at: torch.nn.Module | None = module
+        kept = []
         for step in key.split("."):
-            if (kept, step) not in wrappers:
-                kept = (*kept, step)
+            while at is not None and step not in at._modules and _CHECKPOINTED in at._modules:  # noqa: SLF001
+                at = at._modules[_CHECKPOINTED]  # noqa: SLF001  which its state_dict has left out already
+            if at is None or not _is_wrapper(at, step):
+                kept.append(step)
+            at = None if at is None else at._modules.get(step)  # noqa: SLF001
         return ".".join(kept)
 
     return plain
@@ -49,23 +52,11 @@ def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor
     return named
 
 
-def _wrappers(module: torch.nn.Module, at: Place) -> Iterator[tuple[Place, str]]:
-    """Plain place and own name of each module that only wraps another one."""
-    for name, child in module._modules.items():  # noqa: SLF001  named_children leaves out a shared module's second name
-        if child is None:
-            continue
-        if _is_wrapper(module, name):
-            yield at, name
-            yield from _wrappers(child, at)
-        else:
-            yield from _wrappers(child, (*at, name))
-
-
 def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
     """Whether `module` is there only to wrap its child `name`. PEFT is known by its attributes, without an import."""
     match name:
         case "_orig_mod" | "_checkpoint_wrapped_module":
-            return True
+            return name in module._modules  # noqa: SLF001
         case "base_layer":
             return hasattr(module, "adapter_layer_names")  # a LoRA layer
         case "original_module":

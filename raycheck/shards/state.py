@@ -64,6 +64,7 @@ class TrainState:
                     box=piece.box,
                     name=piece.name,
                     dtype=piece.dtype,
+                    shape=piece.shape,
                     sizes=piece.sizes,
                     size_bytes=piece.size_bytes,
                     may_spread=piece.may_spread,
