@@ -32,7 +32,10 @@ class PerRank:
 
 
 class PerRankPart(Part):
-    """Tensors go into this rank's shard under its own number, values into its section of the index."""
+    """Tensors go into this rank's shard under its own number, values into its section of the index.
+
+    The value stands in a list there: it may be None, and nothing that a rank of a pipeline keeps is a list.
+    """
 
     is_per_rank = True
 
@@ -46,7 +49,7 @@ class PerRankPart(Part):
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         del tree
-        values = [self.encode(self._state(), self._at, tensors)]  # in a list: the value itself may be None
+        values = [self.encode(self._state(), self._at, tensors)]
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise ConfigError(

@@ -172,7 +172,11 @@ class TrainState:
                 continue
             if selection.splits(part.name) and not part.can_split:
                 raise ConfigError(f"restore: give {part.name!r} whole; only modules can be restored in part")
-            ranks = {rank: values[part.name] for rank, values in enumerate(index.rank_values) if part.name in values}
+            ranks = {
+                rank: values[part.name]
+                for rank, values in enumerate(index.rank_values)
+                if part.name in values and isinstance(values[part.name], list) == part.is_per_rank
+            }
             if part.is_per_rank:
                 values = ranks.get(self._rank)
             else:

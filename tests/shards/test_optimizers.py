@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
@@ -85,6 +84,8 @@ def test_several_optimizers_resume_to_the_last_bit(memory: Store, make: Callable
 
 def fused(model: nn.Sequential) -> Any:
     """torch's own: the optimizer of a parameter steps as soon as its gradient is there, and frees it."""
+    from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
+
     _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.01})
     return _get_in_backward_optimizers(model)
 
@@ -102,6 +103,7 @@ def hooked(model: nn.Sequential) -> Any:
     return optimizers
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # torch's own, on import
 @pytest.mark.parametrize("make", [fused, hooked], ids=lambda make: make.__name__)
 def test_an_optimizer_in_backward_resumes_to_the_last_bit(memory: Store, make: Callable[[nn.Sequential], Any]):
     one, two = layers(1), layers(2)

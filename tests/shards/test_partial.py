@@ -45,7 +45,7 @@ BODY = (
     "model.body.1.running_var",
     "model.body.1.num_batches_tracked",
 )
-REST = ("model.head_dropout.weight", "model.head_dropout.bias", "model._extra_state")
+REST = ("model._extra_state", "model.head_dropout.weight", "model.head_dropout.bias")
 
 
 def build(seed: int, *, steps: int = 0, **options: Any) -> State:
