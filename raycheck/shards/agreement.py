@@ -17,11 +17,13 @@ first, since every tensor that lies elsewhere costs each reader one more object 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A box of a tensor that other ranks may hold too. crc32: None for what may differ by nature (module buffers)."""
+    """A box of a tensor that other ranks may hold too. shape: of the whole tensor. crc32: None for what may differ by
+    nature (module buffers)."""
 
     box: str
     name: str
     dtype: str
+    shape: tuple[int, ...]
     sizes: tuple[int, ...]
     size_bytes: int
     may_spread: bool
@@ -29,18 +31,26 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Values:
+    """What of an entry is no tensor. names_crc32: of the names that this rank holds in it. may_differ: ranks may hold
+    different names, as those of a pipeline do. crc32: None for what may differ by nature (a module's extra state)."""
+
+    names_crc32: int
+    may_differ: bool
+    crc32: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """What one rank holds. values: per entry the CRC-32 of what is no tensor; rank_local: entries whose values may
-    differ, since ranks of a pipeline hold different parameters."""
+    """What one rank holds. values: by entry."""
 
     held: tuple[Held, ...]
-    values: Mapping[str, int]
-    rank_local: frozenset[str]
+    values: Mapping[str, Values]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """writers: rank by box. apart: entries whose values are not the same on all ranks, so that each keeps its own."""
+    """writers: rank by box. apart: entries of which ranks hold different parts, so that each keeps its own values."""
 
     writers: Mapping[str, int]
     apart: frozenset[str] = frozenset()
@@ -50,29 +60,33 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
     """Settle it from all ranks' holdings, in order of rank. Raises ConfigError that names a tensor or an entry which
     should be equal on the ranks that hold it, and is not."""
     holders: dict[str, dict[int, Held]] = {}
+    described: dict[str, tuple[int, Held]] = {}
     for rank, holdings in enumerate(ranks):
         for held in holdings.held:
-            holders.setdefault(held.box, {})[rank] = held
-    for copies in holders.values():
-        _refuse_difference(copies)
+            copies = holders.setdefault(held.box, {})
+            copies[rank] = held
+            _refuse_other_form(*described.setdefault(held.name, (rank, held)), rank, held)
+            _refuse_drift(copies, rank)
     return Agreement(writers=_writers(holders), apart=_apart(ranks))
 
 
-def _refuse_difference(copies: Mapping[int, Held]) -> None:
-    (first_rank, first), *others = copies.items()
-    for rank, other in others:
-        if (first.dtype, first.sizes) != (other.dtype, other.sizes):
-            raise ConfigError(
-                f"tensor {first.name} is {first.dtype}{list(first.sizes)} on rank {first_rank} and "
-                f"{other.dtype}{list(other.sizes)} on rank {rank}. Give different tensors different names, or shard "
-                "them with DTensor"
-            )
-        if first.crc32 != other.crc32:
-            raise ConfigError(
-                f"tensor {first.name} is not the same on ranks {first_rank} and {rank}, although it is not sharded. "
-                "Replicas have drifted apart (another seed, a missing all-reduce), or the value is rank-local: then "
-                "wrap its entry in raycheck.PerRank"
-            )
+def _refuse_other_form(first_rank: int, first: Held, rank: int, held: Held) -> None:
+    if (first.dtype, first.shape) != (held.dtype, held.shape):
+        raise ConfigError(
+            f"tensor {held.name} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
+            f"{held.dtype}{list(held.shape)} on rank {rank}. Give different tensors different names, or shard them "
+            "with DTensor"
+        )
+
+
+def _refuse_drift(copies: Mapping[int, Held], rank: int) -> None:
+    first_rank, first = next(iter(copies.items()))
+    if (first.sizes, first.crc32) != (copies[rank].sizes, copies[rank].crc32):
+        raise ConfigError(
+            f"tensor {first.name} is not the same on ranks {first_rank} and {rank}, although it is not sharded between "
+            "them. Replicas have drifted apart (another seed, a missing all-reduce), or the value is rank-local: then "
+            "wrap its entry in raycheck.PerRank"
+        )
 
 
 def _writers(holders: Mapping[str, Mapping[int, Held]]) -> dict[str, int]:
@@ -93,14 +107,22 @@ def _size(copies: Iterable[Held]) -> int:
 
 def _apart(ranks: Sequence[Holdings]) -> frozenset[str]:
     apart = set()
-    for name, crc in ranks[0].values.items():
-        for rank, other in enumerate(ranks):
-            if other.values.get(name) == crc:
-                continue
-            if name not in ranks[0].rank_local:
+    for name in sorted({name for holdings in ranks for name in holdings.values}):
+        found = {rank: holdings.values[name] for rank, holdings in enumerate(ranks) if name in holdings.values}
+        first_with: dict[int, int] = {}  # first rank that holds these names
+        for rank, values in found.items():
+            first = first_with.setdefault(values.names_crc32, rank)
+            if found[first].crc32 != values.crc32:
                 raise ConfigError(
-                    f"state[{name!r}] is not the same on ranks 0 and {rank}. Make it equal on all ranks, or wrap it in "
-                    "raycheck.PerRank to keep each rank's own"
+                    f"state[{name!r}] is not the same on ranks {first} and {rank}. Make it equal on all ranks, or "
+                    "wrap it in raycheck.PerRank to keep each rank's own"
                 )
+        if len(found) < len(ranks) and not all(values.may_differ for values in found.values()):
+            absent = min(set(range(len(ranks))) - set(found))
+            raise ConfigError(
+                f"state[{name!r}] is on rank {min(found)} and not on rank {absent}. Give it to all ranks, or give "
+                "each rank's raycheck.PerRank(value)"
+            )
+        if len(found) < len(ranks) or len(first_with) > 1:
             apart.add(name)
     return frozenset(apart)

@@ -8,10 +8,13 @@ from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
 from raycheck.shards.modules import ModulePart
+from raycheck.shards.names import parameter_names
 from raycheck.shards.optimizer import OptimizerPart
 from raycheck.shards.parts import ObjectPart, Part
 from raycheck.shards.per_rank import PerRank, PerRankPart
 from raycheck.shards.selection import OWN_ENTRIES
+
+ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
 
 
 def parts_of(state: Mapping[str, object], *, rank: int) -> list[Part]:
@@ -22,32 +25,39 @@ def parts_of(state: Mapping[str, object], *, rank: int) -> list[Part]:
         if name in entries:
             raise ConfigError(f"state[{name!r}]: two entries have this one name")
         entries[name] = value
-    modules = {name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)}
-    return [_part(name, value, modules, rank) for name, value in entries.items()]
+    parameters = parameter_names({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
+    return [_part(name, value, parameters, rank) for name, value in entries.items()]
 
 
 def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    top = parameter_names({name: value for name, value in state.items() if isinstance(value, torch.nn.Module)})
     for name, value in state.items():
         if not name.isidentifier() or name in OWN_ENTRIES:
             raise ConfigError(f"state[{name!r}]: use a plain name; {' and '.join(OWN_ENTRIES)} are raycheck's own")
-        yield from _nested(name, value)
+        yield from _nested(name, value, top)
 
 
-def _nested(name: str, value: object) -> Iterator[tuple[str, object]]:
+def _nested(name: str, value: object, parameters: ParameterNames) -> Iterator[tuple[str, object]]:
     if isinstance(value, list | tuple) and _is_entry(value):
         value = dict(enumerate(value))
     if type(value) is not dict or not any(_is_entry(item) for item in value.values()):
         yield name, value
         return
     for key, item in value.items():
-        yield from _nested(f"{name}.{str(key).replace('.', '_')}", item)
+        if isinstance(key, torch.Tensor) and key in parameters:  # optimizer in backward: one for each parameter
+            step = parameters[key][1]
+        elif isinstance(key, str | int):
+            step = str(key)
+        else:
+            raise ConfigError(f"state[{name!r}] has a {type(key).__qualname__} as key; use names or numbers")
+        yield from _nested(f"{name}.{step.replace('.', '_')}", item, parameters)
 
 
-def _part(name: str, value: Any, modules: Mapping[str, torch.nn.Module], rank: int) -> Part:
+def _part(name: str, value: Any, parameters: ParameterNames, rank: int) -> Part:
     if isinstance(value, torch.nn.Module):
         return ModulePart(name, value)
     if isinstance(value, Optimizer):
-        return OptimizerPart(name, value, modules)
+        return OptimizerPart(name, value, parameters)
     if isinstance(value, PerRank):
         return PerRankPart(name, value, rank=rank)
     if isinstance(value, torch.utils.data.DataLoader):

@@ -1,18 +1,20 @@
 """Modules as a part of the train state: plain, or under DDP, FSDP2, tensor parallelism, torch.compile or PEFT.
 
-Names are those of the plain model, so that a checkpoint does not know how the model was wrapped. Restored in place.
+Names are those of the plain model (names.py). Restored in place; only what state_dict() makes anew (extra state, the
+tensors of a hook) goes back through load_state_dict. Buffers and extra state may differ from rank to rank, since each
+rank's forward makes its own: those of the first rank that holds them are kept.
 """
 
-from collections.abc import Callable
+import re
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
+from raycheck.shards.names import plain_names, unwrapped
 from raycheck.shards.parts import Named, Part, SavedPart, empty_for
 from raycheck.shards.pieces import memory, piece_of
 
@@ -21,6 +23,7 @@ class ModulePart(Part):
     """A module's parameters, buffers and extra state. Non-persistent buffers are not in it, as in torch."""
 
     may_differ = True
+    compares_values = False
     can_split = True
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
@@ -32,7 +35,8 @@ class ModulePart(Part):
                 "Use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         self._plain = plain_names(self.module)
-        self._parameters = {f"{name}.{self._plain(key)}" for key, _ in self.module.named_parameters()}
+        keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
+        self._parameters = {f"{name}.{self._plain(key)}" for key in keys}
         self._forms: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
 
     def tree(self) -> dict[str, Any]:
@@ -44,7 +48,7 @@ class ModulePart(Part):
             if _is_wrapper(value):
                 names, context = value.__tensor_flatten__()
                 inner = {f".{name}": getattr(value, name) for name in names}
-                self._forms[plain] = f"{type(value).__qualname__}({context!r})"
+                self._forms[plain] = f"{type(value).__qualname__}({_without_addresses(repr(context))})"
             for name, item in inner.items():
                 if plain + name in tree:
                     raise ConfigError(f"state at {self.name}.{plain}{name}: two entries of the module have this name")
@@ -54,30 +58,45 @@ class ModulePart(Part):
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         return {"extra": self.encode(_extra(tree), self.name, tensors), "flattened": self._forms}
 
+    def names(self) -> list[str]:
+        return [f"{self.name}.{key}" for key in self.tree()]
+
     def may_spread(self, name: str) -> bool:
-        return name in self._parameters
+        """True for parameters, also for the tensors that a tensor subclass is made of."""
+        return name in self._parameters or name.rpartition(".")[0] in self._parameters
 
     def is_compared(self, name: str) -> bool:
-        return name in self._parameters  # a buffer (BatchNorm's statistics) is what rank 0's forward made of it
+        return self.may_spread(name)
 
     def prepare(self, saved: SavedPart) -> Named:
         tree = self.tree()
         extra_here = _extra(tree)
-        live = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}
-        live = {name: tensor for name, tensor in live.items() if saved.takes(name)}
+        whole = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}
+        live = {name: tensor for name, tensor in whole.items() if saved.takes(name)}
+        if saved.values is None and not live:
+            saved.missing.append(self.name)
         extra_there, extra = self._saved_extra(saved)
-        tied_to = _ties(live)
+        tied_to = _ties(whole)
+        for name in live:
+            saved.mismatched += [
+                f"{name} is tied to {mate}, which is not to be restored: take both or neither"
+                for mate in tied_to.get(name, ())
+                if mate not in live
+            ]
         same_here = {mate for name in saved.tensors for mate in tied_to.get(name, ())}
         saved.missing += [name for name in live if name not in saved.tensors and name not in same_here]
-        same_there = {saved.place(name) for name in live if name in saved.tensors}
-        saved.unexpected += [
+        same_there = {saved.place(name) for name in live if name in saved.tensors} - {None}
+        saved.not_here(
             name
             for name in saved.tensors
             if name not in live and name not in extra and saved.place(name) not in same_there
-        ]
+        )
         for name in sorted(set(extra_here) ^ set(extra_there)):
             if saved.takes(f"{self.name}.{name}"):
-                (saved.missing if name in extra_here else saved.unexpected).append(f"{self.name}.{name}")
+                if name in extra_here:
+                    saved.missing.append(f"{self.name}.{name}")
+                else:
+                    saved.not_here([f"{self.name}.{name}"])
         self._compare_flattened(saved)
         alike = {name: live[name] for name in live if name in saved.tensors and saved.is_alike(name, live[name])}
         return {**alike, **extra}
@@ -86,55 +105,44 @@ class ModulePart(Part):
         here = set(_extra(self.tree()))
         extra = {
             key: decode(value, tensors.__getitem__)
-            for values in (saved.values or {}, *saved.apart)
-            for key, value in values.get("extra", {}).items()
+            for key, value in _saved_values(saved, "extra").items()
             if key in here and saved.takes(f"{self.name}.{key}")
         }
-        if extra:
-            real = {self._plain(key): key for key in self.module.state_dict()}
-            self.module.load_state_dict({real[key]: value for key, value in extra.items()}, strict=False)
+        own = {
+            tensor.data_ptr()
+            for tensor in (*self.module.parameters(), *self.module.buffers())
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        }
+        given = {}
+        for key in self.module.state_dict():
+            tensor = tensors.get(f"{self.name}.{self._plain(key)}")
+            if self._plain(key) in extra:
+                given[key] = extra[self._plain(key)]
+            elif type(tensor) is torch.Tensor and tensor.numel() and tensor.data_ptr() not in own:
+                given[key] = tensor  # a hook of state_dict made it
+        if given:
+            self.module.load_state_dict(given, strict=False)
 
     def _saved_extra(self, saved: SavedPart) -> tuple[set[str], Named]:
         """Keys of the extra state in the checkpoint, and tensors to read for it."""
-        keys: set[str] = set()
+        values = _saved_values(saved, "extra")
         names: list[str] = []
-        for values in (saved.values or {}, *saved.apart):
-            for key, value in values.get("extra", {}).items():
-                keys.add(key)
-                decode(value, names.append)
-        return keys, {name: empty_for(saved.tensors[name]) for name in names if name in saved.tensors}
+        decode(list(values.values()), names.append)
+        return set(values), {name: empty_for(saved.tensors[name]) for name in names if name in saved.tensors}
 
     def _compare_flattened(self, saved: SavedPart) -> None:
-        for values in (saved.values or {}, *saved.apart):
-            for key, form in values.get("flattened", {}).items():
-                here = self._forms.get(key, form)
-                if saved.takes(f"{self.name}.{key}") and here != form:
-                    saved.mismatched.append(f"{self.name}.{key}: {here} here, {form} saved")
+        for key, form in _saved_values(saved, "flattened").items():
+            here = self._forms.get(key, form)
+            if saved.takes(f"{self.name}.{key}") and here != form:
+                saved.mismatched.append(f"{self.name}.{key}: {here} here, {form} saved")
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DDP and torch.compile."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
-            module = module._orig_mod  # type: ignore[assignment]  # noqa: SLF001
-        else:
-            return module
-
-
-def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
-    """From a key of this module to the plain model's: without what torch.compile, activation checkpointing and PEFT
-    put in between. LoRA's own tensors keep their place beside the layer that they adapt."""
-    is_peft = hasattr(module, "peft_config") and hasattr(module, "base_model")
-
-    def plain(key: str) -> str:
-        key = key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        if is_peft:
-            key = key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
-        return key
-
-    return plain
+def _saved_values(saved: SavedPart, kind: str) -> dict[str, Any]:
+    """By key, of the first rank that held it."""
+    found: dict[str, Any] = {}
+    for values in (saved.values or {}, *saved.apart):
+        found = values.get(kind, {}) | found
+    return found
 
 
 def _extra(tree: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +157,11 @@ def _extra(tree: dict[str, Any]) -> dict[str, Any]:
 def _is_wrapper(value: Any) -> bool:
     """A tensor subclass that names the tensors it is made of. A DTensor is one too, but has a way of its own."""
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and hasattr(value, "__tensor_flatten__")
+
+
+def _without_addresses(text: str) -> str:
+    """An object without a repr of its own is compared by its type: its address is another one in each process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def _ties(live: Named) -> dict[str, list[str]]:

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode
-from raycheck.shards.modules import plain_names, unwrapped
 from raycheck.shards.parts import Named, Part, SavedPart, empty_for
 
 
@@ -21,15 +20,10 @@ class OptimizerPart(Part):
 
     may_differ = True
 
-    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, name: str, optimizer: Optimizer, named: Mapping[torch.Tensor, tuple[str, str]]) -> None:
+        """named: entry and name of each parameter of the state's modules."""
         super().__init__(name)
         self.optimizer = optimizer
-        named: dict[torch.Tensor, tuple[str, str]] = {}
-        for part, module in modules.items():
-            inside = unwrapped(module)
-            plain = plain_names(inside)
-            for key, parameter in inside.named_parameters():
-                named.setdefault(parameter, (part, plain(key)))
         groups = [group["params"] for group in optimizer.param_groups]
         parts = {named[p][0] for group in groups for p in group if p in named}
         self._names = [
@@ -65,6 +59,9 @@ class OptimizerPart(Part):
             "other": self.encode(other, self.name, tensors),
         }
 
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
     def may_spread(self, name: str) -> bool:
         del name
         return True
@@ -78,9 +75,7 @@ class OptimizerPart(Part):
         known = {name for group in values["other"]["param_groups"] for name in group["params"]}
         saved.missing += [f"{self.name}.state.{name}" for name in sorted(set(self._parameters) - known)]
         here = {name for name in self._parameters if name in known}
-        # Ranks of a pipeline hold a share of the parameters each; what no rank of this world holds, nobody can name.
-        if not saved.apart:
-            saved.unexpected += [f"{self.name}.state.{name}" for name in sorted(known - set(self._parameters))]
+        saved.not_here(f"{self.name}.state.{name}" for name in sorted(known - set(self._parameters)))
         self._compare_groups(saved, values, here)
         prefix = f"{self.name}.state."
         wanted: Named = {}
@@ -137,7 +132,8 @@ class OptimizerPart(Part):
         for names, group in zip(self._names, self.optimizer.param_groups, strict=True):
             known = next((saved_group[name] for name in names if name in saved_group), group)
             groups.append({**known, "params": [number[name] for name in names]})
-        packed = own | {number[name]: slots for name, slots in state.items()}
+        # A slot that only this optimizer has stays: the checkpoint may come from before an option was turned on.
+        packed = own | {number[name]: {**own.get(number[name], {}), **slots} for name, slots in state.items()}
         self.optimizer.load_state_dict({**values["other"], "state": packed, "param_groups": groups})
         for name, slots in state.items():
             here = self.optimizer.state[self._parameters[name]]
@@ -148,11 +144,25 @@ class OptimizerPart(Part):
 
 
 def _merged(saved: SavedPart) -> Any:
-    """The values of all ranks as one: they differ where ranks hold different parameters."""
-    merged = {**saved.values, "slots": dict(saved.values["slots"]), "state": dict(saved.values["state"])}
+    """The values of all ranks as one: ranks of a pipeline hold different parameters."""
+    slots, state = dict(saved.values["slots"]), dict(saved.values["state"])
     groups = list(saved.values["other"]["param_groups"])
     for values in saved.apart:
-        merged["slots"] |= values["slots"]
-        merged["state"] |= values["state"]
-        groups += values["other"]["param_groups"]
-    return {**merged, "other": {**saved.values["other"], "param_groups": groups}}
+        slots = values["slots"] | slots
+        state = values["state"] | state
+        groups = _joined(groups, values["other"]["param_groups"])
+    return {**saved.values, "slots": slots, "state": state, "other": {**saved.values["other"], "param_groups": groups}}
+
+
+def _joined(groups: list[Any], more: list[Any]) -> list[Any]:
+    """Another rank's groups, each added to the first one with the same options that it has not extended yet: one
+    process that holds the whole model has them as one group."""
+    joined, free = list(groups), list(range(len(groups)))
+    for group in more:
+        at = next((i for i in free if {**joined[i], "params": ()} == {**group, "params": ()}), None)
+        if at is None:
+            joined.append(group)
+        else:
+            free.remove(at)
+            joined[at] = {**group, "params": list(dict.fromkeys([*joined[at]["params"], *group["params"]]))}
+    return joined

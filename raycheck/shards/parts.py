@@ -5,7 +5,7 @@ the plainest kind, anything with state_dict/load_state_dict; modules.py, optimiz
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,13 @@ class Gathered:
 class Part(ABC):
     """One entry of the state.
 
-    may_differ: ranks may hold different values, as those of a pipeline do; else a difference is an error.
-    is_per_rank: every rank keeps its own tensors and values. can_split: a restore may take a part of it.
+    may_differ: ranks may hold different names, as those of a pipeline do. compares_values: ranks that hold the same
+    names must hold the same values. is_per_rank: every rank keeps its own tensors and values. can_split: a restore may
+    take a part of it.
     """
 
     may_differ = False
+    compares_values = True
     is_per_rank = False
     can_split = False
 
@@ -61,6 +63,10 @@ class Part(ABC):
     @abstractmethod
     def finish(self, saved: "SavedPart", tensors: Named) -> None:
         """Take over values and those tensors that were not read in place."""
+
+    def names(self) -> list[str]:
+        """Places in it that a rank of a pipeline may hold without the others, and that a restore may name."""
+        return [self.name]
 
     def may_spread(self, name: str) -> bool:
         """Whether a replicated tensor of this part is equal on every rank by construction."""
@@ -102,11 +108,11 @@ class SavedPart:
     """What a checkpoint holds of one part, and the differences found on the way.
 
     tensors: those of this part that are to be restored. values: the tree that all ranks share, None when the
-    checkpoint has no such entry; apart: the trees of further ranks whose values were others. place: where a tensor's
-    bytes lie; equal for names that were saved tied. takes: whether a tensor's name is to be restored.
+    checkpoint has no such entry; apart: the trees of ranks that held other names. place: where a tensor's bytes lie;
+    equal for names that were saved tied. takes: whether a tensor's name is to be restored.
 
     missing: here, but not in the checkpoint. unexpected: the other way round. mismatched: on both sides, but not alike.
-    fresh: left as it is by a stated rule.
+    fresh: left as it is by a stated rule. unused: in the checkpoint and, by a stated rule, not for this rank.
     """
 
     def __init__(
@@ -127,6 +133,12 @@ class SavedPart:
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
         self.fresh: list[str] = []
+        self.unused: list[str] = []
+
+    def not_here(self, names: Iterable[str]) -> None:
+        """Record what only the checkpoint has. Ranks of a pipeline hold a share each: what its other ranks wrote, no
+        rank can call superfluous by itself."""
+        (self.unused if self.apart else self.unexpected).extend(names)
 
     def is_alike(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the saved tensor can go into the live one; if not, it is recorded."""

@@ -7,6 +7,7 @@ values of ranks that are gone are dropped. The restore report says which it was.
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
@@ -31,7 +32,10 @@ class PerRank:
 
 
 class PerRankPart(Part):
-    """Tensors go into this rank's shard under its own number, values into its section of the index."""
+    """Tensors go into this rank's shard under its own number, values into its section of the index.
+
+    The value stands in a list there: it may be None, and nothing that a rank of a pipeline keeps is a list.
+    """
 
     is_per_rank = True
 
@@ -45,7 +49,13 @@ class PerRankPart(Part):
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         del tree
-        return self.encode(self._state(), self._at, tensors)
+        values = [self.encode(self._state(), self._at, tensors)]
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                raise ConfigError(
+                    f"state at {name} is a DTensor, which is one tensor of all ranks; keep its to_local()"
+                )
+        return values
 
     def prepare(self, saved: SavedPart) -> Named:
         if saved.values is None:
@@ -58,7 +68,7 @@ class PerRankPart(Part):
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is None:
             return
-        value = decode(saved.values, tensors.__getitem__)
+        (value,) = decode(saved.values, tensors.__getitem__)
         if self._owner.is_object:
             self._owner.value.load_state_dict(value)
         else:

@@ -82,8 +82,10 @@ def piece_of(
             "redistribute it to Shard or Replicate before it is saved"
         )
     local = tensor.to_local()
-    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
-    replicas = [at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()]
+    coordinate = tensor.device_mesh.get_coordinate()  # None on a rank outside the mesh, which holds nothing of it
+    replicas = [
+        at for at, placement in zip(coordinate or (), tensor.placements, strict=False) if placement.is_replicate()
+    ]
     return Piece(
         name=name,
         path=path,
@@ -92,8 +94,8 @@ def piece_of(
         offsets=tuple(boxes[0].offsets) if boxes else (0,) * tensor.dim(),
         sizes=tuple(local.shape),
         is_unique=tensor.device_mesh.size() == world_size,
-        is_first_replica=not any(replicas),
-        may_spread=False,
+        is_first_replica=coordinate is not None and not any(replicas),
+        may_spread=may_spread,
     )
 
 
@@ -108,11 +110,11 @@ def tied(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def memory(piece: Piece) -> tuple[object, ...]:
-    """Equal for two pieces that are one: the same box of the same memory. A box without memory is only itself."""
+    """Equal for two pieces that are one: the same box of the same memory. Boxes without elements have no address;
+    they are known by their storage, so that ranks without rows of a tied weight judge as the others do."""
     local = piece.local
-    if not local.numel():
-        return (piece.name,)
-    return (local.data_ptr(), local.device, local.dtype, local.stride(), piece.shape, piece.offsets, piece.sizes)
+    address = local.data_ptr() if local.numel() else (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001
+    return (address, local.device, local.dtype, local.stride(), piece.shape, piece.offsets, piece.sizes)
 
 
 def mine(pieces: Iterable[Piece], *, rank: int, writers: Mapping[str, int]) -> list[Piece]:

@@ -25,7 +25,11 @@ class Selection:
         for given in (only, skip):
             if isinstance(given, str):
                 raise ConfigError(f"restore: give a list of names, not the string {given!r}")
-        return cls(None if only is None else tuple(sorted(only)), tuple(sorted(skip)))
+        names = cls(None if only is None else tuple(only), tuple(skip))
+        for name in (*(names.only or ()), *names.skip):
+            if not isinstance(name, str):
+                raise ConfigError(f"restore: give names of entries, not a {type(name).__qualname__}")
+        return cls(None if names.only is None else tuple(sorted(names.only)), tuple(sorted(names.skip)))
 
     def __str__(self) -> str:
         """Equal for equal selections; "" when everything is taken. Kept with what is saved after it."""
@@ -53,7 +57,7 @@ class Selection:
         """Raise ConfigError for a name that is nowhere: a typing error must not restore less than was meant."""
         names = [*names, *OWN_ENTRIES]
         for given in (*(self.only or ()), *self.skip):
-            if not any(_covers(given, name) or given == name for name in names):
+            if not any(_covers(given, name) for name in names):
                 entries = sorted({name.partition(".")[0] for name in names})
                 raise ConfigError(
                     f"restore: there is no {given!r} in the state or the checkpoint, which have {entries}"
@@ -65,17 +69,22 @@ EVERYTHING = Selection()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreReport:
-    """What a restore did, by name. missing: live, but not in the checkpoint, and left as it was. unexpected: in the
-    checkpoint, but not here. skipped: left as it was because the caller said so. fresh: the same, by a stated rule."""
+    """What a restore did, by name: entries as a whole, places of a module that was restored in part.
+
+    missing: live, but not in the checkpoint, and left as it was. unexpected: in the checkpoint, but not here. skipped:
+    left as it was because the caller said so. fresh: the same, by a stated rule. unused: in the checkpoint and by a
+    stated rule not for this rank (another pipeline stage's, PerRank values of ranks that are gone).
+    """
 
     restored: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        names = ("restored", "skipped", "missing", "unexpected", "fresh")
+        names = ("restored", "skipped", "missing", "unexpected", "fresh", "unused")
         parts = [f"{name}: {_short(getattr(self, name))}" for name in names if getattr(self, name)]
         return "; ".join(parts) or "nothing was restored"
 

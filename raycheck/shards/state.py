@@ -17,7 +17,7 @@ from raycheck.bucket.index import Index, places
 from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
-from raycheck.shards.agreement import Agreement, Held, Holdings
+from raycheck.shards.agreement import Agreement, Held, Holdings, Values
 from raycheck.shards.entries import parts_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of, tied
@@ -57,26 +57,31 @@ class TrainState:
     def holdings(self) -> Holdings:
         """What this rank holds that others may hold too, with checksums: for agreement.agree."""
         gathered = self._gather()
+        of = {name: part for part, found in zip(self._parts, gathered, strict=True) for name in found.tensors}
         return Holdings(
             held=tuple(
                 Held(
                     box=piece.box,
                     name=piece.name,
                     dtype=piece.dtype,
+                    shape=piece.shape,
                     sizes=piece.sizes,
                     size_bytes=piece.size_bytes,
                     may_spread=piece.may_spread,
-                    crc32=_crc32(piece.local) if part.is_compared(piece.name) else None,
+                    crc32=_crc32(piece.local) if of[piece.name].is_compared(piece.name) else None,
                 )
-                for part, piece in self._pieces(gathered)
+                for piece in self._pieces(gathered)
                 if piece.is_held and not piece.is_unique
             ),
             values={
-                part.name: crc32(json.dumps(found.values, sort_keys=True).encode())
+                part.name: Values(
+                    names_crc32=_crc32_of(sorted(part.names())),
+                    may_differ=part.may_differ,
+                    crc32=_crc32_of(found.values) if part.compares_values else None,
+                )
                 for part, found in zip(self._parts, gathered, strict=True)
                 if not part.is_per_rank
             },
-            rank_local=frozenset(part.name for part in self._parts if part.may_differ),
         )
 
     def settle(self, agreement: Agreement) -> None:
@@ -101,7 +106,7 @@ class TrainState:
             elif part.is_per_rank or part.name in self._agreement.apart:
                 rank_values[part.name] = found.values
                 leaves |= found.leaves
-        own = mine(tied(piece for _, piece in self._pieces(gathered)), rank=self._rank, writers=self._agreement.writers)
+        own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
         staged = self._stager.stage(own, leaves)
         staged.add(values, rank_values)
         return staged
@@ -116,25 +121,16 @@ class TrainState:
         """
         manifest = checkpoint.manifest()
         index = checkpoint.index(manifest)
-        names = [part.name for part in self._parts]
-        selection.check([*names, *index.values, *(tensor.name for tensor in index.tensors)])
+        places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
+        there = {*index.values, *(name for values in index.rank_values for name in values)}
+        saved_tensors = (tensor.name for tensor in index.tensors)
+        selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
         saved = self._saved(index, selection)
         wanted = {part: part.prepare(found) for part, found in saved.items()}
         pieces = self._targets(wanted, saved)
-        there = {*index.values, *(name for values in index.rank_values for name in values)}
-        extra = sorted(name for name in there - {*names, *OWN_ENTRIES} if selection.touches(name))
-        found = list(saved.values())
-        report = RestoreReport(
-            restored=(
-                *(part.name for part, found in saved.items() if found.values is not None),
-                *(name for name in OWN_ENTRIES if selection.takes(name)),
-            ),
-            skipped=tuple(name for name in (*names, *OWN_ENTRIES) if not selection.takes(name)),
-            missing=tuple(line for part in found for line in part.missing),
-            unexpected=(*(line for part in found for line in part.unexpected), *extra),
-            fresh=tuple(line for part in found for line in part.fresh),
-        )
-        _refuse_differences(checkpoint, report, [line for part in found for line in part.mismatched], strict=strict)
+        report = self._report(saved, selection, there)
+        mismatched = [line for found in saved.values() for line in found.mismatched]
+        _refuse_differences(checkpoint, report, mismatched, strict=strict)
         try:
             fetched = read_into(checkpoint.store, manifest.prefixes(), index, pieces)
         except NotFoundError as error:
@@ -153,15 +149,19 @@ class TrainState:
     def _gather(self) -> list[Gathered]:
         return [part.gather() for part in self._parts]
 
-    def _pieces(self, gathered: Sequence[Gathered]) -> list[tuple[Part, Piece]]:
-        found = []
-        for part, own in zip(self._parts, gathered, strict=True):
-            for name, tensor in own.tensors.items():
-                path = own.paths.get(name, (name,))
+    def _pieces(self, gathered: Sequence[Gathered]) -> list[Piece]:
+        """Tied ones drawn together. A rank's own value is never tied to what one rank writes for all."""
+        shared, own = [], []
+        for part, found in zip(self._parts, gathered, strict=True):
+            for name, tensor in found.tensors.items():
+                path = found.paths.get(name, (name,))
                 spread = part.may_spread(name)
                 piece = piece_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
-                found.append((part, replace(piece, is_unique=True) if part.is_per_rank else piece))
-        return found
+                if part.is_per_rank:
+                    own.append(replace(piece, is_unique=True))
+                else:
+                    shared.append(piece)
+        return [*tied(shared), *tied(own)]
 
     def _saved(self, index: Index, selection: Selection) -> dict[Part, SavedPart]:
         """What the checkpoint holds of each part that is to be restored."""
@@ -172,16 +172,53 @@ class TrainState:
                 continue
             if selection.splits(part.name) and not part.can_split:
                 raise ConfigError(f"restore: give {part.name!r} whole; only modules can be restored in part")
-            ranks = [values.get(part.name) for values in index.rank_values]
-            own = ranks[self._rank] if self._rank < len(ranks) else None
+            ranks = {
+                rank: values[part.name]
+                for rank, values in enumerate(index.rank_values)
+                if part.name in values and isinstance(values[part.name], list) == part.is_per_rank
+            }
+            if part.is_per_rank:
+                values = ranks.get(self._rank)
+            else:
+                values = index.values.get(part.name, next(iter(ranks.values()), None))
             saved[part] = SavedPart(
                 {tensor.name: tensor for tensor in index.tensors if tensor.name.startswith(f"{part.name}.")},
-                own if part.is_per_rank else index.values.get(part.name),
-                apart=tuple(values for values in ranks if values is not None),
+                values,
+                apart=tuple(ranks.values()),
                 place=there.get,
                 takes=selection.takes,
             )
+            if part.is_per_rank:
+                saved[part].unused += [f"{part.name}.rank{rank}" for rank in ranks if rank >= self._world_size]
         return saved
+
+    def _report(self, saved: Mapping[Part, SavedPart], selection: Selection, there: set[str]) -> RestoreReport:
+        restored, skipped = [], []
+        for part in self._parts:
+            found = saved.get(part)
+            if found is None:
+                skipped.append(part.name)
+            elif found.values is None:
+                continue  # missing or fresh, which the part has said
+            elif selection.splits(part.name):
+                taken = {name for name in part.names() if selection.takes(name)}
+                restored += [name for name in part.names() if name in taken - set(found.missing)]
+                skipped += [name for name in part.names() if name not in taken]
+            else:
+                restored.append(part.name)
+        for name in OWN_ENTRIES:
+            (restored if selection.takes(name) else skipped).append(name)
+        only_there = sorted(there - {*(part.name for part in self._parts), *OWN_ENTRIES})
+        skipped += [name for name in only_there if not selection.touches(name)]
+        unexpected = [name for name in only_there if selection.touches(name)]
+        return RestoreReport(
+            restored=tuple(restored),
+            skipped=tuple(skipped),
+            missing=tuple(line for found in saved.values() for line in found.missing),
+            unexpected=(*(line for found in saved.values() for line in found.unexpected), *unexpected),
+            fresh=tuple(line for found in saved.values() for line in found.fresh),
+            unused=tuple(line for found in saved.values() for line in found.unused),
+        )
 
     def _targets(self, wanted: Mapping[Part, Named], saved: Mapping[Part, SavedPart]) -> list[Piece]:
         """What to read, each memory once. Two tensors that are tied here but were not when saved are a mismatch."""
@@ -222,8 +259,12 @@ def _progress_values(progress: Progress) -> Any:
 
 def _crc32(tensor: torch.Tensor) -> int:
     """Of the tensor's bytes, row by row."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return crc32(memoryview(cast("Any", flat.view(torch.uint8).numpy()))) if flat.numel() else 0
+
+
+def _crc32_of(values: Any) -> int:
+    return crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def _refuse_differences(

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from uuid import uuid4
 
 import pytest
+import torch.distributed as dist
 
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.bucket.store import open_store
+from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.shards import fsdp
 from tests.shards.ranks import Ranks
@@ -23,6 +25,26 @@ class Saved:
 
 Trained = dict[int, Saved]
 """By the number of ranks that saved."""
+
+
+@pytest.fixture
+def memory() -> Store:
+    """One store for what does not depend on the store."""
+    return open_store(f"memory://{uuid4().hex}")
+
+
+@pytest.fixture
+def files(tmp_path) -> Store:
+    """A store that processes share."""
+    return open_store(f"file://{tmp_path}/run")
+
+
+@pytest.fixture
+def group_of_one(tmp_path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "rendezvous"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,16 @@
 """Reports that do not fit together never become a checkpoint."""
 
 from dataclasses import replace
-from uuid import uuid4
 
 import pytest
 import torch
 
-from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.state import Progress, TrainState
 from tests.invariants import assert_invariants
 from tests.shards.saving import upload
-
-
-@pytest.fixture
-def memory() -> Store:
-    return open_store(f"memory://{uuid4().hex}")
 
 
 def reports(store: Store, *states: dict[str, object]) -> list[Report]:

@@ -5,13 +5,12 @@ import math
 import random
 import warnings
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.selection import Selection
 from raycheck.shards.state import Progress, TrainState
@@ -28,12 +27,6 @@ from raycheck.train.data import Batches
 from tests.shards.saving import restore_state, save, save_state
 
 State = dict[str, Any]
-
-
-@pytest.fixture
-def memory(tmp_path) -> Store:
-    """One store for what does not depend on the store."""
-    return open_store(f"memory://{tmp_path.name}-{random.SystemRandom().getrandbits(64):x}")
 
 
 # --- modules ---
@@ -101,14 +94,6 @@ def test_extra_state_that_is_a_tensor_comes_back(memory: Store, size: int):
     restore_state(save_state(memory, {"model": one}), {"model": two})
 
     assert (two.count, two.size) == (7, 4)
-
-
-@pytest.fixture
-def group_of_one(tmp_path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "rendezvous"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # importing inductor uses torch's own deprecated names

@@ -1,0 +1,69 @@
+"""Names of tensors as the plain model has them, so that a checkpoint does not know how the model was wrapped.
+
+DDP and torch.compile around the module are taken off; layers that torch.compile, activation checkpointing and PEFT put
+in between vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DDP and torch.compile."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]  # noqa: SLF001
+        else:
+            return module
+
+
+def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
+    """From a key of this module to the plain model's. Follows the modules and not the key alone: a user's own layer may
+    well be called model or base_layer."""
+
+    def plain(key: str) -> str:
+        at: torch.nn.Module | None = module
+        kept = []
+        for step in key.split("."):
+            while at is not None and step not in at._modules and _CHECKPOINTED in at._modules:  # noqa: SLF001
+                at = at._modules[_CHECKPOINTED]  # noqa: SLF001  which its state_dict has left out already
+            if at is None or not _is_wrapper(at, step):
+                kept.append(step)
+            at = None if at is None else at._modules.get(step)  # noqa: SLF001
+        return ".".join(kept)
+
+    return plain
+
+
+def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor, tuple[str, str]]:
+    """Entry and plain name of every parameter; a tied one has its first name."""
+    named: dict[torch.Tensor, tuple[str, str]] = {}
+    for entry, module in modules.items():
+        inside = unwrapped(module)
+        plain = plain_names(inside)
+        for key, parameter in inside.named_parameters():
+            named.setdefault(parameter, (entry, plain(key)))
+    return named
+
+
+def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
+    """Whether `module` is there only to wrap its child `name`. PEFT is known by its attributes, without an import."""
+    match name:
+        case "_orig_mod" | "_checkpoint_wrapped_module":
+            return name in module._modules  # noqa: SLF001
+        case "base_layer":
+            return hasattr(module, "adapter_layer_names")  # a LoRA layer
+        case "original_module":
+            return hasattr(module, "modules_to_save")
+        case "base_model":
+            return hasattr(module, "peft_config")  # a PeftModel
+        case "model":
+            return hasattr(module, "inject_adapter")  # the tuner inside it; prompt tuning has none
+        case _:
+            return False

@@ -1,0 +1,246 @@
+"""Whatever shape a training has, its checkpoint goes into any other: meshes of two dimensions, every pair of world
+sizes, pipelines and experts whose ranks hold different keys."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import Replicate, Shard
+
+from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.layout import component_prefix
+from raycheck.bucket.store import Store
+from raycheck.errors import StateMismatchError
+from raycheck.shards.state import COMPONENT, Progress, TrainState
+from tests.shards import fsdp, shapes
+from tests.shards.fakes import check_restore, save_played
+from tests.shards.ranks import Ranks
+from tests.shards.saving import agreed, claimed, committed, restore_state, save, save_state
+
+
+def save_by(ranks: Ranks, store: Store, kind: str) -> tuple[Checkpoint, list[fsdp.Tensors], list[fsdp.Tensors]]:
+    """What four ranks trained, with each rank's tensors at the save and one step after it."""
+    name = claimed(store, world_size=4, step=shapes.PROGRESS.step)
+    answers = ranks.run(shapes.save_trained, 4, kind, store.uri, name)
+    checkpoint = committed(store, name, [answer[0] for answer in answers], progress=shapes.PROGRESS)
+    return checkpoint, [answer[1] for answer in answers], [answer[2] for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "fsdp x tensor parallel", "replicas x tensor parallel"])
+def test_a_mesh_of_two_by_two_real_ranks_is_saved_once_and_restored_anywhere(files: Store, ranks: Ranks, kind: str):
+    checkpoint, (expected, *_), (after, *_) = save_by(ranks, files, kind)
+
+    same_mesh = ranks.run(shapes.load, 4, kind, files.uri, checkpoint.entry)
+    two_ranks = ranks.run(shapes.load, 2, "fsdp", files.uri, checkpoint.entry)
+    place = f"{files.uri.removeprefix('file://')}/{component_prefix(checkpoint.entry.key, COMPONENT)}"
+    by_stock = ranks.run(shapes.load_by_stock_torch, 2, "fsdp", FileSystemReader, place)
+    plain = shapes.build("plain", 1, seed=3)
+    restore_state(checkpoint, plain)
+
+    assert payload_bytes(checkpoint) == sum(tensor.nbytes for tensor in expected.values())
+    for restored, one_step_on, _ in same_mesh:
+        fsdp.assert_same(restored, expected)
+        fsdp.assert_same(one_step_on, after)
+    for restored, _, report in two_ranks:
+        fsdp.assert_same(restored, expected)
+        assert report.restored == ("model", "optimizer", "progress", "rng")
+    for restored in by_stock:
+        fsdp.assert_same(restored, expected)
+    fsdp.assert_same(shapes.full(plain), expected)
+
+
+def test_a_pipeline_of_sharded_stages_is_restored_as_it_was_and_whole(files: Store, ranks: Ranks):
+    checkpoint, expected, after = save_by(ranks, files, "pipeline")
+
+    same = ranks.run(shapes.load, 4, "pipeline", files.uri, checkpoint.entry)
+    plain = shapes.build("plain", 1, seed=3)
+    restore_state(checkpoint, plain)
+
+    for rank, (restored, one_step_on, report) in enumerate(same):
+        fsdp.assert_same(restored, expected[rank])
+        fsdp.assert_same(one_step_on, after[rank])
+        assert report.missing == report.unexpected == ()
+        assert ("model.tail.weight" in report.unused) == (rank < 2)
+        assert ("optimizer.state.up.weight" in report.unused) == (rank >= 2)
+    everything = shapes.full(plain)
+    assert everything.keys() == expected[0].keys() | expected[2].keys()
+    fsdp.assert_same(everything, {name: (expected[0] | expected[2])[name] for name in everything})
+
+
+# --- the matrix ---
+
+PAIRS = [(saving, loading) for saving in range(1, 5) for loading in range(1, 5)]
+
+
+def matrix_weights() -> dict[str, torch.Tensor]:
+    """Sizes that every world divides, that none does, and that are smaller than the world; and one replicated."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = {"even": (12, 24), "uneven": (7, 11), "small": (2, 3), "single": (1, 1), "tall": (13, 1), "wide": (1, 13)}
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("saving", "loading"), PAIRS)
+def test_every_pair_of_world_sizes_reshards_on_both_dimensions(memory: Store, saving: int, loading: int, dim: int):
+    weights = matrix_weights()
+    layout = {name: [Shard(dim)] for name in weights}
+    other = {name: [Shard(1 - dim)] for name in weights} | {"uneven": [Replicate()]}
+
+    checkpoint = save_played(memory, weights, world_size=saving, layout=layout)
+
+    check_restore(checkpoint, weights, world_size=loading, layout=layout)
+    check_restore(checkpoint, weights, world_size=loading, layout=other)
+
+
+# --- ranks that hold different keys ---
+
+
+def stages(seed: int) -> list[shapes.State]:
+    """A pipeline of two, each with its own optimizer, and a part that both hold."""
+    model = shapes.whole(seed)
+    shared = nn.Linear(2, 2)
+    return [
+        adam_over(nn.ModuleDict({"up": model.up, "shared": shared})),
+        adam_over(nn.ModuleDict({"down": model.down, "tail": model.tail, "shared": copy.deepcopy(shared)})),
+    ]
+
+
+def joined(seed: int) -> shapes.State:
+    model = shapes.whole(seed)
+    parts = {"up": model.up, "down": model.down, "tail": model.tail, "shared": nn.Linear(2, 2)}
+    return adam_over(nn.ModuleDict(parts))
+
+
+def adam_over(model: nn.Module) -> shapes.State:
+    """Two groups, with the biases apart."""
+    weights = [parameter for name, parameter in model.named_parameters() if name.endswith("weight")]
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    groups = [{"params": weights, "lr": 0.1}, {"params": biases, "lr": 0.2, "weight_decay": 0.0}]
+    return {"model": model, "optimizer": torch.optim.AdamW(groups)}
+
+
+def step(*states: shapes.State) -> None:
+    for state in states:
+        for name, parameter in state["model"].named_parameters():
+            torch.manual_seed(len(name))  # what ranks share gets the same gradient
+            parameter.grad = torch.randn(parameter.shape)
+        state["optimizer"].step()
+
+
+def save_ranks(store: Store, states: list[shapes.State]) -> Checkpoint:
+    ranks = agreed([TrainState(state, rank=rank, world_size=len(states)) for rank, state in enumerate(states)])
+    return save(store, [rank.stage(Progress(step=1)) for rank in ranks])
+
+
+def test_stages_of_a_pipeline_restore_as_they_were_swapped_and_as_one_model(memory: Store):
+    saved = stages(1)
+    step(*saved)
+    expected = shapes.full(saved[0]) | shapes.full(saved[1])
+
+    checkpoint = save_ranks(memory, saved)
+    again, swapped, one = stages(2), stages(3)[::-1], joined(4)
+    for rank in range(2):
+        TrainState(again[rank], rank=rank, world_size=2).apply(checkpoint)
+        TrainState(swapped[rank], rank=rank, world_size=2).apply(checkpoint)
+    restore_state(checkpoint, one)
+
+    assert payload_bytes(checkpoint) == sum(tensor.nbytes for tensor in expected.values())
+    for rank in range(2):
+        fsdp.assert_same(shapes.full(again[rank]), shapes.full(saved[rank]))
+        fsdp.assert_same(shapes.full(swapped[rank]), shapes.full(saved[1 - rank]))
+    found = shapes.full(one)
+    fsdp.assert_same(found, {name: expected[name] for name in found})
+    assert found.keys() == expected.keys()
+    assert [group["lr"] for group in one["optimizer"].param_groups] == [0.1, 0.2]
+    step(*saved, one)
+    found = shapes.full(one)
+    expected = shapes.full(saved[0]) | shapes.full(saved[1])
+    fsdp.assert_same(found, {name: expected[name] for name in found})
+
+
+def test_a_whole_model_goes_into_stages_when_told_that_they_hold_less(memory: Store):
+    one = joined(1)
+    step(one)
+    checkpoint = save_state(memory, one)
+
+    for rank, stage in enumerate(stages(2)):
+        with pytest.raises(StateMismatchError, match=r"only in the checkpoint: model\.(up|down)\."):
+            TrainState(stage, rank=rank, world_size=2).apply(checkpoint)
+        report = TrainState(stage, rank=rank, world_size=2).apply(checkpoint, strict=False).report
+
+        found = shapes.full(stage)
+        fsdp.assert_same(found, {name: shapes.full(one)[name] for name in found})
+        here = {name for name in found if name.startswith("model.")}
+        assert set(report.unexpected) >= {n for n in shapes.full(one) if n.startswith("model.")} - here
+
+
+def test_a_new_parameter_of_a_stage_is_missed_although_other_stages_hold_other_names(memory: Store):
+    checkpoint = save_ranks(memory, stages(1))
+    later = stages(2)
+    later[1]["model"]["new"] = nn.Linear(1, 1)
+    before = shapes.full(later[1])
+
+    with pytest.raises(StateMismatchError, match=r"missing in the checkpoint: model\.new\.weight"):
+        TrainState(later[1], rank=1, world_size=2).apply(checkpoint)
+
+    fsdp.assert_same(shapes.full(later[1]), before)
+
+
+def test_an_entry_that_only_one_stage_has_is_kept(memory: Store):
+    def build(seed: int) -> list[shapes.State]:
+        torch.manual_seed(seed)
+        critic = nn.Linear(3, 1)
+        return [
+            {"actor": nn.Linear(2, 2)},
+            {"critic": critic, "its_optimizer": torch.optim.SGD(critic.parameters(), lr=0.1 * seed, momentum=0.9)},
+        ]
+
+    saved, again, one = build(1), build(2), build(3)
+    saved[1]["critic"](torch.ones(1, 3)).sum().backward()
+    saved[1]["its_optimizer"].step()
+
+    checkpoint = save_ranks(memory, saved)
+    reports = [
+        TrainState(state, rank=r, world_size=2).apply(checkpoint, strict=False).report for r, state in enumerate(again)
+    ]
+    restore_state(checkpoint, one[0] | one[1])
+
+    assert reports[1].restored == ("critic", "its_optimizer", "progress", "rng")
+    for found in (again[1], one[1]):
+        assert torch.equal(found["critic"].weight, saved[1]["critic"].weight)
+        state, expected = found["its_optimizer"].state_dict(), saved[1]["its_optimizer"].state_dict()
+        assert state["param_groups"] == expected["param_groups"]
+        assert torch.equal(state["state"][0]["momentum_buffer"], expected["state"][0]["momentum_buffer"])
+
+
+def test_experts_of_each_rank_are_kept_beside_a_router_that_is_written_once(memory: Store):
+    def build(seed: int, experts: range) -> shapes.State:
+        torch.manual_seed(seed)
+        router = nn.Linear(4, 4)
+        held = nn.ModuleDict()
+        for number in experts:
+            torch.manual_seed(100 * seed + number)
+            held[str(number)] = nn.Linear(4, 4)
+        return adam_over(nn.ModuleDict({"router": router, "experts": held}))
+
+    saved = [build(1, range(2)), build(1, range(2, 4))]
+    step(*saved)
+    expected = shapes.full(saved[0]) | shapes.full(saved[1])
+
+    checkpoint = save_ranks(memory, saved)
+    spread = [build(2, range(rank, rank + 1)) for rank in range(4)]
+    for rank, state in enumerate(spread):
+        TrainState(state, rank=rank, world_size=4).apply(checkpoint)
+
+    assert payload_bytes(checkpoint) == sum(tensor.nbytes for tensor in expected.values())
+    for state in spread:
+        found = shapes.full(state)
+        fsdp.assert_same(found, {name: expected[name] for name in found})
+
+
+def payload_bytes(checkpoint: Checkpoint) -> int:
+    """Of distinct records: a tied tensor's second name has the same one."""
+    chunks = checkpoint.index(checkpoint.manifest()).chunks
+    return sum({(chunk.rank, chunk.record_offset): chunk.payload_size for chunk in chunks}.values())
