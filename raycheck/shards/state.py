@@ -16,6 +16,7 @@ from raycheck.bucket.checksum import crc32
 from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
+from raycheck.shards.assets import FilesPart, assets_of, has_files
 from raycheck.shards.optimizer import OptimizerPart
 from raycheck.shards.parts import ModulePart, ObjectPart, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of
@@ -42,6 +43,7 @@ class TrainState:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self._parts = _parts_of(state)
+        self._assets = assets_of(state)
         self._rank = rank
         self._world_size = world_size
         self._stager = Stager(COMPONENT, rank)
@@ -50,7 +52,7 @@ class TrainState:
         """Copy this rank's shard into the buffer. Live state may change again when it returns (on an accelerator:
         by work enqueued from then on). Raises ConfigError, naming the path, for what cannot be saved."""
         pieces: list[Piece] = []
-        values: dict[str, Any] = {"progress": _progress_values(progress)}
+        values: dict[str, Any] = {"progress": _progress_values(progress), "assets": self._assets}
         leaves: dict[str, tuple[tuple[str | int, ...], object]] = {}
         for part in self._parts:
             own_pieces, values[part.name], own_leaves = part.gather()
@@ -78,7 +80,7 @@ class TrainState:
         index = checkpoint.index(manifest)
         saved = [SavedPart(part.name, index) for part in self._parts]
         wanted = [part.prepare(found) for part, found in zip(self._parts, saved, strict=True)]
-        extra = sorted(set(index.values) - {part.name for part in self._parts} - {"progress"})
+        extra = sorted(set(index.values) - {part.name for part in self._parts} - {"progress", "assets"})
         _refuse_differences(checkpoint, saved, [] if only_mine else extra)
         pieces = [
             piece_of(name, (name,), tensor, may_spread=False) for tensors in wanted for name, tensor in tensors.items()
@@ -136,8 +138,8 @@ def _parts_of(state: Mapping[str, object]) -> list[Part]:
 
 
 def _part(name: str, value: object, modules: Mapping[str, torch.nn.Module]) -> Part:
-    if not name.isidentifier() or name in ("rng", "progress"):
-        raise ConfigError(f"state[{name!r}]: use a plain name; 'rng' and 'progress' are raycheck's own")
+    if not name.isidentifier() or name in ("rng", "progress", "assets"):
+        raise ConfigError(f"state[{name!r}]: use a plain name; 'rng', 'progress' and 'assets' are raycheck's own")
     if isinstance(value, torch.nn.Module):
         return ModulePart(name, value)
     if isinstance(value, Optimizer):
@@ -149,4 +151,6 @@ def _part(name: str, value: object, modules: Mapping[str, torch.nn.Module]) -> P
         )
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return ObjectPart(name, value)
+    if has_files(value):
+        return FilesPart(name, value)
     raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict")
