@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
-    from raycheck.run import Run, open_checkpoint, open_run
+    from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import SaveSettings
     from raycheck.train.coordinator import start_coordinator
     from raycheck.train.data import Batches
@@ -41,7 +41,7 @@ _HOMES = {
         "StoreError",
         "SupersededError",
     ),
-    "raycheck.run": ("Run", "open_checkpoint", "open_run"),
+    "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("SaveSettings",),
     "raycheck.train.coordinator": ("start_coordinator",),
     "raycheck.train.data": ("Batches",),
@@ -67,6 +67,7 @@ __all__ = [
     "StateMismatchError",
     "StoreError",
     "SupersededError",
+    "export_hf",
     "fit",
     "open_checkpoint",
     "open_run",

@@ -1,15 +1,21 @@
-"""A run as people see it: what is in the bucket, and putting it into live objects outside of any training."""
+"""A run as people see it: what is in the bucket, putting it into live objects outside of any training, and writing
+it as a Hugging Face directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError
+
+if TYPE_CHECKING:
+    import torch
+
+    from raycheck.shards.export import Exported
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +58,15 @@ class Run:
         """
         from raycheck.shards.state import TrainState
 
+        checkpoint = self.head_or(step)
+        return TrainState(into, rank=0, world_size=1).apply(checkpoint, only_mine=True).progress.step
+
+    def head_or(self, step: int | None) -> Checkpoint:
+        """The newest checkpoint of `step`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if step is None else self.at_step(step)
         if checkpoint is None:
             raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
-        return TrainState(into, rank=0, world_size=1).apply(checkpoint, only_mine=True).progress.step
+        return checkpoint
 
 
 def open_run(uri: str) -> Run:
@@ -79,3 +90,38 @@ def open_checkpoint(pointer: Any) -> Checkpoint:
         # What lies in a bucket must not send us, and our credentials, to another place.
         raise ConfigError(f"{pointer}: it points to {uri}, which is another run than the one it lies in")
     return open_run(uri).checkpoint(key)
+
+
+def export_hf(
+    source: str | Checkpoint,
+    dest: str,
+    *,
+    step: int | None = None,
+    entry: str | None = None,
+    files: Sequence[str] | None = None,
+    merge_lora: bool = False,
+    dtype: "torch.dtype | str | None" = None,
+    config_from: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> "Exported":
+    """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
+
+    source: a run's URI (its head, or `step`), or a checkpoint, as `open_checkpoint` gives it. dest: a new or empty
+    folder, or the URI of a free place in a bucket. The rest: see raycheck.shards.export. Needs torch, but neither Ray
+    nor transformers nor an accelerator, and a bounded amount of memory. Returns the files with their sizes.
+    """
+    from raycheck.shards.export import export_hf as export
+
+    if isinstance(source, Checkpoint) and step is not None:
+        raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")
+    checkpoint = source if isinstance(source, Checkpoint) else open_run(source).head_or(step)
+    return export(
+        checkpoint,
+        dest,
+        entry=entry,
+        files=files,
+        merge_lora=merge_lora,
+        dtype=dtype,
+        config_from=config_from,
+        max_shard_bytes=max_shard_bytes,
+    )

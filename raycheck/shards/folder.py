@@ -13,8 +13,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
+from raycheck.bucket.layout import export_key
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConfigError, StoreError
+from raycheck.errors import ConfigError, NotFoundError, StoreError
 
 
 @contextmanager
@@ -33,13 +34,15 @@ def destination(dest: Store | str, prefix: str) -> Iterator[tuple[Store, str]]:
 
 def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> None:
     """Raises ConfigError when a whole export, or anything that this one would not overwrite, lies at `prefix`."""
+    with suppress(NotFoundError):
+        store.head(export_key(prefix, last))
+        raise ConfigError(
+            f"{store.uri}: {export_key(prefix, last)} exists: an export is there already. Name a free place"
+        )
     mine = set(names)
     for item in store.list_objects(prefix):
-        name = item.key[len(prefix) :]
-        if name == last:
-            raise ConfigError(f"{store.uri}: {item.key} exists: an export is there already. Name another place")
-        if name not in mine:
-            raise ConfigError(f"{store.uri}: {item.key} exists, which is no part of this export. Name an empty place")
+        if item.key[len(prefix) :] not in mine:
+            raise ConfigError(f"{store.uri}: {item.key} exists, which is no part of this export. Name a free place")
 
 
 def _local_path(dest: str) -> Path | None:
