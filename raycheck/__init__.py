@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
-    from raycheck.run import Run, open_checkpoint, open_run
+    from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import SaveSettings, StorageSettings
     from raycheck.shards.per_rank import PerRank
     from raycheck.train.coordinator import start_coordinator
@@ -42,7 +42,7 @@ _HOMES = {
         "StoreError",
         "SupersededError",
     ),
-    "raycheck.run": ("Run", "open_checkpoint", "open_run"),
+    "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("SaveSettings", "StorageSettings"),
     "raycheck.shards.per_rank": ("PerRank",),
     "raycheck.train.coordinator": ("start_coordinator",),
@@ -71,6 +71,7 @@ __all__ = [
     "StorageSettings",
     "StoreError",
     "SupersededError",
+    "export_hf",
     "fit",
     "open_checkpoint",
     "open_run",

@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 something is damaged, 2 the command could not be carried o
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -119,6 +120,38 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
                 out.print(Text(f"     {finding.key}: {finding.problem}"))
     if bad:
         raise typer.Exit(1)
+
+
+@app.command("export-hf")
+def export_hf(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    dest: Annotated[str, typer.Argument(help="A new or empty folder, or a free place in a bucket.")],
+    step: Step = None,
+    entry: Annotated[str | None, typer.Option(help="The model's name in the state, when there are several.")] = None,
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Merge a LoRA adapter into its model.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. bfloat16.")] = None,
+    config_from: Annotated[str | None, typer.Option(help="A folder with config.json, for a model without one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint (the head, or --step) as a Hugging Face directory."""
+    from raycheck.run import export_hf as export
+
+    began = time.monotonic()
+    written = export(uri, dest, step=step, entry=entry, merge_lora=merge_lora, dtype=dtype, config_from=config_from)
+    seconds = time.monotonic() - began
+    if as_json:
+        _print_json(
+            {"dest": written.uri, "files": dict(written.files), "bytes": written.size_bytes, "seconds": seconds}
+        )
+        return
+    table = Table("file", "size", box=None, pad_edge=False)
+    for name, count in written.files.items():
+        table.add_row(Text(name), Text(size(count)))
+    out.print(table)
+    out.print(
+        Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"),
+        soft_wrap=True,
+    )
 
 
 @app.command()

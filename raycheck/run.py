@@ -1,9 +1,10 @@
-"""A run as people see it: what is in the bucket, and putting it into live objects outside of any training."""
+"""A run as people see it: what is in the bucket, putting it into live objects outside of any training, and writing
+it as a Hugging Face directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Latest
@@ -12,6 +13,11 @@ from raycheck.bucket.store.arrow import uri_of
 from raycheck.bucket.store.uri import is_same_place
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.settings import StorageSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from raycheck.shards.export import Exported
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,15 @@ class Run:
         from raycheck.shards.selection import Selection
         from raycheck.shards.state import TrainState
 
+        restored = TrainState(into, rank=0, world_size=1).apply(self.head_or(step), Selection.of(into, ()))
+        return restored.manifest.step
+
+    def head_or(self, step: int | None) -> Checkpoint:
+        """The newest checkpoint of `step`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if step is None else self.at_step(step)
         if checkpoint is None:
             raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
-        restored = TrainState(into, rank=0, world_size=1).apply(checkpoint, Selection.of(into, ()))
-        return restored.manifest.step
+        return checkpoint
 
 
 def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
@@ -85,3 +95,39 @@ def open_checkpoint(pointer: Any) -> Checkpoint:
         # settings are those the pointer was read with, not those it holds.
         raise ConfigError(f"{pointer}: it points to {uri}, which is another run than the one it lies in")
     return open_run(here).checkpoint(key)
+
+
+def export_hf(
+    source: str | Checkpoint,
+    dest: str,
+    *,
+    storage: StorageSettings | None = None,
+    step: int | None = None,
+    entry: str | None = None,
+    files: Sequence[str] | None = None,
+    merge_lora: bool = False,
+    dtype: "torch.dtype | str | None" = None,
+    config_from: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> "Exported":
+    """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
+
+    source: a run's URI (its head, or `step`), or a checkpoint, as `open_checkpoint` gives it. dest: a new or empty
+    folder, or the URI of a free place in a bucket. The rest: see raycheck.shards.export. Needs torch, but neither Ray
+    nor transformers nor an accelerator, and a bounded amount of memory. Returns the files with their sizes.
+    """
+    from raycheck.shards.export import export_hf as export
+
+    if isinstance(source, Checkpoint) and step is not None:
+        raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")
+    checkpoint = source if isinstance(source, Checkpoint) else open_run(source, storage).head_or(step)
+    return export(
+        checkpoint,
+        dest,
+        entry=entry,
+        files=files,
+        merge_lora=merge_lora,
+        dtype=dtype,
+        config_from=config_from,
+        max_shard_bytes=max_shard_bytes,
+    )

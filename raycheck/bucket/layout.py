@@ -86,6 +86,17 @@ def pointer_key(name: str) -> str:
     return pointer_prefix(name) + "/pointer.json"
 
 
+def exports_prefix(name: str) -> str:
+    """Where a checkpoint's Hugging Face directory lies when it is exported into its own run."""
+    checkpoint_prefix(name)
+    return f"exports/{name}/"
+
+
+def export_key(prefix: str, file: str) -> str:
+    """A file of an exported directory. `prefix`: empty when the store is rooted at the directory."""
+    return f"{prefix.rstrip('/')}/{file}".removeprefix("/")
+
+
 def probe_key(token: str) -> str:
     """A scratch object on which a claim proves the store's conditional writes."""
     return f"probes/{token}"

@@ -21,7 +21,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, RaycheckError
-from raycheck.run import Run, open_run
+from raycheck.run import Run, export_hf, open_run
 
 RUN = "demo"
 POLL_S = 0.3
@@ -154,19 +154,15 @@ def _keep(run: Run) -> Path:
 
 
 def _hugging_face(run: Run) -> tuple[Path, str]:
-    """Export the head as a Hugging Face directory, load it again, and let it write some bytes."""
+    """Export the head as a Hugging Face directory, load it as anyone would, and let it write some bytes."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from raycheck.demo.job import build_model
-
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    trained = build_model()
-    run.restore(into={"model": trained})
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-hf-"))
-    trained.save_pretrained(folder)
-    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    export_hf(run.head_or(None), str(folder))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)
     prompt = torch.tensor([list(b"def ")])
     written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=True, top_k=5)

@@ -7,12 +7,13 @@ import torch
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
+from raycheck.shards.assets import FilesPart, has_files
 from raycheck.shards.modules import ModulePart
 from raycheck.shards.names import parameter_names
 from raycheck.shards.optimizer import OptimizerPart
 from raycheck.shards.parts import ObjectPart, Part
 from raycheck.shards.per_rank import PerRank, PerRankPart
-from raycheck.shards.selection import OWN_ENTRIES
+from raycheck.shards.selection import ASSETS, OWN_ENTRIES
 
 ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
 
@@ -32,8 +33,10 @@ def parts_of(state: Mapping[str, object], *, rank: int) -> list[Part]:
 def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     top = parameter_names({name: value for name, value in state.items() if isinstance(value, torch.nn.Module)})
     for name, value in state.items():
-        if not name.isidentifier() or name in OWN_ENTRIES:
-            raise ConfigError(f"state[{name!r}]: use a plain name; {' and '.join(OWN_ENTRIES)} are raycheck's own")
+        if not name.isidentifier() or name in (*OWN_ENTRIES, ASSETS):
+            raise ConfigError(
+                f"state[{name!r}]: use a plain name; {', '.join((*OWN_ENTRIES, ASSETS))} are raycheck's own"
+            )
         yield from _nested(name, value, top)
 
 
@@ -67,6 +70,8 @@ def _part(name: str, value: Any, parameters: ParameterNames, rank: int) -> Part:
         )
     if type(value) is dict:
         return ObjectPart(name, _InPlace(value))
+    if has_files(value):
+        return FilesPart(name, value)
     if _is_entry(value):
         return ObjectPart(name, value)
     raise ConfigError(
@@ -80,8 +85,10 @@ def _is_entry(value: object) -> bool:
     if type(value) in (dict, list, tuple):
         items = value.values() if isinstance(value, dict) else cast("list[object]", value)
         return any(_is_entry(item) for item in items)
-    return isinstance(value, PerRank) or (
-        callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return (
+        isinstance(value, PerRank)
+        or has_files(value)
+        or (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)))
     )
 
 

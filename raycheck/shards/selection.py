@@ -8,6 +8,8 @@ from raycheck.errors import ConfigError
 
 OWN_ENTRIES = ("progress", "rng")
 """Entries that raycheck adds to every state."""
+ASSETS = "assets"
+"""What an export needs beside the tensors; a restore has no use for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
 from raycheck.shards.agreement import Agreement, Held, Holdings, Values
+from raycheck.shards.assets import assets_of
 from raycheck.shards.entries import parts_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of, tied
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
-from raycheck.shards.selection import EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
+from raycheck.shards.selection import ASSETS, EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
 from raycheck.shards.stager import Staged, Stager
 
 COMPONENT = "train"
@@ -45,6 +46,7 @@ class TrainState:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self._parts = parts_of(state, rank=rank)
+        self._assets = assets_of(state)
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
@@ -96,7 +98,7 @@ class TrainState:
         rank_values: dict[str, Any] = {"rng": rng_values()}
         leaves: Leaves = {}
         if self._rank == 0:
-            values["progress"] = _progress_values(progress)
+            values |= {"progress": _progress_values(progress), ASSETS: self._assets}
             for name in ("step", "epoch", "samples"):
                 leaves[f"progress.{name}"] = (("progress", name), getattr(progress, name))
         for part, found in zip(self._parts, gathered, strict=True):
@@ -122,7 +124,7 @@ class TrainState:
         manifest = checkpoint.manifest()
         index = checkpoint.index(manifest)
         places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
-        there = {*index.values, *(name for values in index.rank_values for name in values)}
+        there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
         saved_tensors = (tensor.name for tensor in index.tensors)
         selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
         saved = self._saved(index, selection)

@@ -14,6 +14,7 @@ from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.invariants import assert_invariants
+from tests.shards import hf
 from tests.shards.saving import save_state
 
 
@@ -87,6 +88,37 @@ def test_verify_names_the_guilty_object_and_exits_with_1(run, damage: str) -> No
     assert raycheck("verify", uri, "--step", "6").returncode == 0
 
 
+def test_export_hf_writes_what_others_load(run, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/runs/models"
+    models = {"policy": hf.llama(seed=1), "critic": hf.llama(seed=2)}
+    save_state(open_store(uri), models)
+
+    text = raycheck("export-hf", uri, f"{tmp_path}/policy", "--entry", "policy")
+    data = raycheck("export-hf", uri, f"{tmp_path}/critic", "--entry", "critic", "--dtype", "bfloat16", "--json")
+
+    assert text.returncode == data.returncode == 0, text.stderr + data.stderr
+    assert "model-00001-of-00001.safetensors" in text.stdout
+    facts = json.loads(data.stdout)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "critic").iterdir()}
+    assert (facts["files"], facts["bytes"]) == (sizes, sum(sizes.values()))
+    assert facts["seconds"] > 0
+    assert torch.equal(hf.logits(hf.from_pretrained(tmp_path / "policy")), hf.logits(models["policy"]))
+    assert hf.from_pretrained(tmp_path / "critic").dtype == torch.bfloat16
+    assert_invariants(open_store(uri))
+
+
+def test_export_hf_says_what_to_do_instead(run, tmp_path: Path) -> None:
+    uri, _ = run
+
+    for args, text in (((), "config_from="), (("--merge-lora",), "config_from="), (("--step", "4"), "there are: 3, 6")):
+        answer = raycheck("export-hf", uri, f"{tmp_path}/hf", *args)
+
+        assert answer.returncode == 2
+        assert answer.stderr.startswith("raycheck: ")
+        assert text in answer.stderr
+    assert not (tmp_path / "hf").exists()
+
+
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, tmp_path: Path) -> None:
     uri, _ = run
 
@@ -105,7 +137,7 @@ def test_help_is_quick() -> None:
 
     assert answer.returncode == 0
     assert time.monotonic() - began < 5, "a command that browses must not load torch or ray"
-    assert all(command in answer.stdout for command in ("ls", "show", "verify", "demo"))
+    assert all(command in answer.stdout for command in ("ls", "show", "verify", "export-hf", "demo"))
 
 
 def test_rewind_makes_an_earlier_checkpoint_the_head(run) -> None:
