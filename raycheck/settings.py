@@ -19,6 +19,8 @@ class SaveSettings:
 
     every_steps: save after each so many optimizer steps; None turns the step trigger off.
     every_seconds: save when so many seconds passed since the last save began; None turns the time trigger off.
+    export_every_steps: also write the model as a Hugging Face directory under `exports/` after each so many steps,
+        which are then saved too; the state must hold one model with such a configuration. None turns it off.
     keep_last: how many of the newest committed checkpoints stay; older ones leave `latest` in the same swap that
         commits a newer one, and their objects are deleted after a grace for readers.
     save_timeout_s: how long a save may take from its start to the commit before it counts as failed.
@@ -29,12 +31,13 @@ class SaveSettings:
 
     every_steps: int | None = 100
     every_seconds: float | None = None
+    export_every_steps: int | None = None
     keep_last: int = 10
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_last", "max_failed_saves"):
+        for name in ("every_steps", "export_every_steps", "keep_last", "max_failed_saves"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"SaveSettings({name}={value!r}): give a whole number of at least 1")

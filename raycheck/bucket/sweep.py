@@ -13,9 +13,12 @@ GRACE_S = 600.0
 MAX_EVICTED = 200
 
 
-def prune(register: Register, me: Identity, *, grace_s: float = GRACE_S) -> tuple[str, ...]:
+def prune(
+    register: Register, me: Identity, *, grace_s: float = GRACE_S, spare: frozenset[str] = frozenset()
+) -> tuple[str, ...]:
     """Steps 20 and 21, by the current coordinator: delete evicted checkpoints older than the grace by the bucket's
-    clock. Returns the names that are gone. A crash anywhere: the next coordinator repeats it.
+    clock, except those of `spare`, which it is still reading itself. Returns the names that are gone. A crash
+    anywhere: the next coordinator repeats it.
     """
     found = register.read()
     if found is None:
@@ -24,7 +27,8 @@ def prune(register: Register, me: Identity, *, grace_s: float = GRACE_S) -> tupl
     check_current(register, body, me)
     held = body.held()
     crowded = body.evicted[:-MAX_EVICTED]  # `latest` has a size bound: a reader's grace ends before a run does
-    ripe = [item.key for item in body.evicted if got.at - item.at >= grace_s or item in crowded]
+    due = [item.key for item in body.evicted if got.at - item.at >= grace_s or item in crowded]
+    ripe = [key for key in due if key not in spare]
     for name in ripe:
         _delete_checkpoint(register.store, name, is_held=name in held)
     gone = tuple(name for name in ripe if name not in held)

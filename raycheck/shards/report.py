@@ -43,6 +43,7 @@ class Report:
     blocked_s: float = 0.0
     upload_s: float = 0.0
     keep_last: int = 10
+    is_to_be_exported: bool = False
 
     @property
     def checkpoint(self) -> str:

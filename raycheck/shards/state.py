@@ -18,7 +18,7 @@ from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
 from raycheck.shards.agreement import Agreement, Held, Holdings, Values
-from raycheck.shards.assets import assets_of
+from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.entries import parts_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of, tied
@@ -51,6 +51,11 @@ class TrainState:
         self._world_size = world_size
         self._agreement = Agreement(writers={})
         self._stager = Stager(COMPONENT, rank)
+
+    @property
+    def models(self) -> list[str]:
+        """Entries that can be exported as they are: models with a Hugging Face configuration."""
+        return [name for name, files in self._assets.items() if CONFIG in files]
 
     def check(self) -> None:
         """Raise ConfigError, naming the path, for what could not be saved."""

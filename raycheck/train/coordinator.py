@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
+from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
 from raycheck.bucket.document import dump
 from raycheck.bucket.latest import Attempt, Entry
@@ -36,6 +37,7 @@ from raycheck.errors import (
 )
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.report import Report, assemble
+from raycheck.train.exports import Exports
 from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Meeting, Outcome, PendingSave
 
@@ -71,6 +73,7 @@ class Coordinator:
         self._agreements: dict[tuple[str, int], Meeting] = {}
         self._probed = False
         self._next_prune_at = float("-inf")
+        self._exports = Exports(uri)
         self._pruning: asyncio.Task[None] | None = None
 
     async def claim(self, group: str, world_size: int) -> Claim:
@@ -114,6 +117,10 @@ class Coordinator:
             return meeting.result.result()
         missing = sorted(set(range(report.world_size)) - set(meeting.holdings))
         return Outcome(kind="pending", key=report.checkpoint, message=f"ranks {missing} have not come")
+
+    async def wait_for_exports(self) -> int:
+        """Wait a while for exports under way; returns how many are left."""
+        return await asyncio.to_thread(self._exports.wait, WAIT_S)
 
     async def watch(self, group: str) -> None:
         """Look at `latest` once after the poll interval. Raises FencedError or SupersededError when the group's
@@ -212,6 +219,8 @@ class Coordinator:
                 return Outcome(kind="superseded", key=name)
             self._tell_of(manifest)
             self._point_ray_to(manifest)
+            if first.is_to_be_exported:
+                self._export(name)
         except (FencedError, SupersededError, CorruptError):
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
@@ -239,12 +248,20 @@ class Coordinator:
                 "run %s: %s is committed, but Ray's pointer to it was not written: %s", self._uri, manifest.key, error
             )
 
+    def _export(self, key: str) -> None:
+        try:
+            entry = read_latest(self._store).entry(key)
+            if entry is not None:
+                self._exports.start(Checkpoint(self._store, entry))
+        except RaycheckError as error:
+            logger.warning("run %s: %s is committed, but was not exported: %s", self._uri, key, error)
+
     def _prune(self) -> None:
         if time.monotonic() < self._next_prune_at:
             return
         self._next_prune_at = time.monotonic() + GRACE_S / 4
         try:
-            prune(self._register, self._me)
+            prune(self._register, self._me, spare=self._exports.keys)
         except RaycheckError as error:
             logger.warning("run %s: dropped checkpoints could not be deleted yet: %s", self._uri, error)
 

@@ -34,6 +34,10 @@ class _Word:
     gap: int
 
 
+def is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
 class Rhythm:
     """One rank's sense of time. Every rank calls its methods at the same steps."""
 
@@ -61,8 +65,9 @@ class Rhythm:
         self._word = _Word(step=None, save=False, news=None, gap=1)
         if self._group.broadcast is not None and step >= self._next_sync:
             self._sync(step)
-        every = self._settings.every_steps
-        return self._word.save or (every is not None and step % every == 0)
+        settings = self._settings
+        is_round = is_multiple(step, settings.every_steps) or is_multiple(step, settings.export_every_steps)
+        return self._word.save or is_round
 
     def saved(self) -> None:
         """A save begins."""

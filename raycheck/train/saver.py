@@ -25,6 +25,7 @@ from raycheck.shards.state import COMPONENT, Progress, TrainState
 from raycheck.train.group import Group
 from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome
+from raycheck.train.rhythm import is_multiple
 
 
 class Saver:
@@ -73,6 +74,7 @@ class Saver:
             partial=self._partial,
             metrics=_numbers(metrics),
             keep_last=self._settings.keep_last,
+            is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
         )
         if self._pending is not None:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"

@@ -31,6 +31,7 @@ from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver
 
 CLAIM_TIMEOUT_S = 300.0
+EXPORTS_TIMEOUT_S = 3600.0
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
 
@@ -80,6 +81,11 @@ class Checkpointer:
             raise ConfigError("the state holds two Batches; a run has one position in its data")
         self._group = group or Group.of_ray_train()
         self._state = TrainState(state, rank=self._group.rank, world_size=self._group.world_size)
+        if self.settings.export_every_steps is not None and len(self._state.models) != 1:
+            raise ConfigError(
+                f"SaveSettings(export_every_steps=...) needs one model with a Hugging Face configuration in the state; "
+                f"there are {self._state.models}"
+            )
         self._rhythm = Rhythm(self.settings, self._group)
         self._saver: Saver | None = None
         self._step = 0
@@ -201,10 +207,21 @@ class Checkpointer:
                 self.save()
                 self._hear_of(self._saver.finish(self._step))
                 self._rhythm.tell_ray_at_end()
+                self._wait_for_exports()
             if self._over is not None:
                 raise self._over
         finally:
             self._stop()
+
+    def _wait_for_exports(self) -> None:
+        """The coordinator may end with this rank."""
+        if self._group.rank != 0 or self.settings.export_every_steps is None:
+            return
+        deadline = time.monotonic() + EXPORTS_TIMEOUT_S
+        while left := self._group.ask("wait_for_exports", timeout_s=CLAIM_TIMEOUT_S, what="exports"):
+            if time.monotonic() > deadline:
+                logger.warning("run %s: %d exports did not end and are given up", self._group.uri, left)
+                return
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
+from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
@@ -169,3 +170,23 @@ def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(cluster: Non
     ray.get([holder.restore.remote(), holder.train.remote(2), holder.close.remote(), holder.make_another.remote()])
 
     assert len(assert_invariants(open_store(uri)).live) == 1
+
+
+def test_a_rank_that_sees_another_place_than_the_driver_is_told_so(cluster: None) -> None:
+    uri = f"memory://{uuid4().hex}"  # of each process its own, as a folder on each node would be
+    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+
+    with pytest.raises(raycheck.ConfigError, match=r"node .*: memory://\w+ is another place than the driver's"):
+        ray.get(holder.restore.remote())
+
+
+def test_a_node_without_permission_is_told_before_the_run_is_claimed(cluster: None, s3: str) -> None:
+    with fault_proxy(s3) as proxy:
+        uri = join_uri(proxy.uri, uuid4().hex)
+        holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+        proxy.rule("deny", "PUT", "probes/")
+
+        with pytest.raises(raycheck.ConfigError, match=r"node .*: put: .*s3:PutObject"):
+            ray.get(holder.restore.remote())
+
+    assert_invariants(open_store(uri.replace(str(proxy.port), s3.partition("127.0.0.1:")[2].partition("&")[0])))
