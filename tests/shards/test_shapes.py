@@ -122,6 +122,7 @@ def test_a_tensor_over_two_of_three_ranks_is_written_by_these(memory: Store):
     restore_state(checkpoint, {"model": plain})
 
     assert [len(rank.held) for rank in holdings] == [2, 2, 1]
+    assert all(box.may_spread for rank in holdings for box in rank.held)
     assert payload_bytes(checkpoint) == plain.weight.nbytes + plain.bias.nbytes
     assert torch.equal(plain.weight, torch.arange(15.0).view(5, 3))
     for rank in range(3):
