@@ -5,6 +5,7 @@ in between vanish from the names. LoRA's own tensors keep their place beside the
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,7 @@ def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
     """From a key of this module to the plain model's. Follows the modules and not the key alone: a user's own layer may
     well be called model or base_layer."""
 
+    @cache  # asked for every key at every save, while training waits
     def plain(key: str) -> str:
         at: torch.nn.Module | None = module
         kept = []

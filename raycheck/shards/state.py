@@ -228,7 +228,8 @@ class TrainState:
         )
 
     def _targets(self, wanted: Mapping[Part, Named], saved: Mapping[Part, SavedPart]) -> list[Piece]:
-        """What to read, each memory once. Two tensors that are tied here but were not when saved are a mismatch."""
+        """What to read, each memory once; nothing where this rank has no elements. Two tensors that are tied here but
+        were not when saved are a mismatch."""
         of = {name: part for part, tensors in wanted.items() for name in tensors}
         pieces = tied(
             piece_of(name, (name,), tensor, may_spread=False)
@@ -242,7 +243,7 @@ class TrainState:
                 for name, _ in piece.aliases
                 if found.place(name) != found.place(piece.name)
             ]
-        return pieces
+        return [piece for piece in pieces if piece.local.numel()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

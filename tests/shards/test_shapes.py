@@ -2,20 +2,23 @@
 sizes, pipelines and experts whose ranks hold different keys."""
 
 import copy
+from uuid import uuid4
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
+from raycheck.shards.agreement import agree
 from raycheck.shards.state import COMPONENT, Progress, TrainState
 from tests.shards import fsdp, shapes
-from tests.shards.fakes import check_restore, save_played
+from tests.shards.fakes import check_restore, local, playing, save_played
 from tests.shards.ranks import Ranks
 from tests.shards.saving import agreed, claimed, committed, restore_state, save, save_state
 
@@ -92,6 +95,43 @@ def test_every_pair_of_world_sizes_reshards_on_both_dimensions(memory: Store, sa
 
     check_restore(checkpoint, weights, world_size=loading, layout=layout)
     check_restore(checkpoint, weights, world_size=loading, layout=other)
+
+
+def test_a_tensor_over_two_of_three_ranks_is_written_by_these(memory: Store):
+    def build(rank: int, fill: float) -> nn.Module:
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=(uuid4().hex,), _init_backend=False, _rank=rank)
+        model = nn.Linear(3, 5)
+        nn.init.constant_(model.bias, fill)
+        whole = torch.arange(15.0).view(5, 3) * fill
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        return model
+
+    holdings, staged = [], []
+    for is_settled in (False, True):
+        for rank in range(3):
+            with playing(rank, 3):
+                state = TrainState({"model": build(rank, 1.0)}, rank=rank, world_size=3)
+                if is_settled:
+                    state.settle(agree(holdings))
+                    staged.append(state.stage(Progress(step=1)))
+                else:
+                    holdings.append(state.holdings())
+
+    checkpoint = save(memory, staged)
+    plain = nn.Linear(3, 5)
+    restore_state(checkpoint, {"model": plain})
+
+    assert [len(rank.held) for rank in holdings] == [2, 2, 1]
+    assert all(box.may_spread for rank in holdings for box in rank.held)
+    assert payload_bytes(checkpoint) == plain.weight.nbytes + plain.bias.nbytes
+    assert torch.equal(plain.weight, torch.arange(15.0).view(5, 3))
+    for rank in range(3):
+        with playing(rank, 3):
+            model = build(rank, 2.0)
+            TrainState({"model": model}, rank=rank, world_size=3).apply(checkpoint)
+            rows = [(0, 3), (3, 5), (0, 0)][rank]
+            assert torch.equal(local(model.weight).view(-1, 3), plain.weight[slice(*rows)])
+            assert model.bias.tolist() == [1.0] * 5
 
 
 # --- ranks that hold different keys ---
