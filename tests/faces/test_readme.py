@@ -17,7 +17,8 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 @pytest.mark.ray
 def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    script, settings = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert isinstance(given(settings)["storage"], raycheck.StorageSettings)
     storage = f"file://{tmp_path}/runs"
     path = tmp_path / "train.py"
     path.write_text(script.replace("s3://bucket/runs", storage))
@@ -32,12 +33,18 @@ def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
     assert_invariants(open_store(f"{storage}/my-run"))
 
 
+def given(code: str) -> dict[str, object]:
+    names: dict[str, object] = {"raycheck": raycheck}
+    exec(code, names)
+    return names
+
+
 def test_every_file_and_command_that_the_readme_names_exists() -> None:
     root = Path(__file__).parents[2]
 
     for name in re.findall(r"^sh (\S+)", README, flags=re.MULTILINE) + re.findall(r"\]\((\S+)\)", README):
-        assert (root / name).is_file(), name
-    commands = set(re.findall(r"^raycheck (\w+)", README, flags=re.MULTILINE))
+        assert (root / name).exists(), name
+    commands = set(re.findall(r"^raycheck ([\w-]+)", README, flags=re.MULTILINE))
     known = subprocess.run(
         [sys.executable, "-m", "raycheck", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
