@@ -52,20 +52,28 @@ class Request:
     reads: tuple[Read, ...]
 
 
-def read_into(store: Store, prefixes: dict[str, str], index: Index, pieces: Sequence[Piece]) -> int:
-    """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory.
+def read_into(
+    store: Store,
+    prefixes: dict[str, str],
+    index: Index,
+    pieces: Sequence[Piece],
+    *,
+    request_bytes: int = REQUEST_BYTES,
+) -> int:
+    """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
+    one request fetches at most, a multiple of the sub-block.
 
     Returns the bytes fetched. Raises CorruptError that names rank, component, tensor and sub-block, NotFoundError for
     a missing object. After an error the tensors hold a mixture and must not be used.
     """
-    requests = list(_requests(prefixes, _reads(index, pieces)))
+    requests = list(_requests(prefixes, _reads(index, pieces, request_bytes), request_bytes))
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
         for _ in pool.map(lambda request: _serve(store, request), requests):
             pass
     return sum(request.stop - request.start for request in requests)
 
 
-def _reads(index: Index, pieces: Sequence[Piece]) -> Iterator[Read]:
+def _reads(index: Index, pieces: Sequence[Piece], request_bytes: int) -> Iterator[Read]:
     numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
     chunks: dict[int, list[Chunk]] = {}
     for chunk in index.chunks:
@@ -82,13 +90,13 @@ def _reads(index: Index, pieces: Sequence[Piece]) -> Iterator[Read]:
             sizes = tuple(b - a for a, b in zip(low, high, strict=True))
             if all(size > 0 for size in sizes):
                 covered += math.prod(sizes)
-                yield from _reads_of_box(index.tensors[number], chunk, piece, low, sizes)
+                yield from _reads_of_box(index.tensors[number], chunk, piece, low, sizes, request_bytes)
         if covered != math.prod(piece.sizes):
             raise CorruptError(f"the checkpoint's index does not cover {piece.name} at {piece.offsets}")
 
 
-def _reads_of_box(
-    tensor: Tensor, chunk: Chunk, piece: Piece, low: tuple[int, ...], sizes: tuple[int, ...]
+def _reads_of_box(  # noqa: PLR0917
+    tensor: Tensor, chunk: Chunk, piece: Piece, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
 ) -> Iterator[Read]:
     """The reads for one box: cut at sub-blocks where it is one run of bytes on both sides, else at rows."""
     inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
@@ -118,17 +126,17 @@ def _reads_of_box(
         stop = at + math.prod(sizes)
         shift = (target[0] * strides[0] if sizes else 0) - at
         while at < stop:
-            until = min(stop, (at * item // SUB_BLOCK * SUB_BLOCK + REQUEST_BYTES) // item)
+            until = min(stop, (at * item // SUB_BLOCK * SUB_BLOCK + request_bytes) // item)
             yield read((at,), (until - at,), (at + shift,), (1,))
             at = until
         return
-    rows = max(1, REQUEST_BYTES // (strides[0] * item))
+    rows = max(1, request_bytes // (strides[0] * item))
     for skip in range(0, sizes[0], rows):
         box = (min(rows, sizes[0] - skip), *sizes[1:])
         yield read((inside[0] + skip, *inside[1:]), box, (target[0] + skip, *target[1:]), strides)
 
 
-def _requests(prefixes: dict[str, str], reads: Iterator[Read]) -> Iterator[Request]:
+def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: int) -> Iterator[Request]:
     """Sorted by object and offset; neighbours across small gaps become one request."""
     by_key: dict[str, list[Read]] = {}
     for read in reads:
@@ -141,7 +149,7 @@ def _requests(prefixes: dict[str, str], reads: Iterator[Read]) -> Iterator[Reque
         for read in group:
             if batch:
                 size = max(end, _stop_in_object(read)) - _start_in_object(batch[0])
-                if _start_in_object(read) - end > GAP_BYTES or size > REQUEST_BYTES:
+                if _start_in_object(read) - end > GAP_BYTES or size > request_bytes:
                     yield _request(key, batch)
                     batch, end = [], 0
             batch.append(read)

@@ -19,7 +19,7 @@ from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.shards.pieces import Piece, piece_of
 from raycheck.shards.reader import read_into
 
-BLOCK_BYTES = 32 * 1024 * 1024
+BLOCK_BYTES = 16 * 1024 * 1024
 DELTA_ELEMENTS = 4 * 1024 * 1024
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -141,9 +141,10 @@ class Source:
 
     def _blocks(self, weights: Sequence[Weight], head: bytes) -> Iterator[memoryview]:
         yield memoryview(head)
+        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # one for all: what is yielded is copied at once
         for spans in _spans(weights):
             try:
-                yield self._block(spans)
+                yield self._fill(block, spans)
             except NotFoundError as error:
                 self.failure = missing(self._checkpoint.store, self._checkpoint.entry.key, str(error))
                 raise self.failure from None
@@ -151,11 +152,8 @@ class Source:
                 self.failure = error
                 raise
 
-    def _block(self, spans: Sequence[Span]) -> memoryview:
-        """The bytes of some spans, one after the other."""
-        block = torch.empty(
-            sum((stop - start) * weight.dtype.itemsize for weight, start, stop in spans), dtype=torch.uint8
-        )
+    def _fill(self, block: torch.Tensor, spans: Sequence[Span]) -> memoryview:
+        """The bytes of some spans, one after the other, at the beginning of `block`."""
         places, made, at = [], [], 0
         for weight, start, stop in spans:
             end = at + (stop - start) * weight.dtype.itemsize
@@ -169,7 +167,7 @@ class Source:
                 self._add(weight.delta, weight.shape, start, values)
             if place is not values:
                 place.copy_(values)
-        return memoryview(cast("Any", block.numpy()))
+        return memoryview(cast("Any", block[:at].numpy()))
 
     def _read(self, wanted: Sequence[tuple[Saved, int, torch.Tensor]]) -> None:
         """Fill each flat tensor with the elements of a saved one, from an offset on."""
@@ -190,7 +188,7 @@ class Source:
                 pieces.append(replace(whole, shape=saved.tensor.shape, offsets=offsets, sizes=sizes))
                 at += math.prod(sizes)
         index = Index(tensors=tuple(tensors), chunks=tuple(chunks))
-        read_into(self._checkpoint.store, self._prefixes, index, pieces)
+        read_into(self._checkpoint.store, self._prefixes, index, pieces, request_bytes=SUB_BLOCK)  # four at a time
 
     def _add(self, delta: Delta, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
         """Add the delta to a run of a weight, with the dtypes and roundings of peft's own merge."""
