@@ -240,7 +240,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "restored_from": manifest.restored_from,
         "tensors": len(index.tensors),
-        "entries": sorted(index.values),
+        "entries": sorted(set(index.values) - {"assets", "progress"}),
         "components": [part.name for part in manifest.components],
         "objects": sum(1 for _ in manifest.objects()) + 1,
         "blocked_s": max((rank.blocked_s for rank in manifest.ranks), default=0.0),
