@@ -117,6 +117,11 @@ def fsspec(**options) -> fs.PyFileSystem:
         ),
         (fs.GcsFileSystem(anonymous=True), "b/p", "gs://b/p?anonymous=true"),
         (fs.AzureFileSystem("me"), "c/p", "az://c/p?account_name=me"),
+        (
+            fs.AzureFileSystem("me", blob_storage_authority="127.0.0.1:10000", blob_storage_scheme="http"),
+            "c/p",
+            "az://c/p?account_name=me&endpoint_override=127.0.0.1:10000&scheme=http",
+        ),
         (fsspec(anon=True, use_listings_cache=False), "b/p", "s3://b/p?anonymous=true"),
         (
             fsspec(
@@ -166,6 +171,7 @@ class Strange(s3fs.S3FileSystem):
         (fsspec(client_kwargs={"verify": False}), "verify"),
         (fsspec(version_aware=True), "version_aware"),
         (fs.S3FileSystem(region="x", proxy_options="http://localhost:8020"), "proxy"),
+        (fs.GcsFileSystem(target_service_account="someone@else"), "target_service_account"),
         (object(), "object"),
     ],
     ids=str,

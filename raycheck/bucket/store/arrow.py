@@ -16,6 +16,7 @@ from raycheck.errors import ConfigError
 from raycheck.settings import StorageSettings
 
 _SECRETS = ("access_key", "secret_key", "session_token", "access_token", "account_key", "client_secret", "sas_token")
+_IDENTITIES = ("target_service_account", "client_id", "tenant_id")
 _S3FS_SECRETS = ("key", "secret", "token", "username", "password", "session")
 _S3FS_HARMLESS = (
     "default_block_size",
@@ -65,8 +66,11 @@ def uri_of(filesystem: Any, path: str) -> str:
     options = filesystem.__reduce__()[1][0]
     if any(options.get(name) for name in _SECRETS):
         raise _secret(kind)
+    identity = next((name for name in _IDENTITIES if options.get(name)), None)
+    if identity is not None:
+        raise ConfigError(f"storage_filesystem: raycheck cannot do the same with {kind}'s {identity}")
     if kind == "AzureFileSystem":
-        return f"az://{_quoted(path)}?{urlencode({'account_name': options['account_name']})}"
+        return _of_azure(options).into(f"az://{_quoted(path)}?{urlencode({'account_name': options['account_name']})}")
     settings = _of_pyarrow(kind, options)
     return settings.into(f"{'s3' if kind == 'S3FileSystem' else 'gs'}://{_quoted(path)}")
 
@@ -79,6 +83,14 @@ def _is_sayable(uri: str, at: Address) -> bool:
     has_own_environment = any(name.startswith("RAYCHECK_STORAGE_") for name in os.environ)
     has_own_ca = at.kind == "s3" and not at.settings.is_plain_http and bool(os.environ.get("AWS_CA_BUNDLE"))
     return is_pyarrows_scheme and said <= SAYABLE_TO_PYARROW[at.kind] and not has_own_environment and not has_own_ca
+
+
+def _of_azure(options: Mapping[str, Any]) -> StorageSettings:
+    authority = options["blob_storage_authority"]
+    if authority == ".blob.core.windows.net":
+        return StorageSettings()
+    host = f"{options['account_name']}{authority}" if authority.startswith(".") else authority
+    return StorageSettings(endpoint=f"{options['blob_storage_scheme']}://{host}")
 
 
 def _of_pyarrow(kind: str, options: Mapping[str, Any]) -> StorageSettings:

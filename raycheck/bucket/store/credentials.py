@@ -32,11 +32,11 @@ class Chain:
             self._session.set_config_variable("ca_bundle", settings.ca_bundle)
 
     def located(self) -> StorageSettings:
-        """The settings with region and endpoint as the profile's configuration has them, where they say nothing."""
+        """The settings with region, endpoint and CA as the profile's configuration has them, where they say nothing."""
         session = self._session
         endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
-        region = session.get_config_variable("region")
-        return self._settings.over(StorageSettings(endpoint=endpoint or None, region=region or None))
+        found = {name: session.get_config_variable(name) or None for name in ("region", "ca_bundle")}
+        return self._settings.over(StorageSettings(endpoint=endpoint or None, **found))
 
     def frozen(self) -> Any:
         """Access key, secret and token, good for the next minutes. May ask a service or run a process."""

@@ -114,8 +114,11 @@ class FastS3Store(Store):
             settings = settings.over(StorageSettings(region=_PLAIN_REGION))
         if settings.region is None:
             return None
-        options |= obstore_options(settings, self._bucket)
-        return Client(self._bucket, prefix=self._prefix or None, retry_config={"max_retries": MAX_RETRIES}, **options)
+        options |= obstore_options(settings, self._bucket) | {"retry_config": {"max_retries": MAX_RETRIES}}
+        try:
+            return Client(self._bucket, prefix=self._prefix or None, **options)
+        except obstore.exceptions.BaseError:
+            return None
 
 
 class _Browsed(Got):
