@@ -1,27 +1,23 @@
 """`s3://`: S3 and its relatives through s3fs, which supplies the session, the credentials and the event loop.
 
 Requests are made on its botocore client directly: s3fs drops If-Match once a body goes multipart, retries
-conditional writes into a 412 of its own making, and uploads parts one after another. Retrying happens here, once,
-and only for requests that may be repeated.
+conditional writes into a 412 of its own making, and uploads parts one after another.
 """
 
-import asyncio
 import base64
 import email.utils
-import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import s3fs
-from fsspec.asyn import get_loop
 
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
+from raycheck.bucket.store.remote import RemoteStore, Repeat, send_parts
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError
@@ -29,14 +25,9 @@ from raycheck.settings import StorageSettings
 
 PART_BYTES = 16 * 1024 * 1024
 MAX_PARTS = 10_000
-PARTS_IN_FLIGHT = 4
-ATTEMPTS = 5
-REQUEST_TIMEOUT_S = 60.0  # aiobotocore's own read time-out does not cover a stalled upload
-CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
-T = TypeVar("T")
 
 
-class S3Store(Store):
+class S3Store(RemoteStore):
     """One bucket and prefix. `chain` is shared with the engine beside this one, so that both have one identity."""
 
     def __init__(
@@ -116,18 +107,10 @@ class S3Store(Store):
         begin = where | self._on_write | {"ChecksumAlgorithm": "CRC32"}
         created = self._run(key, lambda client: client.create_multipart_upload(**begin))
         where["UploadId"] = created["UploadId"]
-        sent: list[Future[dict[str, Any]]] = []
         try:
-            for number, part in enumerate(parts, 1):
-                sent.append(self._start(key, partial(_upload_part, where, number, part)))
-                flying = [future for future in sent if not future.done()]
-                if len(flying) >= PARTS_IN_FLIGHT:
-                    wait(flying, return_when=FIRST_COMPLETED)
-                _raise_first(sent)
-            done = [future.result() for future in sent]
+            done = send_parts(parts, lambda number, part: self._start(key, partial(_upload_part, where, number, part)))
             self._complete(key, where, done, size_bytes)
         except BaseException:
-            wait(sent)  # the buffer is in use until every request that reads it has ended
             self._abandon(key, where)
             raise
 
@@ -155,12 +138,7 @@ class S3Store(Store):
         self._run(key, lambda client: client.delete_object(**self._at(key)))
 
     def _put_conditional(self, key: str, data: bytes, **condition: str) -> None:
-        """Once: repeating it could only collide with itself."""
-
-        async def call(client: Any) -> None:
-            await asyncio.wait_for(self._put_object(client, key, data, **condition), CONDITIONAL_TIMEOUT_S)
-
-        self._run(key, call, attempts=1)
+        self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
         where = self._at(key) | self._on_write | condition
@@ -184,35 +162,18 @@ class S3Store(Store):
         except RaycheckError:
             return  # the error that brought us here matters more; sweep and lifecycle rules abort what is left
 
-    def _run(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> T:
-        return self._start(key, call, attempts=attempts).result()
+    async def _client(self) -> Any:
+        return await self._fs.set_session()
 
-    def _start(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(self._repeated(key, call, attempts), get_loop())
-
-    async def _repeated(self, key: str, call: Callable[[Any], Awaitable[T]], attempts: int) -> T:
-        for attempt in range(1, attempts + 1):
-            try:
-                client = await self._fs.set_session()
-                return await asyncio.wait_for(call(client), REQUEST_TIMEOUT_S)
-            except Exception as error:
-                translated, may_repeat = translate(self.uri, key, error, self._settings)
-                if not may_repeat or attempt == attempts:
-                    raise translated from error
-            await asyncio.sleep(random.uniform(0.5, 1.0) * 0.1 * 3**attempt)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+    def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
+        translated, may_repeat = translate(self.uri, key, error, self._settings)
+        return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
 
 
 async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
     crc = _crc_header(part)
     answer = await client.upload_part(**where, PartNumber=number, Body=part, ChecksumCRC32=crc)
     return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
-
-
-def _raise_first(sent: list[Future[Any]]) -> None:
-    for future in sent:
-        if future.done():
-            future.result()
 
 
 def _crc_header(data: Buffer) -> str:

@@ -1,7 +1,6 @@
 """botocore's errors as raycheck's: the one place that knows what S3 and its relatives mean by their answers."""
 
 from botocore.exceptions import (
-    BotoCoreError,
     ClientError,
     ConfigNotFound,
     ConfigParseError,
@@ -41,8 +40,6 @@ _MISCONFIGURED = (
 
 def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -> tuple[RaycheckError, bool]:
     """The typed error, and whether an unconditional request may be repeated after it."""
-    if isinstance(error, RaycheckError):
-        return error, False
     if isinstance(error, ClientError):
         return _answered(uri, key, error, settings)
     if isinstance(error, NoCredentialsError):
@@ -52,10 +49,6 @@ def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -
         ), False
     if isinstance(error, _MISCONFIGURED):
         return ConfigError(f"{uri}: the credentials cannot be used on this node: {error}"), False
-    if isinstance(error, TimeoutError):
-        return StoreError(f"{uri}: {key}: no answer in time"), True
-    if isinstance(error, BotoCoreError | OSError):
-        return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True
     return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True
 
 
