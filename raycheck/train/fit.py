@@ -14,7 +14,7 @@ from raycheck.bucket.fork import fork
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.settings import StorageSettings
+from raycheck.settings import StorageSettings, kind_of
 from raycheck.train.coordinator import start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_names import RunGuard, final_error, ray_storage, refuse_unsupported, storage_uri
@@ -31,8 +31,8 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     one that has none; a step goes back to that step's checkpoint; another run's URI begins a new run from a copy of
     that run's head, and goes on with it when it exists. It binds the first attempt of this call.
 
-    storage: how the bucket is reached, over what the storage path's query says. It travels with the run's URI to the
-    coordinator, the workers and Ray itself.
+    storage: how the bucket is reached, over what the storage path's query says; also that of a run to begin from. It
+    travels with the run's URI to the coordinator, the workers and Ray itself.
 
     FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is started again up to 3 times. Raises
     ConfigError before anything starts for a run that could never resume, FencedError when another driver has taken
@@ -43,7 +43,7 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     config = trainer.run_config
     where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
     uri = join_uri(where, config.name)
-    resume = _checked_resume(resume, open_store(uri))
+    resume = _checked_resume(resume, open_store(uri), storage)
     _allow_failures(config)
     # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
@@ -65,13 +65,14 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
         ray.kill(coordinator)
 
 
-def _checked_resume(resume: str | int, store: Store) -> str | int:
+def _checked_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> str | int:
     """What the coordinator is told. Looks into the bucket, so that a wish that cannot be met is refused in a second
     and not after workers were started; the claim decides all the same."""
     if isinstance(resume, str) and resume not in ("auto", "never", "must"):
         if "://" not in resume and not resume.startswith("/"):
             raise ConfigError(f"fit(resume={resume!r}): give 'auto', 'never', 'must', a step, or another run's URI")
-        fork(open_store(resume), store, run_id=uuid4().hex)
+        is_alike = kind_of(resume) == kind_of(store.uri)
+        fork(open_store(resume, storage if is_alike else None), store, run_id=uuid4().hex)
         return "auto"
     try:
         body = read_latest(store)

@@ -76,7 +76,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def wait_for_commit(uri: str, step: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         with suppress(raycheck.NotFoundError):
             head = raycheck.open_run(uri).head
