@@ -1,4 +1,5 @@
-"""`latest` as a register: read, and replaced by compare-and-swap only. The one place that writes it.
+"""`latest` as a register: read, and replaced by compare-and-swap only. The one place that writes it, but for a repair,
+which no register can read.
 
 Steps 1 to 5 of FORMAT.md. What the new body is, and whether the wanted effect stands already, is the caller's to
 decide, afresh from each body it is shown.

@@ -4,7 +4,6 @@ A manifest proves that all ranks' shards were durable (I1), so what it describes
 was the last thing that happened. Objects are looked at again all the same, and the head is read in full.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from uuid import uuid4
@@ -13,12 +12,13 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import NewerFormatError
-from raycheck.bucket.latest import Entry, Latest, dump_latest, load_latest
+from raycheck.bucket.latest import Attempt, Entry, Latest, dump_latest, load_latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import load_manifest
+from raycheck.bucket.record import load_record
 from raycheck.bucket.rewind import by_hand
 from raycheck.bucket.store import Got, Store
-from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
 MAX_LISTED = 100
 """So many of the newest checkpoints are listed again: `latest` has a size bound."""
@@ -47,25 +47,31 @@ def repair(store: Store) -> Repaired:
     live: list[Entry] = []
     left_out: list[tuple[str, str]] = []
     for name in reversed(names):
-        if len(live) == MAX_LISTED or str(name) in gone:
+        if str(name) in gone:
+            continue
+        if len(live) == MAX_LISTED:
+            left_out.append((str(name), f"the newest {MAX_LISTED} are listed"))
             continue
         try:
             live.insert(0, _verified(store, name, is_head=not live))
-        except RaycheckError as error:
+        except NewerFormatError:
+            raise
+        except (NotFoundError, CorruptError) as error:  # nothing else is proof: a store that is away says nothing
             left_out.append((str(name), str(error)))
     if not live:
         raise NotFoundError(f"{store.uri}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
     records = list(_ended_attempts(store))
-    number = 1 + max([*(name.attempt for name in names), *(number for number, _ in records), *_number(old)])
+    number = 1 + max([*(name.attempt for name in names), *(record.number for record in records), *_number(old)])
     owner = f"repair-{uuid4().hex[:12]}"
-    owners = dict.fromkeys([*(old.owners if old else ()), *(owner for _, owner in records), owner])
+    owners = dict.fromkeys([*(old.owners if old else ()), *(record.owner for record in records), owner])
+    head = _head(live, records)
     new = Latest(
         run_id=old.run_id if old else uuid4().hex,
         # Unknown when the body is: far above any that an old coordinator may have seen, so that it reads on.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
         owners=tuple(owners),
-        attempts=(by_hand(owner, number, restore_key=live[-1].key, now=live[-1].committed_at),),
-        head=live[-1].key,
+        attempts=(by_hand(owner, number, restore_key=head, now=live[-1].committed_at),),
+        head=head,
         live=tuple(live),
         evicted=old.evicted if old else (),
     )
@@ -115,14 +121,23 @@ def _verified(store: Store, name: CheckpointName, *, is_head: bool) -> Entry:
     return entry
 
 
-def _ended_attempts(store: Store) -> Iterator[tuple[int, str]]:
-    """Number and owner of the attempts that left a record: an owner that was fenced must stay fenced."""
+def _ended_attempts(store: Store) -> Iterator[Attempt]:
+    """The attempts that left a record: an owner that was fenced must stay fenced."""
     for item in store.list_objects(layout.ATTEMPTS_PREFIX):
         try:
-            attempt = json.loads(store.get(item.key).data)["attempt"]
-            yield int(attempt["number"]), str(attempt["owner"])
-        except (ValueError, KeyError, TypeError, RecursionError, NotFoundError):
+            yield load_record(store.get(item.key).data, what=item.key).attempt
+        except (CorruptError, NotFoundError):
             continue  # a record is for people; what it cannot tell, the directories' names do
+
+
+def _head(live: list[Entry], records: list[Attempt]) -> str:
+    """The newest checkpoint; or what the run was rewound to since, if nothing was saved after that."""
+    newest = live[-1].key
+    name = CheckpointName.parse(newest)
+    last = max(records, key=lambda record: record.number, default=None)
+    if last is None or name is None or last.world_size or last.number <= name.attempt:
+        return newest
+    return next((entry.key for entry in live if entry.key == last.restore_key), newest)
 
 
 def _number(old: Latest | None) -> list[int]:

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from raycheck.bucket.commit import refuse_lost
 from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Latest
+from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.errors import NotFoundError
 
@@ -36,7 +37,12 @@ def rewind(register: Register, key: str) -> Latest:
         )
 
     refuse_lost(register)
-    return register.swap(decide, what=f"rewind to {key}")
+    before = register.read()
+    body = register.swap(decide, what=f"rewind to {key}")
+    if before is not None:
+        record_end(register.store, before[0].attempt, by=body.attempt, cause=f"the run was rewound to {key}")
+    record_end(register.store, body.attempt, by=body.attempt, cause=f"rewound the run to {key}")
+    return body
 
 
 def by_hand(owner: str, number: int, *, restore_key: str | None, now: float) -> Attempt:

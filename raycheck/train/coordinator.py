@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -20,15 +20,14 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
-from raycheck.bucket.document import dump
 from raycheck.bucket.latest import Attempt, Entry
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.probe import probe
+from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.sweep import GRACE_S, prune
 from raycheck.errors import (
-    ConflictError,
     CorruptError,
     FencedError,
     RaycheckError,
@@ -45,6 +44,7 @@ WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
 POLL_S = 45.0
 PROBE_ATTEMPTS = 3
+NOT_COME = "it saved without coming to this agreement; all ranks agree anew before the next save"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +92,12 @@ class Coordinator:
         await self._adopt(report.group)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._past, report)
+        at = (report.group, report.save)
         if report.failure:
-            self._agreements.setdefault((report.group, report.save), Meeting()).fail(report)
-        pending = self._saves.setdefault((report.group, report.save), PendingSave())
+            self._agreements.setdefault(at, Meeting()).fail(report)
+        elif at in self._agreements:
+            self._agreements[at].fail(replace(report, failure=NOT_COME))
+        pending = self._saves.setdefault(at, PendingSave())
         pending.reports.setdefault(report.rank, report)
         if not pending.is_started and (report.failure or len(pending.reports) == report.world_size):
             pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._start_prune)
@@ -110,7 +113,10 @@ class Coordinator:
         """Take what a rank holds, and wait a while for the agreement of all ranks before the save of `report`. All of
         them get the same agreement, or the ConfigError that names what is not equal on them."""
         await self._adopt(report.group)
-        meeting = self._agreements.setdefault((report.group, report.save), Meeting())
+        at = (report.group, report.save)
+        meeting = self._agreements.setdefault(at, Meeting())
+        if at in self._saves:  # of a rank that took the agreement from an earlier start of this coordinator
+            meeting.fail(replace(report, failure=NOT_COME))
         meeting.come(report, holdings)
         await asyncio.wait([meeting.result], timeout=WAIT_S)
         if meeting.result.done():
@@ -183,26 +189,16 @@ class Coordinator:
                 time.sleep(1.0)
 
     def _record_end(self, ended: Attempt, by: Attempt) -> None:
-        """The ended attempt's record, once. For people only: nothing depends on it."""
         who = "the same driver restarted its workers" if ended.owner == by.owner else "another driver took over"
-        record = {
-            "format_version": 1,
-            "attempt": json.loads(dump(ended)),
-            "ended_by_attempt": by.number,
-            "ended_at": by.claimed_at,
-            "cause": who,
-        }
-        try:
-            data = json.dumps(record, sort_keys=True, indent=1).encode()
-            self._store.put_if_absent(layout.attempt_key(ended.number), data)
-        except (ConflictError, StoreError) as error:
-            logger.info("attempt %d: its record was not written (%s)", ended.number, error)
+        if not record_end(self._store, ended, by=by, cause=who):
+            logger.info("attempt %d: its record was not written, or was there already", ended.number)
 
     def _past(self, report: Report) -> Outcome:
         """Step 15 after a take-over: some ranks were told already and will not report again."""
         found = self._register.read()
         is_live = found is not None and found[0].entry(report.checkpoint) is not None
-        return Outcome(kind="committed" if is_live else "superseded", key=report.checkpoint)
+        # Whether ranks wrote something twice is forgotten: those that ask must agree again, which tells the others.
+        return Outcome(kind="committed" if is_live else "superseded", key=report.checkpoint, agree_anew=True)
 
     def _conclude(self, reports: dict[int, Report]) -> Outcome:
         """Steps 15 to 18 for one save. Raises what ends the attempt or the run; a failed save is an outcome."""

@@ -16,7 +16,7 @@ import torch
 from raycheck.bucket import layout
 from raycheck.bucket.index import dump_index
 from raycheck.bucket.manifest import ShardRecord
-from raycheck.errors import ConfigError, SaveFailedError, StoreError
+from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.agreement import Agreement
 from raycheck.shards.report import Report
@@ -82,14 +82,16 @@ class Saver:
             self._failed(f"rank {report.rank}: step {progress.step}: {text}")
             return
         self.saved_step = progress.step
-        if self._must_agree:
-            try:
+        try:
+            if self._must_agree:
                 self._agree(report)
-            except (SaveFailedError, StoreError) as error:
-                self._group.tell("report", replace(report, failure=str(error)))
-                self._failed(str(error))
-                return
-        staged = self._state.stage(progress)
+            staged = self._state.stage(progress)
+        except RaycheckError as error:
+            self._group.tell("report", replace(report, failure=str(error)))  # the others must not wait for this rank
+            if not isinstance(error, SaveFailedError | StoreError):
+                raise
+            self._failed(str(error))
+            return
         report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
         self._pending = self._thread.submit(self._upload_and_report, staged, report, deadline)
@@ -179,6 +181,7 @@ class Saver:
 
     def _failed(self, message: str) -> None:
         self._failures += 1
+        self._must_agree = self._group.world_size > 1  # all ranks hear of the failure, so all of them come
         self._last_failure = message
         self.saved_step = -1
         if self._group.rank == 0:  # all ranks are told the same outcome
