@@ -132,12 +132,22 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. bfloat16.")] = None,
     config_from: Annotated[str | None, typer.Option(help="A folder with config.json, for a model without one.")] = None,
     as_json: Json = False,
+    storage: Storage = None,
 ) -> None:
     """Write a checkpoint (the head, or --step) as a Hugging Face directory."""
     from raycheck.run import export_hf as export
 
     began = time.monotonic()
-    written = export(uri, dest, step=step, entry=entry, merge_lora=merge_lora, dtype=dtype, config_from=config_from)
+    written = export(
+        uri,
+        dest,
+        storage=_settings(storage),
+        step=step,
+        entry=entry,
+        merge_lora=merge_lora,
+        dtype=dtype,
+        config_from=config_from,
+    )
     seconds = time.monotonic() - began
     if as_json:
         _print_json(
@@ -158,18 +168,19 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
 def rewind(
     uri: Uri,
     to: Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")],
+    storage: Storage = None,
 ) -> None:
     """Make an earlier checkpoint the head: the next start restores it. A run that is still going is stopped."""
-    run = open_run(uri)
+    run = open_run(uri, _settings(storage))
     checkpoint = run.at_step(int(to)) if to.isdecimal() else run.checkpoint(to)
     body = rewind_run(Register(run.store), checkpoint.entry.key)
     out.print(Text(f"head is {body.head}; later checkpoints stay listed until retention drops them"))
 
 
 @app.command()
-def repair(uri: Uri) -> None:
+def repair(uri: Uri, storage: Storage = None) -> None:
     """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop the run first."""
-    done = repair_run(open_store(uri))
+    done = repair_run(open_store(uri, _settings(storage)))
     for entry in done.latest.live:
         out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}"))
     for name, why in done.left_out:

@@ -80,7 +80,7 @@ def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manife
         attempt=0,
         save=name.save,
         restored_from=f"{checkpoint.store.uri} {old.key}",
-        partial="",
+        partial=(),
         components=tuple(replace(part, checkpoint=str(name)) for part in old.components),
     )
     for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):

@@ -211,6 +211,9 @@ def _refuse(count: int) -> list[int]:
 
 def _check(index: Index) -> None:
     """Guards the reader: it sizes buffers and cuts slices by these numbers."""
+    for tensor in index.tensors:
+        if any(size < 0 for size in tensor.shape):
+            raise CorruptError(f"{tensor.name} has the shape {tensor.shape}")
     for chunk in index.chunks:
         tensor = index.tensors[chunk.tensor]
         ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]

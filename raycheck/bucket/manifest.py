@@ -56,8 +56,8 @@ class RankRecord(Document):
 class Manifest(Document):
     """Everything about one checkpoint except where each tensor's bytes lie: that is in its index.
 
-    partial: the partial restore (restore(only=..., skip=...)) that this checkpoint descends from, "" when none: the
-    same one is not done twice, so that a restart does not throw away what was trained since.
+    partial: the partial restores (restore(only=..., skip=...)) that this checkpoint descends from: the same one is not
+    done twice, so that a restart does not throw away what was trained since.
     """
 
     format_version: int = FORMAT_VERSION
@@ -69,7 +69,7 @@ class Manifest(Document):
     samples: int
     world_size: int
     restored_from: str | None
-    partial: str = ""
+    partial: tuple[str, ...] = ()
     metrics: Mapping[str, float]
     index: Blob
     components: tuple[Component, ...]

@@ -18,14 +18,19 @@ from raycheck.shards.selection import ASSETS, OWN_ENTRIES
 ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
 
 
-def parts_of(state: Mapping[str, object], *, rank: int) -> list[Part]:
-    """One part per entry; a dict or list of entries becomes parts with dotted names ("optimizer.0"). A dict of plain
+def entries_of(state: Mapping[str, object]) -> dict[str, object]:
+    """The state by entry; a dict or list of entries becomes entries with dotted names ("optimizer.0"). A dict of plain
     values is an entry itself."""
     entries: dict[str, object] = {}
     for name, value in _entries(state):
         if name in entries:
             raise ConfigError(f"state[{name!r}]: two entries have this one name")
         entries[name] = value
+    return entries
+
+
+def parts_of(entries: Mapping[str, object], *, rank: int) -> list[Part]:
+    """One part per entry."""
     parameters = parameter_names({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
     return [_part(name, value, parameters, rank) for name, value in entries.items()]
 

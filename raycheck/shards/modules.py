@@ -46,6 +46,7 @@ class ModulePart(Part):
             plain = self._plain(key)
             inner = {"": value}
             if _is_wrapper(value):
+                value = self._live().get(key, value)  # noqa: PLW2901  state_dict() detaches, which may copy the inner ones
                 names, context = value.__tensor_flatten__()
                 inner = {f".{name}": getattr(value, name) for name in names}
                 self._forms[plain] = f"{type(value).__qualname__}({_without_addresses(repr(context))})"
@@ -54,6 +55,10 @@ class ModulePart(Part):
                     raise ConfigError(f"state at {self.name}.{plain}{name}: two entries of the module have this name")
                 tree[plain + name] = item
         return tree
+
+    def _live(self) -> Named:
+        module = self.module
+        return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         return {"extra": self.encode(_extra(tree), self.name, tensors), "flattened": self._forms}

@@ -38,7 +38,7 @@ class Report:
     shards: tuple[ShardRecord, ...] = ()
     section: bytes = b""
     restored_from: str | None = None
-    partial: str = ""
+    partial: tuple[str, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
     upload_s: float = 0.0

@@ -4,22 +4,20 @@ The user's entries, plus what raycheck adds by itself: `rng` (per rank) and `pro
 whole checkpoint was compared with the live state; every difference is listed in one error.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from raycheck.bucket.catalog import Checkpoint, missing
-from raycheck.bucket.checksum import crc32
 from raycheck.bucket.index import Index, places
 from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
-from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
-from raycheck.shards.agreement import Agreement, Held, Holdings, Values
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError, StateMismatchError
+from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
-from raycheck.shards.entries import parts_of
+from raycheck.shards.entries import entries_of, parts_of
+from raycheck.shards.holdings import holdings_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of, tied
 from raycheck.shards.reader import read_into
@@ -45,8 +43,9 @@ class TrainState:
     def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        self._parts = parts_of(state, rank=rank)
-        self._assets = assets_of(state)
+        self.entries = entries_of(state)
+        self._parts = parts_of(self.entries, rank=rank)
+        self._assets = assets_of(self.entries)
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
@@ -64,32 +63,7 @@ class TrainState:
     def holdings(self) -> Holdings:
         """What this rank holds that others may hold too, with checksums: for agreement.agree."""
         gathered = self._gather()
-        of = {name: part for part, found in zip(self._parts, gathered, strict=True) for name in found.tensors}
-        return Holdings(
-            held=tuple(
-                Held(
-                    box=piece.box,
-                    name=piece.name,
-                    dtype=piece.dtype,
-                    shape=piece.shape,
-                    sizes=piece.sizes,
-                    size_bytes=piece.size_bytes,
-                    may_spread=piece.may_spread,
-                    crc32=_crc32(piece.local) if of[piece.name].is_compared(piece.name) else None,
-                )
-                for piece in self._pieces(gathered)
-                if piece.is_held and not piece.is_unique
-            ),
-            values={
-                part.name: Values(
-                    names_crc32=_crc32_of(sorted(part.names())),
-                    may_differ=part.may_differ,
-                    crc32=_crc32_of(found.values) if part.compares_values else None,
-                )
-                for part, found in zip(self._parts, gathered, strict=True)
-                if not part.is_per_rank
-            },
-        )
+        return holdings_of(self._parts, gathered, self._pieces(gathered))
 
     def settle(self, agreement: Agreement) -> None:
         """Stage by this agreement from now on. Without one this rank writes all it holds."""
@@ -118,9 +92,12 @@ class TrainState:
         staged.add(values, rank_values)
         return staged
 
-    def apply(self, checkpoint: Checkpoint, selection: Selection = EVERYTHING, *, strict: bool = True) -> "Restored":
+    def apply(
+        self, checkpoint: Checkpoint, selection: Selection = EVERYTHING, *, strict: bool = True, once: bool = False
+    ) -> "Restored":
         """Put a checkpoint into the live objects, resharded to this rank.
 
+        once: a checkpoint that descends from this very selection is restored whole.
         strict: what is only here, or only in the checkpoint, is refused; else left alone and reported. What is on both
         sides but not alike is always refused. Raises StateMismatchError listing every difference before anything was
         changed; CorruptError or NotFoundError while reading, after which the state is a mixture and the process must
@@ -128,14 +105,21 @@ class TrainState:
         """
         manifest = checkpoint.manifest()
         index = checkpoint.index(manifest)
+        lineage = manifest.partial
+        if once and str(selection) in lineage:
+            selection = EVERYTHING
+        if selection != EVERYTHING:
+            lineage = (*lineage, str(selection))
         places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
         there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
         saved_tensors = (tensor.name for tensor in index.tensors)
         selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
-        saved = self._saved(index, selection)
-        wanted = {part: part.prepare(found) for part, found in saved.items()}
-        pieces = self._targets(wanted, saved)
-        report = self._report(saved, selection, there)
+        with _corrupt_if_odd(checkpoint):
+            saved = self._saved(index, selection)
+            wanted = {part: part.prepare(found) for part, found in saved.items()}
+            pieces = self._targets(wanted, saved)
+            report = self._report(saved, wanted, selection, there)
+            progress = _progress_of(index) if selection.takes("progress") else Progress()
         mismatched = [line for found in saved.values() for line in found.mismatched]
         _refuse_differences(checkpoint, report, mismatched, strict=strict)
         try:
@@ -146,7 +130,8 @@ class TrainState:
             part.finish(saved[part], tensors)
         return Restored(
             manifest=manifest,
-            progress=Progress(**index.values["progress"]) if selection.takes("progress") else Progress(),
+            progress=progress,
+            lineage=lineage,
             rng_values=tuple(values.get("rng") for values in index.rank_values) if selection.takes("rng") else (),
             tensors=len(pieces),
             bytes_fetched=fetched,
@@ -199,13 +184,25 @@ class TrainState:
                 saved[part].unused += [f"{part.name}.rank{rank}" for rank in ranks if rank >= self._world_size]
         return saved
 
-    def _report(self, saved: Mapping[Part, SavedPart], selection: Selection, there: set[str]) -> RestoreReport:
+    def check_selection(self, selection: Selection) -> None:
+        """Raise ConfigError for a name that is nowhere in the live state; in a fresh run there is no other place."""
+        selection.check(
+            [*(part.name for part in self._parts), *(name for part in self._parts for name in part.names())]
+        )
+
+    def _report(
+        self,
+        saved: Mapping[Part, SavedPart],
+        wanted: Mapping[Part, Named],
+        selection: Selection,
+        there: set[str],
+    ) -> RestoreReport:
         restored, skipped = [], []
         for part in self._parts:
             found = saved.get(part)
             if found is None:
                 skipped.append(part.name)
-            elif found.values is None:
+            elif found.values is None and not wanted[part]:
                 continue  # missing or fresh, which the part has said
             elif selection.splits(part.name):
                 taken = {name for name in part.names() if selection.takes(name)}
@@ -253,6 +250,7 @@ class Restored:
     manifest: Manifest
     progress: Progress
     rng_values: Sequence[Any]
+    lineage: tuple[str, ...]
     tensors: int
     bytes_fetched: int
     report: RestoreReport
@@ -265,14 +263,23 @@ def _progress_values(progress: Progress) -> Any:
     return encode({"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}, "progress")
 
 
-def _crc32(tensor: torch.Tensor) -> int:
-    """Of the tensor's bytes, row by row."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return crc32(memoryview(cast("Any", flat.view(torch.uint8).numpy()))) if flat.numel() else 0
+def _progress_of(index: Index) -> Progress:
+    found = index.values["progress"]
+    if any(type(found[name]) is not int or found[name] < 0 for name in ("step", "epoch", "samples")):
+        raise ValueError(f"progress is {str(found)[:100]}")
+    return Progress(step=found["step"], epoch=found["epoch"], samples=found["samples"])
 
 
-def _crc32_of(values: Any) -> int:
-    return crc32(json.dumps(values, sort_keys=True).encode())
+@contextmanager
+def _corrupt_if_odd(checkpoint: Checkpoint) -> Iterator[None]:
+    try:  # an index that passed its checksum may still have been written by somebody hostile
+        yield
+    except RaycheckError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CorruptError(
+            f"checkpoint {checkpoint.entry.key} holds values that do not fit the state: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _refuse_differences(

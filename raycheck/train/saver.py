@@ -39,7 +39,7 @@ class Saver:
         *,
         attempt: int,
         restored_from: str | None,
-        partial: str,
+        partial: tuple[str, ...],
         saved_step: int,
     ) -> None:
         self.saved_step = saved_step

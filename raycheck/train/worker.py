@@ -18,6 +18,7 @@ from raycheck.errors import (
     CorruptError,
     FencedError,
     RaycheckError,
+    StoreError,
     SupersededError,
 )
 from raycheck.settings import SaveSettings
@@ -76,11 +77,11 @@ class Checkpointer:
     ) -> None:
         show_log()
         self.settings = settings or SaveSettings()
-        self._data = [value for value in state.values() if isinstance(value, Batches)]
-        if len(self._data) > 1:
-            raise ConfigError("the state holds two Batches; a run has one position in its data")
         self._group = group or Group.of_ray_train()
         self._state = TrainState(state, rank=self._group.rank, world_size=self._group.world_size)
+        self._data = [value for value in self._state.entries.values() if isinstance(value, Batches)]
+        if len(self._data) > 1:
+            raise ConfigError("the state holds two Batches; a run has one position in its data")
         if self.settings.export_every_steps is not None and len(self._state.models) != 1:
             raise ConfigError(
                 f"SaveSettings(export_every_steps=...) needs one model with a Hugging Face configuration in the state; "
@@ -96,8 +97,8 @@ class Checkpointer:
     def restore(self, *, strict: bool = True, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> At:
         """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
 
-        only, skip: names of entries to take or to leave as they are, "rng" and "progress" (step and data position)
-        among them; inside a module also places ("model.head"). only=["model"] starts from trained weights at step 0.
+        only, skip: names of entries to take or to leave as they are, "rng" and "progress" (the step count) among them;
+        inside a module also places ("model.head"). only=["model"] starts from trained weights at step 0.
         Done once: a checkpoint that was saved after it is restored whole by the same call, so that a restart goes on
         from where training was. strict: whether a tensor or entry on one side only is refused, or just reported.
 
@@ -115,20 +116,22 @@ class Checkpointer:
         )
         group.check_shared()
         if claim.restore is None:
-            self._begin(claim, selection)
+            self._state.check_selection(selection)
+            if selection != EVERYTHING:
+                logger.warning("run %s: restore %s: there is no checkpoint; starting fresh", group.uri, selection)
+            self._begin(claim, (str(selection),) if selection != EVERYTHING else ())
             return At(attempt=claim.attempt)
         began = time.monotonic()
-        checkpoint = Checkpoint(group.store, claim.restore)
-        is_done = str(selection) == checkpoint.manifest().partial
-        done = self._state.apply(checkpoint, EVERYTHING if is_done else selection, strict=strict)
+        done = self._state.apply(Checkpoint(group.store, claim.restore), selection, strict=strict, once=True)
         rng = self._apply_rng(done)
         self._step = done.progress.step
-        self._begin(claim, selection)  # only now: what a failed restore left behind must never be saved
+        self._begin(claim, done.lineage)  # only now: what a failed restore left behind must never be saved
         self._rhythm.start_at(self._step)
+        where = self._progress() if self._data else done.progress
         at = At(
             step=done.progress.step,
-            epoch=done.progress.epoch,
-            samples=done.progress.samples,
+            epoch=where.epoch,
+            samples=where.samples,
             checkpoint=claim.restore.key,
             attempt=claim.attempt,
             saved_world_size=done.manifest.world_size,
@@ -160,14 +163,14 @@ class Checkpointer:
         if report.missing or report.unexpected:
             logger.warning("rank %d: the checkpoint and the state differ: %s", self._group.rank, report)
 
-    def _begin(self, claim: Claim, selection: Selection) -> None:
+    def _begin(self, claim: Claim, lineage: tuple[str, ...]) -> None:
         self._saver = Saver(
             self._state,
             self.settings,
             self._group,
             attempt=claim.attempt,
             restored_from=None if claim.restore is None else claim.restore.key,
-            partial=str(selection),
+            partial=lineage,
             saved_step=self._step,
         )
         if self._group.rank == 0:
@@ -218,10 +221,13 @@ class Checkpointer:
         if self._group.rank != 0 or self.settings.export_every_steps is None:
             return
         deadline = time.monotonic() + EXPORTS_TIMEOUT_S
-        while left := self._group.ask("wait_for_exports", timeout_s=CLAIM_TIMEOUT_S, what="exports"):
-            if time.monotonic() > deadline:
-                logger.warning("run %s: %d exports did not end and are given up", self._group.uri, left)
-                return
+        try:
+            while left := self._group.ask("wait_for_exports", timeout_s=CLAIM_TIMEOUT_S, what="exports"):
+                if time.monotonic() > deadline:
+                    logger.warning("run %s: %d exports did not end and are given up", self._group.uri, left)
+                    return
+        except StoreError as error:
+            logger.warning("run %s: exports may be missing: %s", self._group.uri, error)
 
     def __enter__(self) -> Self:
         return self

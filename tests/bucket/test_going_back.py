@@ -1,16 +1,16 @@
 """Rewind and repair: going back on purpose, and getting a lost `latest` back from what the manifests say."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Got, Store
 from raycheck.bucket.sweep import prune
 from raycheck.errors import (
     ConfigError,
@@ -171,13 +171,45 @@ def test_training_goes_on_from_a_repaired_run(store: Store) -> None:
 
 def test_an_owner_that_left_a_record_stays_fenced_after_a_repair(store: Store) -> None:
     ann = run_of(store)
-    owner = {"format_version": 1, "attempt": {"number": 1, "owner": ann.me.owner}}
-    store.put(layout.attempt_key(1), json.dumps(owner).encode())
+    ended = ann.look().attempt
+    assert record_end(store, ended, by=ended, cause="a test")
     store.put(layout.attempt_key(7), b"no record")
     store.delete(layout.LATEST_KEY)
 
     repair(store)
 
+    with pytest.raises(FencedError):
+        Driver(store, ann.me.owner).claim("g9")
+    assert_invariants(store)
+
+
+def test_a_store_that_is_away_ends_a_repair_and_drops_nothing(store: Store) -> None:
+    run_of(store)
+    newest = read_latest(store).head
+    store.delete(layout.LATEST_KEY)
+
+    class Away(Around):
+        def get(self, key: str) -> Got:
+            if key == layout.manifest_key(newest):
+                raise StoreError("503")
+            return self.inner.get(key)
+
+    with pytest.raises(StoreError, match="503"):
+        repair(Away(store))
+
+    assert repair(store).latest.head == newest
+    assert_invariants(store)
+
+
+def test_a_repair_goes_to_where_the_run_was_rewound_and_keeps_its_driver_out(store: Store) -> None:
+    ann = run_of(store)
+    first = read_latest(store).live[0].key
+    rewind(Register(store), first)
+    store.delete(layout.LATEST_KEY)
+
+    done = repair(store)
+
+    assert done.latest.head == first
     with pytest.raises(FencedError):
         Driver(store, ann.me.owner).claim("g9")
     assert_invariants(store)

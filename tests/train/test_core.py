@@ -51,6 +51,11 @@ class Holder:
         self.train(steps)
         self.ckpt.save()
 
+    def doubt(self) -> None:
+        """Forget that the ranks have agreed, on this rank alone."""
+        self.ckpt._claimed().wait()
+        self.ckpt._claimed()._must_agree = True
+
     def weights(self):
         return self.model.weight.detach()
 
@@ -149,6 +154,8 @@ def test_a_partial_restore_is_done_once_and_a_restart_goes_on_from_where_trainin
     at = ray.get(second.restore.remote(**weights_only))
     moments = ray.get(second.get.remote("moments"))
     ray.get([second.train.remote(4), second.close.remote()])
+    between = start("whole")
+    ray.get([between.restore.remote(), between.train.remote(0), between.close.remote()])
     third = start("resubmitted")
     again = ray.get(third.restore.remote(**weights_only))
 
@@ -190,3 +197,28 @@ def test_a_node_without_permission_is_told_before_the_run_is_claimed(cluster: No
             ray.get(holder.restore.remote())
 
     assert_invariants(open_store(uri.replace(str(proxy.port), s3.partition("127.0.0.1:")[2].partition("&")[0])))
+
+
+def test_ranks_that_lost_their_agreement_fail_one_save_and_agree_again(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+    pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
+    ray.get([holder.restore.remote() for holder in pair])
+    ray.get([holder.train.remote(2) for holder in pair])
+
+    ray.get(pair[1].doubt.remote())  # as after a coordinator that died between telling one rank and the other
+    ray.get([holder.train.remote(4) for holder in pair])
+    ray.get([holder.close.remote() for holder in pair])
+
+    body = assert_invariants(open_store(uri))
+    assert [entry.step for entry in body.live] == [2, 6]
+
+
+def test_a_selection_of_what_is_nowhere_is_refused_also_in_a_fresh_run(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+
+    with pytest.raises(raycheck.ConfigError, match="there is no 'modle'"):
+        ray.get(holder.restore.remote(only=["modle"]))
+
+    assert assert_invariants(open_store(uri)).live == ()
