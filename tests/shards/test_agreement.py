@@ -329,3 +329,19 @@ def test_large_replicas_are_spread_by_bytes_and_small_ones_stay_with_the_first(s
     load = [sum(box.size_bytes for box in large if writers[box.box] == rank) for rank in range(1, world_size)]
     # A greedy spread: no rank but the first, which also has the buffers, is ahead of another by more than one tensor.
     assert not load or max(load) - min(load) <= max(sizes)
+
+
+def test_a_weight_that_is_tied_on_one_rank_and_apart_on_another_is_refused_by_name():
+    def two(*, tied: bool) -> nn.Module:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+        with torch.no_grad():
+            model["a"].weight.fill_(1)
+            model["b"].weight.fill_(7)
+        if tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    ranks = [TrainState({"model": two(tied=rank == 0)}, rank=rank, world_size=2) for rank in range(2)]
+
+    with pytest.raises(ConfigError, match=r"tensor model\.b\.weight is not the same on ranks 0 and 1"):
+        agreed(ranks)

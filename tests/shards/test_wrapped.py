@@ -258,8 +258,18 @@ def pair(seed: int, kind: type = TwoTensor, label: Any = None) -> nn.Module:
     return module
 
 
-def test_a_tensor_of_two_tensors_comes_back_in_place(memory: Store):
-    one, two = pair(1), pair(2)
+class Copying(TwoTensor):
+    """detach() makes new inner tensors, so that what state_dict() gives is no longer the live value."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return cls(out.a.clone(), out.b.clone()) if func is torch.ops.aten.detach.default else out
+
+
+@pytest.mark.parametrize("kind", [TwoTensor, Copying])
+def test_a_tensor_of_two_tensors_comes_back_in_place(memory: Store, kind: type):
+    one, two = pair(1, kind), pair(2, kind)
     held = two.weight.a
 
     checkpoint = save_state(memory, {"model": one})
@@ -268,7 +278,7 @@ def test_a_tensor_of_two_tensors_comes_back_in_place(memory: Store):
     assert names_of(checkpoint) == {f"model.{name}.{half}" for name in ("weight", "buffer") for half in "ab"}
     for name in ("weight", "buffer"):
         found, expected = getattr(two, name), getattr(one, name)
-        assert type(found) is TwoTensor
+        assert type(found) is kind
         assert torch.equal(found.a, expected.a)
         assert torch.equal(found.b, expected.b)
     assert torch.equal(held, one.weight.a)

@@ -1,5 +1,6 @@
 """The Checkpointer without Ray Train: in any group of Ray actors, with a place given by hand."""
 
+import dataclasses
 from uuid import uuid4
 
 import pytest
@@ -50,6 +51,17 @@ class Holder:
     def train_and_save(self, steps: int) -> None:
         self.train(steps)
         self.ckpt.save()
+
+    def train_on(self, steps: int) -> tuple[int, int]:
+        """With a stream of batches inside a dict; returns its position, and that of the progress."""
+        data = raycheck.Batches(range(40), global_batch=4, rank=0, world_size=1)
+        state = {"model": self.model, "data": {"train": data}}
+        self.ckpt.close()
+        with raycheck.Checkpointer(state, group=dataclasses.replace(self.place, id=uuid4().hex)) as ckpt:
+            at = ckpt.restore()
+            for _, _ in zip(range(steps), data.loader(at.epoch), strict=False):
+                ckpt.end_step()
+            return data.state_dict()["consumed"], ckpt._progress().samples
 
     def doubt(self) -> None:
         """Forget that the ranks have agreed, on this rank alone."""
@@ -222,3 +234,13 @@ def test_a_selection_of_what_is_nowhere_is_refused_also_in_a_fresh_run(cluster: 
         ray.get(holder.restore.remote(only=["modle"]))
 
     assert assert_invariants(open_store(uri)).live == ()
+
+
+def test_a_stream_of_batches_inside_a_dict_is_counted(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
+
+    assert ray.get(holder.train_on.remote(3)) == (12, 12)
+    assert ray.get(holder.train_on.remote(2)) == (20, 20)
+
+    assert_invariants(open_store(uri))
