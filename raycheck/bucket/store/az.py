@@ -202,10 +202,12 @@ class AzStore(RemoteStore):
         if status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if status in (401, 403):
-            return StoreError(
+            denied = StoreError(
                 f"{self.uri}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "
                 "on the container"
-            ), Repeat.NOTHING
+            )
+            denied.is_denied = True
+            return denied, Repeat.NOTHING
         text = f"{self.uri}: {key}: the store answered {status} {name}"
         if status == 429:
             return StoreError(text), Repeat.EVERYTHING
