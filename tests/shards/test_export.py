@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
+from uuid import uuid4
 
 import pytest
 import safetensors.torch
@@ -30,6 +32,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.base import Buffer
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
+from raycheck.settings import StorageSettings
 from raycheck.shards.contents import SAFETENSORS_DTYPES
 from raycheck.shards.export import INDEX_FILE, export_hf
 from raycheck.shards.lora import as_saved
@@ -210,6 +213,21 @@ def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):
 
     assert "model.0._extra_state.amax" in {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
     assert set(hf.tensors_in(tmp_path / "hf")) == {"0.weight"}
+
+
+def test_storage_settings_open_a_destination_of_the_same_kind_only(s3: str, tmp_path: Path):
+    base, _, query = s3.partition("?")
+    storage = StorageSettings.from_query("s3", dict(parse_qsl(query)))
+    root = f"{base}/{uuid4().hex}"
+    checkpoint = save_state(open_store(root, storage), {"model": hf.llama()})
+
+    written = export_hf(checkpoint, f"{root}-exported", storage=storage)
+    export_hf(checkpoint, f"{tmp_path}/hf", storage=storage)
+    export_hf(checkpoint, f"memory://{uuid4().hex}", storage=storage)
+
+    found = {item.key: item.size_bytes for item in open_store(f"{root}-exported", storage).list_objects("")}
+    assert found == written.files
+    assert (tmp_path / "hf" / INDEX_FILE).is_file()
 
 
 def test_weights_are_converted_and_the_configuration_says_so(run: Store, tmp_path: Path):
