@@ -165,7 +165,7 @@ class StorageSettings:
         scheme = kind_of(base)
         for name in said:
             if name not in meant_for(scheme):
-                raise ConfigError(f"StorageSettings({name}) means nothing to {scheme}:// ({base})")
+                raise ConfigError(f"StorageSettings({name}) means nothing to {scheme}://")
         query = dict(parse_qsl(text, keep_blank_values=True))
         address = {name: query.pop(name) for name in ADDRESS_NAMES if name in query}
         pairs = self.over(StorageSettings.from_query(scheme, query)).to_query()
@@ -239,4 +239,5 @@ def _check_endpoint(endpoint: str) -> None:
     if "@" in endpoint:
         raise ConfigError("StorageSettings(endpoint): it holds credentials; take them out")
     if not has_host or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
-        raise ConfigError(f"StorageSettings(endpoint={endpoint!r}): give a URL such as http://127.0.0.1:9000")
+        bare = endpoint.partition("?")[0].partition("#")[0]  # the rest may be a signature
+        raise ConfigError(f"StorageSettings(endpoint={bare!r}): give a URL such as http://127.0.0.1:9000")

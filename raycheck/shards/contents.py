@@ -19,6 +19,7 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.shards.assets import ADAPTER_CONFIG, CONFIG, FACTS, GENERATION_CONFIG, is_safe_file_name
 from raycheck.shards.lora import Adapter, adapter_weights, as_saved, merged_weights
+from raycheck.shards.selection import ASSETS
 from raycheck.shards.weights import Source, Weight
 
 _FLOATS = {
@@ -92,7 +93,7 @@ class _Model:
 def _model(index: Index, what: str, entry: str | None, config_from: str | None) -> _Model:
     """Choose the entry. Raises ConfigError that says what there is and what to do."""
     assets = _asset_texts(index, what)
-    entries = sorted(set(index.values) - {"assets", "progress"})
+    entries = sorted(set(index.values) - {ASSETS, "progress"})
     with_config = [name for name in entries if CONFIG in assets.get(name, {})]
     if entry is not None and entry not in entries:
         raise ConfigError(f"{what} has no entry {entry!r}; there are: {', '.join(entries)}")
@@ -113,16 +114,35 @@ def _model(index: Index, what: str, entry: str | None, config_from: str | None) 
         texts |= _texts_from(config_from)
     if CONFIG not in texts:
         raise ConfigError(f"{what}: {entry!r} has no Hugging Face configuration; name a folder with one: config_from=")
+    _refuse_subclasses(index, what, entry)
     facts = _json(assets.get(entry, {}).get(FACTS, "{}"), f"{what}: assets of {entry}")
     return _Model(what=what, entry=entry, texts=texts, facts=facts)
 
 
+def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
+    """Their inner tensors were saved under names of their own, which no Hugging Face model knows."""
+    for values in (index.values, *index.rank_values):
+        value = values.get(entry)
+        flattened = value.get("flattened") if isinstance(value, dict) else None
+        if flattened:
+            first = min(map(str, flattened)) if isinstance(flattened, dict) else ""
+            raise ConfigError(
+                f"{what}: {entry!r} holds tensor subclasses ({first}), which cannot be exported; save plain weights"
+            )
+
+
 def _asset_texts(index: Index, what: str) -> Mapping[str, Mapping[str, str]]:
-    assets = index.values.get("assets", {})
+    assets = index.values.get(ASSETS, {})
     if not isinstance(assets, dict) or not all(
         isinstance(files, dict) and all(isinstance(text, str) for text in files.values()) for files in assets.values()
     ):
         raise CorruptError(f"{what}: its assets are not file names and texts")
+    for entry, files in assets.items():
+        for file, text in files.items():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise CorruptError(f"{what}: assets of {entry!r}: {file!r} is no text: {error.reason}") from None
     return assets
 
 
@@ -141,7 +161,7 @@ def _texts_from(folder: str) -> dict[str, str]:
 def _weights_and_texts(source: Source, model: _Model, *, merge_lora: bool) -> tuple[list[Weight], dict[str, str]]:
     start = f"{model.entry}."
     names = {name.removeprefix(start): name for name in source.names() if name.startswith(start)}
-    names = {name: saved for name, saved in names.items() if name.rpartition(".")[2] != "_extra_state"}
+    names = {name: saved for name, saved in names.items() if "_extra_state" not in name.split(".")}
     texts = dict(model.texts)
     adapter_config = texts.pop(ADAPTER_CONFIG, None)
     if "adapter" in model.facts:

@@ -18,6 +18,7 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError
+from raycheck.settings import StorageSettings, kind_of
 from raycheck.shards.assets import ADAPTER_CONFIG
 from raycheck.shards.contents import SAFETENSORS_DTYPES, contents, json_text
 from raycheck.shards.folder import check_free, destination
@@ -52,12 +53,15 @@ def export_hf(
     dtype: "torch.dtype | str | None" = None,
     config_from: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    storage: StorageSettings | None = None,
 ) -> Exported:
     """Write the model of a checkpoint to `dest` (a folder, a URI, or a store and a prefix in it).
 
     entry: the model's name in the state, when several have a configuration. files: the tokenizer and processor
     entries that go along; default all. merge_lora: a PEFT model as a plain one, instead of its adapter alone. dtype:
     what floating-point weights are converted to. config_from: a folder with the config.json of a model that had none.
+    storage: the settings the checkpoint's store was opened with; a `dest` of the same kind of store is opened with them
+    too.
     Raises ConfigError, before anything was written, for what cannot be done.
     """
     manifest = checkpoint.manifest()
@@ -77,7 +81,8 @@ def export_hf(
     texts = made.texts if made.is_adapter else {**made.texts, INDEX_FILE: _weight_map(parts)}
     last = ADAPTER_CONFIG if made.is_adapter else INDEX_FILE
     written: dict[str, int] = {}
-    with destination(dest, prefix) as (store, place):
+    is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
+    with destination(dest, prefix, storage if is_alike else None) as (store, place):
         check_free(store, place, [*parts, *made.files, *texts], last)
         for file, group in {**parts, **made.files}.items():
             ordered = sorted(group, key=lambda weight: -weight.dtype.itemsize)

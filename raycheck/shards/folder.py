@@ -16,17 +16,19 @@ from uuid import uuid4
 from raycheck.bucket.layout import export_key
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
+from raycheck.settings import StorageSettings
 
 
 @contextmanager
-def destination(dest: Store | str, prefix: str) -> Iterator[tuple[Store, str]]:
+def destination(dest: Store | str, prefix: str, storage: StorageSettings | None = None) -> Iterator[tuple[Store, str]]:
     """Store and prefix to write to. After the block a local folder stands under its name; after an error in it
-    there is no such folder. Raises ConfigError, having touched nothing, for a folder that is not empty."""
+    there is no such folder. `storage`: how a URI that is no local folder is opened. Raises ConfigError, having touched
+    nothing, for a folder that is not empty."""
     path = None if isinstance(dest, Store) else _local_path(dest)
     if isinstance(dest, Store):
         yield dest, prefix
     elif path is None:
-        yield open_store(dest), prefix
+        yield open_store(dest, storage), prefix
     else:
         with _appearing(path / prefix.strip("/")) as temporary:
             yield open_store(str(temporary)), ""

@@ -15,7 +15,7 @@ from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.index import Chunk, Index, Tensor
 from raycheck.bucket.manifest import Manifest
-from raycheck.errors import ConfigError, NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
 from raycheck.shards.pieces import Piece, piece_of
 from raycheck.shards.reader import read_into
 
@@ -26,7 +26,8 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A tensor as it lies in the checkpoint. `rows`: chunks hold whole rows, so that it is seen as one dimension."""
+    """A tensor as it lies in the checkpoint. `is_flat`: chunks hold whole rows, so that it is
+    seen as one dimension."""
 
     tensor: Tensor
     chunks: tuple[Chunk, ...]
@@ -51,7 +52,7 @@ class Saved:
             row = math.prod(self.tensor.shape[1:])
             return stop // row * row
         unit = SUB_BLOCK // self.dtype.itemsize
-        start = max(chunk.offsets[0] for chunk in self.chunks if chunk.offsets[0] <= stop)
+        start = max((chunk.offsets[0] for chunk in self.chunks if chunk.offsets[0] <= stop), default=0)
         return start + (stop - start) // unit * unit
 
 
@@ -105,8 +106,10 @@ class Source:
         return self._tensors[name].shape
 
     def saved(self, name: str) -> Saved:
-        """Raises ConfigError for a dtype that this torch does not have."""
+        """Raises ConfigError for a dtype that this torch does not have, CorruptError for a shape that cannot be."""
         tensor, chunks = self._tensors[name], self._chunks[name]
+        if min(tensor.shape, default=0) < 0:
+            raise CorruptError(f"{name} has the shape {list(tensor.shape)}")
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _RAW:
             raise ConfigError(f"{name} has the type {tensor.dtype}, which cannot be exported")
@@ -131,6 +134,7 @@ class Source:
         for block in self._blocks(weights, head):
             taken = 0
             while taken < len(block):
+                assert part, "the sizes of the weights add up to fewer bytes than they have"  # else this never ends
                 count = min(len(block) - taken, len(part) - filled)
                 part[filled : filled + count] = block[taken : taken + count]
                 taken, filled = taken + count, filled + count

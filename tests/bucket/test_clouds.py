@@ -9,9 +9,12 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from azure.core.exceptions import HttpResponseError
 
+from raycheck.bucket.probe import probe_node
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.gs import GsStore
 from raycheck.bucket.store.remote import ATTEMPTS, PARTS_IN_FLIGHT, send_parts
@@ -359,8 +362,10 @@ def test_an_unconditional_write_is_repeated_after_a_server_error(gs, gcs):
 def test_a_refusal_names_the_permission_that_is_missing(gs, gcs, permission, method, call, status):
     inject(gcs, method, ".", status=status)
 
-    with pytest.raises(StoreError, match=permission):
+    with pytest.raises(StoreError, match=permission) as caught:
         call(gs)
+
+    assert caught.value.is_denied
 
 
 def test_a_missing_bucket_is_a_configuration_error_that_names_it(store):
@@ -497,14 +502,36 @@ def test_an_endpoint_and_a_key_reach_the_account_without_a_connection_string(azu
     assert store.get("a").data == b"1"
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_node_that_azure_denies_is_a_configuration_error(monkeypatch, status):
+    for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    store = open_store("az://container/run?account_name=me&anonymous=true")
+    refused = HttpResponseError(response=SimpleNamespace(status_code=status, reason="no", headers={}, text=str))
+
+    class Refusing:
+        def get_blob_client(self, key: str):
+            raise refused
+
+    async def client():
+        return Refusing()
+
+    monkeypatch.setattr(store, "_client", client)
+
+    with pytest.raises(ConfigError, match="node n: put"):
+        probe_node(store, node="n")
+
+
 @pytest.mark.slow
 def test_a_wrong_azure_key_is_an_access_error_and_not_repeated(azure, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure.replace("AccountKey=", "AccountKey=AAAA"))
     store = open_store("az://raycheck/denied?account_name=devstoreaccount1")
 
     began = time.monotonic()
-    with pytest.raises(StoreError, match="Storage Blob Data Contributor"):
+    with pytest.raises(StoreError, match="Storage Blob Data Contributor") as caught:
         store.put("a", b"1")
+
+    assert caught.value.is_denied
 
     assert time.monotonic() - began < 5
 

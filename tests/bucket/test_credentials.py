@@ -161,6 +161,17 @@ def test_an_endpoint_in_the_profile_holds_for_both_engines(wire, tmp_path, open_
     assert wire.heads
 
 
+@pytest.mark.parametrize("name", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])
+def test_hosts_that_only_botocore_knows_are_left_to_it(monkeypatch, name):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+
+    for value, endpoint, is_left in (("true", None, True), ("false", None, False), ("true", "http://h:1", False)):
+        monkeypatch.setenv(name, value)
+        store = open_store("s3://bucket/run", StorageSettings(region="us-east-1", endpoint=endpoint))
+        assert (store._client is None) == is_left
+
+
 def test_missing_credentials_are_a_configuration_error_with_advice(open_with):
     with pytest.raises(ConfigError, match=r"no credentials found.*AWS_PROFILE"):
         open_with().get("a")

@@ -64,9 +64,12 @@ def test_what_cannot_work_is_refused_by_the_name_of_its_field(wrong, name):
         StorageSettings(**wrong)
 
 
-def test_credentials_in_an_endpoint_are_refused_and_not_repeated():
+@pytest.mark.parametrize(
+    "endpoint", ["https://me:hush-hush@host", "https://host/?sig=hush-hush", "https://h/#hush-hush"]
+)
+def test_credentials_in_an_endpoint_are_refused_and_not_repeated(endpoint):
     with pytest.raises(ConfigError) as caught:
-        StorageSettings(endpoint="https://me:hush-hush@host")
+        StorageSettings(endpoint=endpoint)
 
     assert "hush-hush" not in str(caught.value)
 
@@ -204,6 +207,25 @@ def test_an_address_without_account_or_with_credentials_is_refused(monkeypatch, 
         open_store(uri)
 
     assert "hush-hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://acct.blob.core.windows.net/run?sv=2024&sig=hush-hush",
+        "s3a://b/run?secret_key=hush-hush",
+        "s3://b/run?secret_key=hush-hush",
+        "s3://AKIA:hush-hush]x@bucket/run",
+        "s3://[b?key=hush-hush",
+        "s3://b/run?endpoint_override=h/?sig=hush-hush",
+    ],
+)
+def test_no_error_about_a_uri_repeats_its_secrets(uri):
+    for storage in (None, StorageSettings(region="eu-west-3")):
+        with pytest.raises(ConfigError) as caught:
+            open_store(uri, storage)
+
+        assert "hush-hush" not in str(caught.value)
 
 
 def test_settings_are_plain_values():

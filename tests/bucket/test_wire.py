@@ -26,7 +26,7 @@ from raycheck.bucket.store.arrow import ray_filesystem
 from raycheck.bucket.store.s3 import S3Store
 from raycheck.bucket.store.s3_fast import FastS3Store
 from raycheck.bucket.store.uri import join_uri
-from raycheck.errors import StoreError
+from raycheck.errors import ConfigError, RaycheckError, StoreError
 from tests.faultproxy import FaultProxy, Head, fault_proxy
 
 Drive = Callable[[str], None]
@@ -244,6 +244,43 @@ def test_without_the_ca_bundle_no_request_reaches_the_server(engine, tls, monkey
         obstore.head(store._client, "a") if engine == "obstore" else store.through_s3fs.head("a")
 
     assert tls.heads == []
+
+
+@pytest.fixture
+def other_tls(gcs: str, authority: Path) -> Iterator[FaultProxy]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "server.pem", authority / "server.key")
+    with fault_proxy(f"gs://raycheck?endpoint_override={gcs.removeprefix('http://')}", context) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("uri", ["gs://raycheck/tls", "az://raycheck/tls?account_name=me&anonymous=true"])
+def test_ca_bundle_is_whom_store_and_ray_trust_on_other_clouds(uri, other_tls, authority):
+    """Any answer will do: the server is Google's, and what Azure's client makes of it is not the point."""
+    settings = StorageSettings(endpoint=f"https://127.0.0.1:{other_tls.port}", ca_bundle=str(authority / "ca.pem"))
+
+    with pytest.raises(RaycheckError):
+        open_store(uri, settings).head("none")
+    by_store = len(other_tls.heads)
+    _, files = ray_filesystem(settings.into(uri))
+    with pytest.raises(OSError, match=r"tls/none"):
+        files.open_input_stream("raycheck/tls/none").read()
+
+    assert 0 < by_store < len(other_tls.heads)
+
+
+def test_ray_s_file_system_on_other_clouds_keeps_scheme_and_identity_as_the_store_does(monkeypatch):
+    for name in ("AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGk=")
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", "/nonexistent")
+
+    _, azure = ray_filesystem("az://c/p?account_name=me&endpoint_override=127.0.0.1:10000&scheme=http")
+
+    assert azure.handler.fs.service_client.url.startswith("http://127.0.0.1:10000")
+    with pytest.raises(ConfigError, match="no Google credentials"):
+        ray_filesystem("gs://b/p?requester_pays=true")
 
 
 def s3_endpoint(uri: str) -> str:

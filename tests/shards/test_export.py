@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
+from uuid import uuid4
 
 import pytest
 import safetensors.torch
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoTokenizer
 
 import raycheck
@@ -28,10 +32,12 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.base import Buffer
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
+from raycheck.settings import StorageSettings
 from raycheck.shards.contents import SAFETENSORS_DTYPES
 from raycheck.shards.export import INDEX_FILE, export_hf
+from raycheck.shards.lora import as_saved
 from raycheck.shards.state import Progress, TrainState
-from raycheck.shards.weights import _boxes
+from raycheck.shards.weights import Source, _boxes
 from tests.invariants import assert_invariants
 from tests.shards import hf
 from tests.shards.fakes import playing, save_played
@@ -177,6 +183,51 @@ def test_a_type_that_safetensors_does_not_know_is_refused_by_name(run: Store, tm
         export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
 
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_model_of_tensor_subclasses_is_refused_by_its_entry(run: Store, tmp_path: Path):
+    module = nn.Module()
+    module.register_buffer("weight", TwoTensor(torch.ones(2), torch.ones(2)))
+    checkpoint = save_state(run, {"model": module})
+
+    with pytest.raises(ConfigError, match=r"'model' holds tensor subclasses \(weight\)"):
+        export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+
+    assert not (tmp_path / "hf").exists()
+
+
+class Extra(nn.Linear):
+    """A module as Transformer Engine has them, whose extra state holds a tensor."""
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"amax": torch.ones(2)}
+
+    def set_extra_state(self, state: object) -> None:
+        """Nothing to take up."""
+
+
+def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):
+    checkpoint = save_state(run, {"model": nn.Sequential(Extra(2, 2, bias=False))})
+
+    export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+
+    assert "model.0._extra_state.amax" in {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
+    assert set(hf.tensors_in(tmp_path / "hf")) == {"0.weight"}
+
+
+def test_storage_settings_open_a_destination_of_the_same_kind_only(s3: str, tmp_path: Path):
+    base, _, query = s3.partition("?")
+    storage = StorageSettings.from_query("s3", dict(parse_qsl(query)))
+    root = f"{base}/{uuid4().hex}"
+    checkpoint = save_state(open_store(root, storage), {"model": hf.llama()})
+
+    written = export_hf(checkpoint, f"{root}-exported", storage=storage)
+    export_hf(checkpoint, f"{tmp_path}/hf", storage=storage)
+    export_hf(checkpoint, f"memory://{uuid4().hex}", storage=storage)
+
+    found = {item.key: item.size_bytes for item in open_store(f"{root}-exported", storage).list_objects("")}
+    assert found == written.files
+    assert (tmp_path / "hf" / INDEX_FILE).is_file()
 
 
 def test_weights_are_converted_and_the_configuration_says_so(run: Store, tmp_path: Path):
@@ -444,6 +495,35 @@ def test_a_file_name_from_a_hostile_bucket_becomes_no_file(run: Store, tmp_path:
         export_hf(checkpoint, f"{tmp_path}/out/hf")
 
     assert not (tmp_path / "out").exists()
+
+
+def test_an_asset_that_is_no_text_is_refused_by_its_file(run: Store, tmp_path: Path):
+    state = {"model": hf.llama()}
+    staged = TrainState(state, rank=0, world_size=1).stage(Progress(step=1))
+    values, ranks = staged._section.values, staged._section.rank_values
+    staged.add(
+        {**values, "assets": {"model": {**values["assets"]["model"], "config.json": '"\ud800"'}}}, dict(ranks[0])
+    )
+    checkpoint = save(run, [staged])
+
+    with pytest.raises(CorruptError, match=r"config\.json"):
+        export_hf(checkpoint, f"{tmp_path}/hf")
+
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_shape_that_cannot_be_ends_in_an_error_and_not_in_a_loop(run: Store):
+    checkpoint = save_state(run, {"model": Holder({"a": torch.ones(2, 3), "b": torch.ones(4)})})
+    manifest = checkpoint.manifest()
+    index = checkpoint.index(manifest)
+    negative = replace(index, tensors=tuple(replace(t, shape=(-8, *t.shape[1:])) for t in index.tensors))
+    source = Source(checkpoint, manifest, index)
+    weights = [as_saved(source, name, f"model.{name}") for name in "ab"]
+
+    with pytest.raises(CorruptError, match=r"model\.a has the shape \[-8, 3\]"):
+        Source(checkpoint, manifest, negative).saved("model.a")
+    with pytest.raises(AssertionError, match="fewer bytes"):
+        list(source.stream([weights[0], replace(weights[1], shape=(2,))], b"", 64))
 
 
 @pytest.mark.parametrize("place", [7, [], {}, {"$tensor": "rng"}, {"$tensor": "model.lm_head.weight"}, {"$tensor": 3}])

@@ -7,7 +7,6 @@ of their own, marked by metadata; they are never shown as objects here.
 """
 
 import email.utils
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -34,14 +33,16 @@ class AzStore(RemoteStore):
     ) -> None:
         self.uri = uri
         self._prefix = f"{prefix}/" if prefix else ""
-        self._fs = _file_system(uri, account, settings)
+        optional_import("adlfs", extra="az")
+        from raycheck.bucket.store.az_files import AzClient
+
+        self._fs: Any = AzClient(uri, account, settings)
         self._container = container
         self._azure = optional_import("azure.core", extra="az")
         self._options = {
             "retry_total": 0,  # repeated in remote.py, or not at all
             "connection_timeout": CONNECT_TIMEOUT_S,
             "read_timeout": REQUEST_TIMEOUT_S,
-            **({"connection_verify": settings.ca_bundle} if settings.ca_bundle else {}),
         }
 
     def get(self, key: str) -> Got:
@@ -202,10 +203,12 @@ class AzStore(RemoteStore):
         if status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if status in (401, 403):
-            return StoreError(
+            denied = StoreError(
                 f"{self.uri}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "
                 "on the container"
-            ), Repeat.NOTHING
+            )
+            denied.is_denied = True
+            return denied, Repeat.NOTHING
         text = f"{self.uri}: {key}: the store answered {status} {name}"
         if status == 429:
             return StoreError(text), Repeat.EVERYTHING
@@ -214,29 +217,3 @@ class AzStore(RemoteStore):
 
 def _is_folder(found: Any) -> bool:
     return bool((found.metadata or {}).get("hdi_isfolder") == "true")
-
-
-def _file_system(uri: str, account: str | None, settings: StorageSettings) -> Any:
-    """adlfs with its own chain of credentials, and what that cannot say: an endpoint, or no credentials at all."""
-    adlfs = optional_import("adlfs", extra="az")
-    account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-    key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
-    connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
-    if not account and not connection:
-        raise ConfigError(f"{uri}: name the account: az://container/path?account_name=... or abfss://")
-    named = dict(item.partition("=")[::2] for item in (connection or "").split(";")).get("AccountName", account)
-    if account and named != account and not settings.anonymous:
-        # adlfs would follow the variable and write to the other account.
-        raise ConfigError(f"{uri}: AZURE_STORAGE_CONNECTION_STRING is of another account, {named}; unset it")
-    shared: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    endpoint = settings.endpoint or f"https://{account}.blob.core.windows.net"
-    if settings.anonymous:
-        return adlfs.AzureBlobFileSystem(connection_string=f"BlobEndpoint={endpoint}", anon=True, **shared)
-    if settings.endpoint and key and not connection:
-        signed = f"BlobEndpoint={endpoint};AccountName={account};AccountKey={key}"
-        return adlfs.AzureBlobFileSystem(connection_string=signed, **shared)
-    if settings.endpoint and not connection:
-        if not endpoint.startswith("https://"):
-            raise ConfigError(f"{uri}: {endpoint}: Azure takes tokens over https:// only")
-        shared["account_host"] = endpoint.removeprefix("https://")
-    return adlfs.AzureBlobFileSystem(account_name=account, anon=False, **shared)

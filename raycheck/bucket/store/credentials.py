@@ -38,6 +38,10 @@ class Chain:
         found = {name: session.get_config_variable(name) or None for name in ("region", "ca_bundle")}
         return self._settings.over(StorageSettings(endpoint=endpoint or None, **found))
 
+    def has_variant_endpoint(self) -> bool:
+        """Whether environment or profile ask for hosts (FIPS, dual stack) whose names only botocore knows."""
+        return any(map(self._session.get_config_variable, ("use_fips_endpoint", "use_dualstack_endpoint")))
+
     def frozen(self) -> Any:
         """Access key, secret and token, good for the next minutes. May ask a service or run a process."""
         return self._load().get_frozen_credentials()

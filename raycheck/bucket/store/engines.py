@@ -15,10 +15,20 @@
 | path_style     | s3.addressing_style                  | virtual_hosted_style_request, and then | -                  |
 |                |                                      | the bucket stands in the endpoint      |                    |
 
-A dash: pyarrow's URI cannot say it, and Ray is given an s3fs file system instead (arrow.py). tests/bucket/test_wire.py
-holds every row to what arrives at a server.
+A dash: pyarrow's URI cannot say it, and Ray is given an fsspec file system instead (arrow.py).
+tests/bucket/test_wire.py holds every row to what arrives at a server. The other clouds know four of the settings, and
+there the store and Ray's own file system are of one class:
+
+| setting        | gcsfs (gs_files.GsClient)    | adlfs (az_files.AzClient)                    |
+|----------------|------------------------------|----------------------------------------------|
+| endpoint       | endpoint_url                 | account_host, or in the connection_string    |
+| anonymous      | token "anon"                 | a connection_string without a key            |
+| requester_pays | requester_pays (userProject) | (none)                                       |
+| ca_bundle      | the session's connector      | connection_verify of the service's transport |
 """
 
+import os
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +101,54 @@ def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def adlfs_options(settings: StorageSettings, account: str) -> dict[str, Any]:
-    """Arguments of adlfs.AzureBlobFileSystem, less credentials, which adlfs finds itself."""
-    found: dict[str, Any] = {"account_name": account, "anon": bool(settings.anonymous), "use_listings_cache": False}
-    if settings.endpoint:
-        found["account_host"] = settings.endpoint.partition("://")[2]
-    return found
+def adlfs_options(uri: str, settings: StorageSettings, account: str | None) -> dict[str, Any]:
+    """Arguments of adlfs.AzureBlobFileSystem: its own chain of credentials, and what that cannot say: an endpoint, or
+    no credentials at all. Raises ConfigError for what would go to another account, or in the clear."""
+    account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
+    connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    if not account and not connection:
+        raise ConfigError(f"{uri}: name the account: az://container/path?account_name=... or abfss://")
+    named = dict(item.partition("=")[::2] for item in (connection or "").split(";")).get("AccountName", account)
+    if account and named != account and not settings.anonymous:
+        # adlfs would follow the variable and write to the other account.
+        raise ConfigError(f"{uri}: AZURE_STORAGE_CONNECTION_STRING is of another account, {named}; unset it")
+    endpoint = settings.endpoint or f"https://{account}.blob.core.windows.net"
+    found: dict[str, Any] = {"anon": bool(settings.anonymous), "use_listings_cache": False}
+    if settings.anonymous:
+        return found | {"connection_string": f"BlobEndpoint={endpoint}"}
+    if settings.endpoint and key and not connection:
+        return found | {"connection_string": f"BlobEndpoint={endpoint};AccountName={account};AccountKey={key}"}
+    if settings.endpoint and not connection:
+        if not endpoint.startswith("https://"):
+            raise ConfigError(f"{uri}: {endpoint}: Azure takes tokens over https:// only")
+        found["account_host"] = endpoint.removeprefix("https://")
+    return found | {"account_name": account}
 
 
 def gcsfs_options(settings: StorageSettings) -> dict[str, Any]:
-    """Arguments of gcsfs.GCSFileSystem, less credentials, which gcsfs finds itself."""
-    found: dict[str, Any] = {"requester_pays": bool(settings.requester_pays), "use_listings_cache": False}
-    if settings.anonymous:
-        found["token"] = "anon"  # noqa: S105  the name of a method
-    if settings.endpoint:
-        found["endpoint_url"] = settings.endpoint
-    return found
+    """Arguments of gcsfs.GCSFileSystem. As Google's own clients have it, an emulator is asked without credentials."""
+    is_anonymous = settings.anonymous or bool(os.environ.get("STORAGE_EMULATOR_HOST"))
+    return {
+        # Not None: that falls back to no credentials at all, and the bucket's 401 would be the message.
+        "token": "anon" if is_anonymous else "google_default",
+        "access": "read_write",
+        "endpoint_url": settings.endpoint,
+        "requester_pays": bool(settings.requester_pays),
+        "use_listings_cache": False,
+        "session_kwargs": {"trust_env": True},  # proxies
+    }
+
+
+def trusted(settings: StorageSettings) -> ssl.SSLContext | None:
+    """The CA bundle for clients that take a context; None trusts whom the system trusts. Raises ConfigError."""
+    if not settings.ca_bundle or settings.is_plain_http:
+        return None
+    path = ca_file(settings)
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise ConfigError(f"StorageSettings(ca_bundle): {path}: {error}") from error
 
 
 def ca_file(settings: StorageSettings) -> Path:

@@ -208,10 +208,12 @@ class GsStore(RemoteStore):
         if error.status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if error.status in (401, 403):
-            return StoreError(
+            denied = StoreError(
                 f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
                 f"{LIST} GCS also says this for a missing object. GCS said: {error.message}"
-            ), Repeat.NOTHING
+            )
+            denied.is_denied = True
+            return denied, Repeat.NOTHING
         may_pass = error.status >= 500 or error.status == 408
         return StoreError(text), Repeat.UNCONDITIONAL if may_pass else Repeat.NOTHING
 

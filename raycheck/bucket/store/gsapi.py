@@ -7,7 +7,6 @@ an answer of 400 or more is a RefusedError, and the store says what that means.
 import asyncio
 import json
 import os
-import ssl
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,16 +49,10 @@ class Api:
     def __init__(self, settings: StorageSettings) -> None:
         # gcsfs's default class asks for the bucket's type over gRPC, which an HTTP endpoint never answers.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        self._gcsfs = optional_import("gcsfs.core", extra="gs")
+        optional_import("gcsfs.core", extra="gs")
         self._settings = settings
         self._lock = threading.Lock()
         self._fs: Any = None
-        self._tls: ssl.SSLContext | bool = True
-        if settings.ca_bundle:
-            try:
-                self._tls = ssl.create_default_context(cafile=settings.ca_bundle)
-            except OSError as error:
-                raise ConfigError(f"ca_bundle {settings.ca_bundle}: {error}") from error
 
     async def ask(
         self,
@@ -87,7 +80,6 @@ class Api:
             data=body,
             allow_redirects=False,  # 308 is an answer here
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            ssl=self._tls,
         ) as response:
             answer = Answer(response.status, response.headers, await response.read())
         if answer.status >= 400 and answer.status not in accepts:
@@ -95,27 +87,11 @@ class Api:
         return answer
 
     def _connect(self) -> None:
-        # As Google's own clients have it: an emulator is asked without credentials.
-        is_anonymous = self._settings.anonymous or bool(os.environ.get("STORAGE_EMULATOR_HOST"))
-        errors = optional_import("google.auth.exceptions", extra="gs")
+        from raycheck.bucket.store.gs_files import GsClient
+
         with self._lock:
-            if self._fs is not None:
-                return
-            try:
-                self._fs = self._gcsfs.GCSFileSystem(
-                    # Not None: that falls back to no credentials at all, and the bucket's 401 would be the message.
-                    token="anon" if is_anonymous else "google_default",
-                    access="read_write",
-                    endpoint_url=self._settings.endpoint,
-                    skip_instance_cache=True,
-                    use_listings_cache=False,
-                    session_kwargs={"trust_env": True},  # proxies
-                )
-            except errors.DefaultCredentialsError as error:
-                raise ConfigError(
-                    "no Google credentials found: set GOOGLE_APPLICATION_CREDENTIALS, or run "
-                    f"`gcloud auth application-default login` ({error})"
-                ) from error
+            if self._fs is None:
+                self._fs = GsClient(self._settings)
 
     def _billed(self) -> dict[str, str]:
         if not self._settings.requester_pays:

@@ -100,7 +100,7 @@ class FastS3Store(Store):
 
     @cached_property
     def _client(self) -> Client | None:
-        """obstore's store of this prefix; None where s3fs has to find the region, or to say what is wrong."""
+        """obstore's store of this prefix; None where s3fs has to find region or host, or to say what is wrong."""
         settings, options = self._settings, _plain_keys(self._settings)
         if options is None:
             from botocore.exceptions import BotoCoreError
@@ -108,6 +108,8 @@ class FastS3Store(Store):
             try:
                 settings = self._chain.located()
             except BotoCoreError:
+                return None
+            if settings.endpoint is None and self._chain.has_variant_endpoint():
                 return None
             options = {} if settings.anonymous else {"credential_provider": self._chain.for_obstore}
         if settings.region is None and settings.endpoint is not None:
@@ -147,6 +149,8 @@ def _plain_keys(settings: StorageSettings) -> dict[str, Any] | None:
         or settings.role_arn is not None
         or os.environ.get("AWS_PROFILE")
         or os.environ.get("AWS_CREDENTIAL_EXPIRATION")
+        or os.environ.get("AWS_USE_FIPS_ENDPOINT")
+        or os.environ.get("AWS_USE_DUALSTACK_ENDPOINT")
         or any(Path(file).expanduser().exists() for file in files)
     ):
         return None

@@ -67,19 +67,22 @@ def parse_uri(uri: str) -> Address:
     """Raises ConfigError that says what is wrong with the URI, and repeats no credentials."""
     if uri.startswith("/"):
         return Address(kind="file", bucket="", prefix=uri, account="", said=StorageSettings())
-    bare = uri.partition("?")[0]
+    bare = uri.partition("?")[0]  # errors repeat no more: queries of other tools hold signatures and keys
+    scheme, _, rest = bare.partition("://")
+    scheme = scheme.lower()
+    host, _, path = rest.partition("/")
+    kind = kind_of(bare) if "://" in bare else ""
+    abfss = _ABFSS.fullmatch(host) if scheme in ("abfs", "abfss") else None
+    if ("@" in bare and (not abfss or "@" in path)) or (kind in ("s3", "gs", "az") and ":" in host):
+        raise ConfigError("the URI holds credentials: take them out, and use the environment or a profile")
     try:
         parts = urlsplit(uri)
     except ValueError as error:
-        raise ConfigError(f"{uri}: {error}") from None
+        raise ConfigError(f"{bare}: {error}") from None
     if parts.fragment or uri.endswith("#"):
         raise ConfigError(f"{bare}: a # has no meaning here; write it as %23")
-    kind = kind_of(uri) if "://" in uri else ""
-    abfss = _ABFSS.fullmatch(parts.netloc) if parts.scheme in ("abfs", "abfss") else None
-    if ("@" in bare and (not abfss or "@" in parts.path)) or (kind in ("s3", "gs", "az") and ":" in parts.netloc):
-        raise ConfigError("the URI holds credentials: take them out, and use the environment or a profile")
     if kind not in _KINDS:
-        raise ConfigError(f"{uri}: raycheck knows {', '.join(f'{name}://' for name in SCHEMES)} and absolute paths")
+        raise ConfigError(f"{bare}: raycheck knows {', '.join(f'{name}://' for name in SCHEMES)} and absolute paths")
     try:
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:
@@ -90,7 +93,7 @@ def parse_uri(uri: str) -> Address:
     if kind in ("s3", "gs") and not bucket:
         raise ConfigError(f"{bare}: name the bucket, as in {kind}://bucket/runs/my-run")
     if kind == "az":
-        bucket, account = _container(bare, parts.scheme, bucket, account, abfss)
+        bucket, account = _container(bare, scheme, bucket, account, abfss)
     if kind == "file":
         if bucket:
             raise ConfigError(f"{bare}: write file:///folder with three slashes; {bucket!r} would be a host")
