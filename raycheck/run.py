@@ -113,8 +113,9 @@ def export_hf(
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
 
     source: a run's URI (its head, or `step`), or a checkpoint, as `open_checkpoint` gives it. dest: a new or empty
-    folder, or the URI of a free place in a bucket. The rest: see raycheck.shards.export. Needs torch, but neither Ray
-    nor transformers nor an accelerator, and a bounded amount of memory. Returns the files with their sizes.
+    folder, or the URI of a free place in a bucket. storage: how the source's bucket is reached, and a destination of
+    the same kind. The rest: see raycheck.shards.export. Needs torch, but neither Ray nor transformers nor an
+    accelerator, and a bounded amount of memory. Returns the files with their sizes.
     """
     from raycheck.shards.export import export_hf as export
 
@@ -124,6 +125,7 @@ def export_hf(
     return export(
         checkpoint,
         dest,
+        storage=storage,
         entry=entry,
         files=files,
         merge_lora=merge_lora,
