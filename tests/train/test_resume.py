@@ -34,8 +34,17 @@ def unbroken(cluster: None, tmp_path_factory) -> dict[str, Path]:
     return {}
 
 
-@pytest.mark.parametrize("loader_workers", [0, 2])
-@pytest.mark.parametrize("mode", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("mode", "loader_workers"),
+    [
+        ("ddp", 0),
+        ("fsdp", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("plain", 0), ("plain", 2), ("ddp", 2), ("fsdp", 0)]
+        ),
+    ],
+)
 def test_a_killed_run_is_bit_identical_to_one_never_killed(
     job, s3: str, tmp_path: Path, tmp_path_factory, unbroken: dict[str, Path], mode: str, loader_workers: int
 ) -> None:

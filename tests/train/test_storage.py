@@ -37,6 +37,7 @@ def test_settings_given_to_fit_reach_workers_coordinator_and_ray(job, s3: str) -
         assert_invariants(open_store(join_uri(storage, "run")))
 
 
+@pytest.mark.slow
 def test_a_file_system_that_can_be_read_is_as_good_as_its_uri_also_without_fit(job, s3: str) -> None:
     endpoint = s3.partition("endpoint_override=")[2].partition("&")[0]
     root = uuid4().hex
@@ -50,6 +51,7 @@ def test_a_file_system_that_can_be_read_is_as_good_as_its_uri_also_without_fit(j
     assert_invariants(open_store(join_uri(join_uri(s3, root), "run")))
 
 
+@pytest.mark.slow
 def test_a_local_file_system_is_read_too(job, tmp_path) -> None:
     trainer = job(f"{tmp_path}/my runs", "run", epochs=1)
     trainer.run_config.storage_filesystem = LocalFileSystem()
