@@ -37,10 +37,8 @@ def rewind(register: Register, key: str) -> Latest:
         )
 
     refuse_lost(register)
-    before = register.read()
     body = register.swap(decide, what=f"rewind to {key}")
-    if before is not None:
-        record_end(register.store, before[0].attempt, by=body.attempt, cause=f"the run was rewound to {key}")
+    record_end(register.store, body.attempts[-2], by=body.attempt, cause=f"the run was rewound to {key}")
     record_end(register.store, body.attempt, by=body.attempt, cause=f"rewound the run to {key}")
     return body
 

@@ -32,7 +32,9 @@ def holdings_of(parts: Sequence[Part], gathered: Sequence[Gathered], pieces: Seq
 
 def _held(piece: Piece, of: Mapping[str, Part]) -> list[Held]:
     """Under each of its names: another rank may hold one of them apart. Its bytes count once."""
-    crc = _crc32(piece.local)
+    names = (piece.name, *(alias for alias, _ in piece.aliases))
+    compared = {name for name in names if of[name].is_compared(name)}
+    crc = _crc32(piece.local) if compared else None
     return [
         Held(
             box=replace(piece, name=name).box,
@@ -42,9 +44,9 @@ def _held(piece: Piece, of: Mapping[str, Part]) -> list[Held]:
             sizes=piece.sizes,
             size_bytes=piece.size_bytes if name == piece.name else 0,
             may_spread=piece.may_spread,
-            crc32=crc if of[name].is_compared(name) else None,
+            crc32=crc if name in compared else None,
         )
-        for name in (piece.name, *(alias for alias, _ in piece.aliases))
+        for name in names
     ]
 
 

@@ -42,11 +42,13 @@ class ModulePart(Part):
     def tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         self._forms = {}
-        for key, value in self.module.state_dict().items():
+        state = self.module.state_dict()
+        live = self._live() if any(map(_is_wrapper, state.values())) else {}
+        for key, value in state.items():
             plain = self._plain(key)
             inner = {"": value}
             if _is_wrapper(value):
-                value = self._live().get(key, value)  # noqa: PLW2901  state_dict() detaches, which may copy the inner ones
+                value = live.get(key, value)  # noqa: PLW2901  state_dict() detaches, which may copy the inner ones
                 names, context = value.__tensor_flatten__()
                 inner = {f".{name}": getattr(value, name) for name in names}
                 self._forms[plain] = f"{type(value).__qualname__}({_without_addresses(repr(context))})"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
@@ -123,3 +124,16 @@ def restore_state(checkpoint: Checkpoint, state: dict[str, object]) -> None:
 def shard_bytes(staged: Staged) -> bytes:
     """The whole object that an upload would send."""
     return b"".join(bytes(part) for part in staged.parts(1 << 20))
+
+
+class Own:
+    """Anything with state_dict and load_state_dict."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

@@ -17,23 +17,10 @@ from raycheck.shards.agreement import SPREAD_FROM_BYTES, Held, Holdings, agree
 from raycheck.shards.per_rank import PerRank
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.state import Progress, TrainState
-from tests.shards.saving import agreed, claimed, save, upload
+from tests.shards.saving import Own, agreed, claimed, save, upload
 
 State = dict[str, Any]
 MIB = 1 << 20
-
-
-class Own:
-    """Anything with state_dict and load_state_dict."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def replicas(count: int) -> list[State]:

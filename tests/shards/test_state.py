@@ -24,7 +24,7 @@ from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.selection import Selection
 from raycheck.shards.state import Progress, TrainState
 from raycheck.train.data import Batches
-from tests.shards.saving import restore_state, save, save_state
+from tests.shards.saving import Own, restore_state, save, save_state
 
 State = dict[str, Any]
 
@@ -542,19 +542,6 @@ def test_staging_and_restoring_leave_the_random_state_alone(memory: Store):
 
 
 # --- the user's own objects ---
-
-
-class Own:
-    """Anything with state_dict and load_state_dict."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_an_object_of_the_users_own_comes_back_with_types_and_tensors(store: Store):

@@ -6,8 +6,6 @@ time, and appears when its list of blocks is committed. Accounts with a hierarch
 of their own, marked by metadata; they are never shown as objects here.
 """
 
-import email.utils
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -15,7 +13,15 @@ from typing import Any
 from uuid import uuid4
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
-from raycheck.bucket.store.remote import REQUEST_TIMEOUT_S, Pieces, RemoteStore, Repeat, optional_import, send_parts
+from raycheck.bucket.store.remote import (
+    REQUEST_TIMEOUT_S,
+    Pieces,
+    RemoteStore,
+    Repeat,
+    bucket_time,
+    optional_import,
+    send_parts,
+)
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
@@ -58,7 +64,7 @@ class AzStore(RemoteStore):
             data = await stream.readall()
             # Over 32 MiB the rest comes in further answers, which the client ties to the first one's ETag.
             date = answers[0].get("Date")
-            at = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+            at = bucket_time(date)
             return Got(data, answers[0]["ETag"], at)
 
         return self._run(key, call)

@@ -7,9 +7,7 @@ is visible before its last chunk, and that one is held back until the source of 
 """
 
 import base64
-import email.utils
 import json
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
@@ -19,7 +17,7 @@ from uuid import uuid4
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
 from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
-from raycheck.bucket.store.remote import PIECE_BYTES, Pieces, RemoteStore, Repeat, optional_import
+from raycheck.bucket.store.remote import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, optional_import
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
@@ -44,7 +42,7 @@ class GsStore(RemoteStore):
         async def call(api: Api) -> Got:
             answer = await api.ask("GET", self._object(key), params={"alt": "media"}, needs=GET)
             date = answer.headers.get("Date")
-            at = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+            at = bucket_time(date)
             return Got(answer.data, answer.headers["x-goog-generation"], at)
 
         return self._run(key, call)

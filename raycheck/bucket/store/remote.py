@@ -10,7 +10,9 @@ the caller's buffer.
 """
 
 import asyncio
+import email.utils
 import random
+import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -125,6 +127,11 @@ class Pieces:
         for view in self._views:
             for at in range(0, len(view), PIECE_BYTES):
                 yield bytes(view[at : at + PIECE_BYTES])
+
+
+def bucket_time(date: str | None) -> float:
+    """The bucket's clock, from an answer's Date header. Ages are differences of these, never of a host's clock."""
+    return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
 
 
 def optional_import(module: str, *, extra: str) -> ModuleType:

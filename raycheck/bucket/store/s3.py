@@ -5,8 +5,6 @@ conditional writes into a 412 of its own making, and uploads parts one after ano
 """
 
 import base64
-import email.utils
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
-from raycheck.bucket.store.remote import RemoteStore, Repeat, send_parts
+from raycheck.bucket.store.remote import RemoteStore, Repeat, bucket_time, send_parts
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError
@@ -58,7 +56,7 @@ class S3Store(RemoteStore):
         async def call(client: Any) -> Got:
             answer = await client.get_object(**self._at(key))
             data = await answer["Body"].read()
-            return Got(data, answer["ETag"], _date(answer))
+            return Got(data, answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
         return self._run(key, call)
 
@@ -178,9 +176,3 @@ async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, 
 
 def _crc_header(data: Buffer) -> str:
     return base64.b64encode(crc32(data).to_bytes(4, "big")).decode()
-
-
-def _date(answer: Mapping[str, Any]) -> float:
-    """The bucket's clock. Ages are differences of these, never of a host's clock."""
-    header = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return email.utils.parsedate_to_datetime(header).timestamp() if header else time.time()
