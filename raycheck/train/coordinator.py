@@ -210,8 +210,7 @@ class Coordinator:
         try:
             manifest, has_copies = assemble(self._store, [reports[rank] for rank in sorted(reports)])
             data = protocol.write_manifest(self._store, manifest)
-            keep_last = reports[0].keep_last
-            if not protocol.commit(self._register, self._me, manifest, data, keep_last=keep_last):
+            if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
                 return Outcome(kind="superseded", key=name)
             self._tell_of(manifest)
             self._point_ray_to(manifest)
@@ -257,7 +256,7 @@ class Coordinator:
             return
         self._next_prune_at = time.monotonic() + GRACE_S / 4
         try:
-            prune(self._register, self._me, spare=self._exports.keys)
+            prune(self._register, spare=self._exports.keys)
         except RaycheckError as error:
             logger.warning("run %s: dropped checkpoints could not be deleted yet: %s", self._uri, error)
 

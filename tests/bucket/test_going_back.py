@@ -94,7 +94,7 @@ def test_retention_takes_the_abandoned_branch_in_the_order_of_commits(store: Sto
     body = assert_invariants(store)
     assert body is not None
     assert [item.step for item in body.live] == [15, 25]
-    prune(bob.register, bob.me, grace_s=0)
+    prune(bob.register, grace_s=0)
     assert store.list_names(layout.CHECKPOINTS_PREFIX) == sorted(item.key for item in body.live)
 
 
