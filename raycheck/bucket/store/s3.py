@@ -130,8 +130,8 @@ class S3Store(RemoteStore):
         try:
             self._put_conditional(key, data, IfMatch=version)
         except ConflictError:
-            # Ceph RGW compares If-Match with the bare ETag only, AWS takes both forms. Still conditional, so asking twice
-            # is safe. (RGW answers 500 to a swap that is overtaken while under way: a StoreError, for it may mean more.)
+            # Ceph RGW compares If-Match with the bare ETag only. Still conditional, so asking twice is safe. (A swap
+            # that is overtaken while under way gets a 500 from it: a StoreError, for it may mean other things.)
             self._put_conditional(key, data, IfMatch=version.strip('"'))
 
     def delete(self, key: str) -> None:
