@@ -89,15 +89,16 @@ def sweep(store: Store, *, only_torn: bool = False) -> tuple[Waste, ...]:
     swept, uploads = _garbage(store, only_torn=only_torn)
     for item in swept:
         _delete_checkpoint(store, item.name, is_held=False)
+    aborted = [_unfinished(store, upload) for upload in uploads]
     for upload in uploads:
         store.abort_upload(upload)
-    return (*swept, *map(_unfinished, uploads))
+    return (*swept, *aborted)
 
 
 def plan_sweep(store: Store) -> tuple[Waste, ...]:
     """What `sweep` would delete. Writes nothing."""
     swept, uploads = _garbage(store, only_torn=False)
-    return (*swept, *map(_unfinished, uploads))
+    return (*swept, *(_unfinished(store, upload) for upload in uploads))
 
 
 def _waits(body: Latest, now: float, grace_s: float) -> Iterator[tuple[str, float]]:
@@ -134,8 +135,9 @@ def _garbage(store: Store, *, only_torn: bool) -> tuple[list[Waste], list[Upload
     return found, [upload for upload in uploads if (name := layout.checkpoint_of(upload.key)) and name.attempt < number]
 
 
-def _unfinished(upload: Upload) -> Waste:
-    return Waste(name=upload.key, num_objects=0, size_bytes=0, reason="an upload that never ended")
+def _unfinished(store: Store, upload: Upload) -> Waste:
+    size_bytes = store.upload_bytes(upload)
+    return Waste(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
 
 
 def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Waste:

@@ -23,17 +23,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in (
-    look.ls,
-    look.show,
-    look.verify,
-    keep.pin,
-    keep.unpin,
-    keep.prune,
-    keep.sweep,
-    keep.rewind,
-    keep.repair,
-):
+for command in LOOKING + KEEPING:
     app.command()(command)
 
 

@@ -1,6 +1,7 @@
 """Retention, pins, prune and sweep: what stays, what goes, and that nothing goes which anybody may still need."""
 
 from dataclasses import replace
+from uuid import uuid4
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +22,12 @@ from raycheck.bucket.latest import (
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.register import Register
 from raycheck.bucket.retention import dropped, judge
-from raycheck.bucket.store import Got, Store, open_store
+from raycheck.bucket.store import Got, Store, Upload, open_store
 from raycheck.bucket.sweep import GRACE_S, plan_prune, plan_sweep, prune, sweep
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError, SupersededError
 from raycheck.settings import Retention, SaveSettings
 from tests.bucket.helpers import Around, Driver, everything, write_checkpoint
+from tests.bucket.test_store import begin_upload
 from tests.invariants import assert_invariants
 
 
@@ -629,6 +631,33 @@ def test_a_sweep_that_died_is_finished_by_the_next_and_never_leaves_a_manifest_w
     sweep(store)
 
     assert not {torn, whole} & directories(store)
+
+
+@pytest.mark.parametrize("uri", ["file", "s3"], indirect=True)
+def test_a_sweep_ends_uploads_of_earlier_attempts_and_leaves_the_live_ones(store):
+    ann = Driver(store)
+    ann.claim("g1")
+    saved = ann.save(1, 1)
+    ann.claim("g2")
+    begin = begin_local_upload if store.uri.startswith("file") else lambda store, key: begin_upload(store, key)[0]
+    torn, again = (begin(store, layout.shard_key(name, "train", 5)) for name in ("step-000000090-a1-s9", saved.key))
+    live = begin(store, layout.shard_key("step-000000090-a2-s1", "train", 0))
+    foreign = begin(store, "checkpoints/notes/mine")
+
+    planned = plan_sweep(store)
+    swept = sweep(store)
+
+    assert swept == planned
+    assert {item.name for item in swept} == {torn.key, again.key}
+    assert set(store.list_uploads("checkpoints/")) == {live, foreign}
+    assert_invariants(store)
+
+
+def begin_local_upload(store: Store, key: str) -> Upload:
+    path = store._path(key).with_name(f".raycheck-{uuid4().hex}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half")
+    return Upload(path.relative_to(store._root).as_posix(), path.name)
 
 
 def test_a_late_commit_of_a_swept_save_is_refused(store):

@@ -330,6 +330,22 @@ def test_an_unfinished_upload_is_listed_and_aborted(store):
     assert keys(store, "") == ["a/finished"]
 
 
+@large_bodies
+@on_s3
+def test_an_unfinished_upload_says_how_many_bytes_it_holds(store):
+    (upload,) = begin_upload(store, "a/b")
+    s3 = store.through_s3fs if isinstance(store, FastS3Store) else store
+    where = s3._at(upload.key) | {"UploadId": upload.id}
+    for number in (1, 2):
+        s3._run("a/b", lambda client, n=number: client.upload_part(**where, PartNumber=n, Body=b"x" * 1000 * n))
+
+    before = store.upload_bytes(upload)
+    store.abort_upload(upload)
+
+    assert before == 3000
+    assert store.upload_bytes(upload) == 0
+
+
 @on_s3
 def test_two_unfinished_uploads_of_one_key_are_two(store):
     both = begin_upload(store, "a/b", "a/b")

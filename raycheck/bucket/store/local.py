@@ -114,6 +114,12 @@ class LocalStore(Store):
                 if name.startswith(_HIDDEN) and name != _LOCK:
                     yield Upload(Path(folder, name).relative_to(self._root).as_posix(), name)
 
+    def upload_bytes(self, upload: Upload) -> int:
+        try:
+            return self.head(upload.key)
+        except NotFoundError:
+            return 0
+
     def abort_upload(self, upload: Upload) -> None:
         self.delete(upload.key)
 

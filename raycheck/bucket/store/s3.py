@@ -148,6 +148,18 @@ class S3Store(RemoteStore):
                 return
             after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
+    def upload_bytes(self, upload: Upload) -> int:
+        where = self._at(upload.key) | {"UploadId": upload.id}
+        total, after = 0, 0
+        with suppress(NotFoundError):
+            while True:
+                page = self._run(upload.key, partial(_list_parts, where | {"PartNumberMarker": after}))
+                total += sum(int(part["Size"]) for part in page.get("Parts", []))
+                if not page.get("IsTruncated"):
+                    return total
+                after = page["NextPartNumberMarker"]
+        return 0
+
     def abort_upload(self, upload: Upload) -> None:
         where = self._at(upload.key) | {"UploadId": upload.id}
         with suppress(NotFoundError):
@@ -195,6 +207,10 @@ async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, 
 async def _list_uploads(where: Mapping[str, str], client: Any) -> Mapping[str, Any]:
     page: Mapping[str, Any] = await client.list_multipart_uploads(**where)
     return page
+
+
+async def _list_parts(where: Mapping[str, Any], client: Any) -> Any:
+    return await client.list_parts(**where)
 
 
 def _crc_header(data: Buffer) -> str:

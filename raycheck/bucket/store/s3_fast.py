@@ -95,6 +95,9 @@ class FastS3Store(Store):
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         return self.through_s3fs.list_uploads(prefix)
 
+    def upload_bytes(self, upload: Upload) -> int:
+        return self.through_s3fs.upload_bytes(upload)
+
     def abort_upload(self, upload: Upload) -> None:
         self.through_s3fs.abort_upload(upload)
 
