@@ -20,7 +20,7 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
-from raycheck.bucket.latest import MAX_BYTES, Attempt, Entry
+from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.probe import probe
 from raycheck.bucket.record import record_end
@@ -169,7 +169,7 @@ class Coordinator:
         )
         if before is not None and before[0].attempt.number < attempt.number:
             self._record_end(before[0].attempt, attempt)
-        if before is not None and len(before[1].data) > MAX_BYTES * 7 // 8:
+        if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
             logger.warning("run %s: latest is nearly full; keep fewer checkpoints (raycheck prune)", self._uri)
         logger.info(
             "run %s attempt %d: %d ranks, %s",

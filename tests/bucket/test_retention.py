@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from raycheck.bucket import layout
 from raycheck.bucket.edits import evict, pin
 from raycheck.bucket.latest import (
+    COMMIT_BYTES,
     MAX_BYTES,
     MAX_METRICS_LISTED,
     Attempt,
@@ -342,15 +343,18 @@ def test_a_full_latest_refuses_the_commit_and_a_prune_beside_the_run_makes_room(
     full = fitted(full_body(1100), needed=None)
     ann.register.swap(lambda body, _: replace(body, live=full.live, head=full.head), what="fill")
     late = write_checkpoint(store, attempt=1, save=5000)
-    room = MAX_BYTES - len(store.get(layout.LATEST_KEY).data)
+    room = COMMIT_BYTES - len(store.get(layout.LATEST_KEY).data)
     ann.register.swap(lambda body, _: replace(body, unknown={"x": "y" * (room - 50)}), what="fill the rest")
 
     with pytest.raises(ConfigError, match="raycheck prune"):
         ann.commit(late, keep_last=None)
+    bob = Driver(store, "bob")
+    attempt, restored = bob.claim("h1")  # a run is never lost for want of room
     evict(Register(store), Retention(keep_last=5))
 
-    assert ann.commit(late, keep_last=None)
-    assert len(ann.look().live) == 6
+    assert restored.key == full.head
+    assert bob.commit(write_checkpoint(store, attempt=attempt.number, save=1), keep_last=None)
+    assert len(bob.look().live) == 6
 
 
 # --- prune ---
