@@ -340,7 +340,7 @@ def test_a_full_latest_refuses_the_commit_and_a_prune_beside_the_run_makes_room(
     store = open_store("memory://a-full-latest")
     ann = Driver(store)
     ann.claim("g1")
-    full = fitted(full_body(1100), needed=None)
+    full = fitted(full_body(1000), needed=None)
     ann.register.swap(lambda body, _: replace(body, live=full.live, head=full.head), what="fill")
     late = write_checkpoint(store, attempt=1, save=5000)
     room = COMMIT_BYTES - len(store.get(layout.LATEST_KEY).data)
