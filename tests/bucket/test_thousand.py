@@ -3,15 +3,20 @@
 The bucket's clock goes on by itself here, so that grace and pauses of hours pass in seconds.
 """
 
+import time
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count, islice
 from uuid import uuid4
 
 import pytest
 
 from raycheck.bucket import layout
-from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED
+from raycheck.bucket.document import dump
+from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, MAX_BYTES, Evicted
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED, prune
+from raycheck.errors import ConfigError, SaveFailedError
 from tests.bucket.helpers import Around, Driver
 from tests.invariants import assert_invariants
 
@@ -73,3 +78,35 @@ def test_latest_stays_small_over_a_thousand_commits_of_many_attempts_and_drivers
     assert max(sizes[-COMMITS // 4 :]) <= 1.05 * max(sizes[: -COMMITS // 4]), "it keeps growing"
     names = store.list_names(layout.CHECKPOINTS_PREFIX)
     assert set(names) == {item.key for item in (*body.live, *body.evicted)}
+
+
+def test_a_latest_full_of_evicted_names_can_still_be_claimed_and_pruned():
+    """Commits that come quicker than prunes fill it. Such a save may fail, but the run must not be lost."""
+    store = open_store(f"memory://{uuid4().hex}")
+    ann, bob = Driver(store, "ann"), Driver(store, "bob")
+    ann.claim("g1")
+    fill(ann, up_to=MAX_BYTES - 2000)
+    save_until_full(ann)
+
+    attempt, _ = bob.claim("h1")
+    drop_evicted(bob)
+    bob.save(attempt.number, 1, keep_last=1)
+
+    body = assert_invariants(store)
+    assert len(body.evicted) <= MAX_EVICTED + 1
+
+
+def fill(driver: Driver, *, up_to: int) -> None:
+    """As the newest of so many commits have left it, without making them all."""
+    body, now = driver.look(), time.time()
+    while len(dump(body)) < up_to:
+        new = (Evicted(key=f"step-{number:09d}-a1-s{number}", at=now) for number in count(len(body.evicted) + 1))
+        body = replace(body, evicted=(*body.evicted, *islice(new, 10)))
+    driver.store.put(layout.LATEST_KEY, dump(replace(body, evicted=body.evicted[:-10])))
+
+
+def save_until_full(driver: Driver) -> None:
+    """It need not become full: a commit may make room for itself."""
+    with suppress(ConfigError, SaveFailedError):
+        for save in range(COMMITS, COMMITS + 100):
+            driver.save(1, save, keep_last=1)
