@@ -14,6 +14,8 @@ import pytest
 from raycheck.bucket import layout
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
+from raycheck.errors import SupersededError
+from tests.bucket.helpers import Around, Driver
 from tests.bucket.history import assert_linear, read_logs, walk
 from tests.bucket.rival import digest
 from tests.bucket.rivals import Reader, Rivals
@@ -67,3 +69,25 @@ def test_two_drivers_killed_and_restarted_at_random_write_one_history(
         f"acknowledged, {len(seen)} bodies seen, {reader.verified} checkpoints verified meanwhile, {dict(rivals.did)}"
     )
     assert commits
+
+
+def test_a_claim_that_was_paused_while_its_successor_saved_is_superseded_and_not_alarmed() -> None:
+    """Between the swap of a claim and the listing after it Ray may start another coordinator for the same group."""
+
+    class Pauses(Around):
+        listings = 0
+
+        def list_names(self, prefix: str) -> list[str]:
+            self.listings += 1
+            if self.listings == 2:
+                successor.claim("g1")
+                successor.save(1, 1)
+            return self.inner.list_names(prefix)
+
+    store = open_store(f"memory://{uuid4().hex}")
+    paused, successor = Driver(Pauses(store), "ann", "c1"), Driver(store, "ann", "c2")
+
+    with pytest.raises(SupersededError):
+        paused.claim("g1")
+
+    assert [entry.step for entry in assert_invariants(store).live] == [10]
