@@ -125,17 +125,20 @@ def fitted(body: Latest, *, needed: str | None) -> Latest:
 
     Raises ConfigError that says how to make room when that is not enough.
     """
-    size = len(dump(body))
-    excess = size - MAX_BYTES * 3 // 4
+    excess = len(dump(body)) - MAX_BYTES * 3 // 4
+    if excess <= 0:
+        return body
     live = list(body.live)
     for place, entry in enumerate(live):
-        if excess <= 0:
-            break
         live[place] = replace(entry, metrics={name: value for name, value in entry.metrics.items() if name == needed})
         excess -= len(dump(entry)) - len(dump(live[place]))
-    if excess > COMMIT_BYTES - MAX_BYTES * 3 // 4:
+        if excess <= 0:
+            break
+    slim = replace(body, live=tuple(live))
+    size = len(dump(slim))
+    if size > COMMIT_BYTES:
         raise _full(body, size, COMMIT_BYTES)
-    return replace(body, live=tuple(live))
+    return slim
 
 
 def load_latest(data: bytes, *, what: str) -> Latest:
