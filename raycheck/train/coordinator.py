@@ -256,7 +256,7 @@ class Coordinator:
             logger.warning("run %s: %s is committed, but was not exported: %s", self._uri, key, error)
 
     def _tidy(self) -> None:
-        if time.monotonic() < self._next_tidy_at:
+        if time.monotonic() < self._next_tidy_at and not self._must_sweep:
             return
         self._next_tidy_at = time.monotonic() + GRACE_S / 4
         try:

@@ -103,7 +103,7 @@ def facts_of(data: bytes) -> dict[str, Any]:
 
 
 def drop_evicted(register: Register, me: Identity) -> None:
-    prune(register, me, grace_s=GRACE_S)
+    prune(register, grace_s=GRACE_S)
 
 
 def run(life: Life) -> None:

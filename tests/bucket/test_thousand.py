@@ -37,7 +37,7 @@ class Clock(Around):
 
 
 def drop_evicted(driver: Driver) -> None:
-    prune(driver.register, driver.me)
+    prune(driver.register)
 
 
 def size(store: Store) -> int:
