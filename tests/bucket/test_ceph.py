@@ -1,0 +1,143 @@
+"""The whole protocol on Ceph RGW, and what is left of it when its daemons are killed under a writer.
+
+Only with --all. A kill of processes, not a loss of power: what a daemon had handed to the kernel stays there.
+"""
+
+import multiprocessing
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.probe import probe, probe_node
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
+from raycheck.bucket.sweep import prune
+from raycheck.errors import FencedError, StoreError
+from tests.bucket.ceph import ceph_server
+from tests.bucket.helpers import Driver
+from tests.bucket.helpers import write_checkpoint as write
+from tests.invariants import assert_invariants
+
+pytestmark = pytest.mark.slow
+ROUNDS = 8
+KEEP_LAST = 20
+WAIT_S = 60.0  # for commits to go on after a restart: several requests may sit out their time-outs first
+
+
+def test_ceph_rgw_is_accepted_and_a_run_on_it_commits_fences_and_prunes(ceph):
+    uri = join_uri(ceph, uuid4().hex)
+    ann, bob = Driver(open_store(uri), "ann"), Driver(open_store(uri), "bob")
+    probe(ann.store)
+    probe_node(ann.store, node="n")
+    ann.claim("g1")
+    kept = [ann.save(1, save, keep_last=2).key for save in range(1, 6)][-2:]
+    late = write(ann.store, attempt=1, save=6)
+
+    attempt, restored = bob.claim("g2")
+    with pytest.raises(FencedError):
+        ann.commit(late)
+    with pytest.raises(FencedError):
+        prune(ann.register, ann.me, grace_s=0)
+    before = bob.look()
+    gone = prune(bob.register, bob.me, grace_s=0)
+    bob.save(attempt.number, 1)
+
+    assert (attempt.number, restored.key) == (2, kept[-1])
+    assert len(gone) == 3
+    assert [entry.key for entry in bob.look().live][:2] == kept
+    assert sorted(bob.store.list_names("checkpoints/")) == sorted([*kept, late.key, bob.look().head])
+    assert_invariants(bob.store, before)
+
+
+def test_no_acknowledged_commit_is_lost_when_daemons_are_killed_in_the_middle_of_commits(tmp_path):
+    seed = time.time_ns()
+    chance, journal = random.Random(seed), Journal(tmp_path / "journal")
+    print(f"seed {seed}")
+    spawn = multiprocessing.get_context("spawn")
+    with ceph_server("bluestore") as cluster:
+        uri, stop = join_uri(cluster.uri, "run"), spawn.Event()
+        writer = spawn.Process(target=commit_until, args=(stop, uri, journal), daemon=True)
+        writer.start()
+        try:
+            for i in range(ROUNDS):
+                journal.wait_for_commits(chance.randint(1, 30))
+                victims = ("osd", "rgw", "mon") if i % 2 else ("osd", "rgw")
+                time.sleep(chance.uniform(0, 0.3))
+                cluster.kill(*victims)
+                print(f"round {i}: killed {victims} after {len(journal.read('committed'))} commits")
+                cluster.start(*reversed(victims))
+                cluster.wait_until_up()
+            journal.wait_for_commits(5)
+        finally:
+            stop.set()
+            writer.join(2 * WAIT_S)
+        assert writer.exitcode == 0
+        print(Counter(line.partition(" ")[0] for line in journal.path.read_text().splitlines()))
+
+        check_nothing_acknowledged_is_lost(uri, journal.read("committed"))
+
+
+def check_nothing_acknowledged_is_lost(uri: str, acknowledged: list[str]) -> None:
+    store = open_store(uri)
+    body = assert_invariants(store)  # every live one verifies
+    live = [entry.key for entry in body.live]
+    assert len(acknowledged) > KEEP_LAST
+    assert len(live) == KEEP_LAST
+    assert acknowledged == sorted(set(acknowledged), key=CheckpointName.parse)
+    # Some commits are in although their answer was lost. So retention dropped exactly what is older than all it kept.
+    oldest = CheckpointName.parse(live[0])
+    assert [key for key in acknowledged if CheckpointName.parse(key) >= oldest and key not in live] == []
+    assert CheckpointName.parse(body.head) >= CheckpointName.parse(acknowledged[-1])
+
+    _, restored = Driver(store, "bob").claim("after")
+
+    assert restored.key == body.head
+    assert_invariants(store, body)
+
+
+class Journal:
+    """What the writer knows, one line per event, each written out when it is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def note(self, what: str, text: object) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{what} {text}\n")
+
+    def read(self, what: str) -> list[str]:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return [line.partition(" ")[2] for line in lines if line.startswith(f"{what} ")]
+
+    def wait_for_commits(self, more: int) -> None:
+        wanted, deadline = len(self.read("committed")) + more, time.monotonic() + WAIT_S
+        while len(self.read("committed")) < wanted:
+            assert time.monotonic() < deadline, self.path.read_text()[-3000:]
+            time.sleep(0.02)
+
+
+def commit_until(stop, uri: str, journal: Journal) -> None:
+    """The writer's process: one driver, save after save, through every error of the store. After one in three it goes
+    on as a new group, as when a rank died of it."""
+    ann, attempt, save = Driver(open_store(uri)), None, 0
+    groups = 1
+    while not stop.is_set():
+        try:
+            if attempt is None:
+                attempt, save = ann.claim(f"g{groups}")[0].number, 0
+                journal.note("claimed", attempt)
+            save += 1
+            manifest = write(ann.store, attempt=attempt, save=save)
+            assert ann.commit(manifest, keep_last=KEEP_LAST)
+            journal.note("committed", manifest.key)
+            if save % 10 == 0:
+                prune(ann.register, ann.me, grace_s=0)
+        except StoreError as error:
+            journal.note("failed", error)
+            if attempt is not None and len(journal.read("failed")) % 3 == 0:
+                attempt, groups = None, groups + 1
