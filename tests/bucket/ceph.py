@@ -33,7 +33,7 @@ Daemon = Literal["mon", "osd", "rgw"]
 DAEMONS: tuple[Daemon, ...] = ("mon", "osd", "rgw")
 
 # One replica on one OSD. Sockets for administration would only run into the limit on the length of their paths. One
-# keyring for all: radosgw does not come up without cephx.
+# keyring for all: radosgw does not come up without cephx. What waits for peers that are not there waits shortly.
 _CONF = """
 [global]
 fsid = {fsid}
@@ -54,6 +54,10 @@ osd pool default pg num = 8
 osd pool default pgp num = 8
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
+ms max backoff = 0.5
+objecter tick interval = 1
+objecter timeout = 2
+paxos propose interval = 0.05
 mon allow pool size one = true
 mon max pg per osd = 2000
 [mon]
