@@ -1,6 +1,6 @@
 """Ceph RGW on a one-node cluster: a production object store, where emulators only show that they read a header.
 
-Monitor, OSD and gateway are child processes on 127.0.0.1 and need root; Debian's packages are installed on first use.
+Monitor, OSD and gateway are child processes on 127.0.0.1. Debian's packages are installed on first use, if by root.
 "memstore" is fast and forgets, "bluestore" survives a kill of any daemon. Several clusters may run beside each other.
 """
 
@@ -33,7 +33,7 @@ Daemon = Literal["mon", "osd", "rgw"]
 DAEMONS: tuple[Daemon, ...] = ("mon", "osd", "rgw")
 
 # One replica on one OSD. Sockets for administration would only run into the limit on the length of their paths. One
-# keyring for all: radosgw does not come up without cephx.
+# keyring for all: radosgw does not come up without cephx. What waits for peers that are not there waits shortly.
 _CONF = """
 [global]
 fsid = {fsid}
@@ -54,6 +54,10 @@ osd pool default pg num = 8
 osd pool default pgp num = 8
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
+ms max backoff = 0.5
+objecter tick interval = 1
+objecter timeout = 2
+paxos propose interval = 0.05
 mon allow pool size one = true
 mon max pg per osd = 2000
 [mon]
@@ -214,7 +218,7 @@ def prepare() -> None:
     if all(shutil.which(program) for program in PROGRAMS):
         return
     if os.getuid() != 0 or not shutil.which("apt-get"):
-        raise RuntimeError(f"the tests on Ceph need its daemons and root; on Debian: {INSTALL}")
+        raise RuntimeError(f"the tests on Ceph need its daemons; as root on Debian: {INSTALL}")
     wait = ("-o", "DPkg::Lock::Timeout=120")  # another installation may be under way
     quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for command in (["apt-get", *wait, "update"], [*INSTALL.split(), *wait]):
