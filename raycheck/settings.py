@@ -7,10 +7,45 @@ store. So a URI may stand in a bucket, a log or a pointer, and holds no secret.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from raycheck.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which committed checkpoints stay: one stays when any rule keeps it, and all stay when there is none.
+
+    keep_last: the newest so many commits. keep_every_steps: the first at or after each multiple of so many steps.
+    keep_best: (metric, "min" or "max", how many), by the metrics given to `end_step`. expire_after_s: seconds after its
+    commit, by the store's clock, from which no rule keeps a checkpoint any more. The head and pinned ones always stay.
+
+    Raises ConfigError when a value cannot work.
+    """
+
+    keep_last: int | None = None
+    keep_every_steps: int | None = None
+    keep_best: tuple[str, Literal["min", "max"], int] | None = None
+    expire_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "keep_last", "keep_every_steps")
+        _check_seconds(self, "expire_after_s")
+        match self.keep_best:
+            case None:
+                pass
+            case (str(metric), "min" | "max", int(count)) if metric and count >= 1 and type(count) is int:
+                pass
+            case _:
+                raise ConfigError(
+                    f'keep_best={self.keep_best!r}: give a metric, "min" or "max", and a count: ("loss", "min", 3)'
+                )
+
+    @property
+    def metric(self) -> str | None:
+        """The metric that later decisions will need."""
+        return self.keep_best[0] if self.keep_best else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +56,8 @@ class SaveSettings:
     every_seconds: save when so many seconds passed since the last save began; None turns the time trigger off.
     export_every_steps: also write the model as a Hugging Face directory under `exports/` after each so many steps,
         which are then saved too; the state must hold one model with such a configuration. None turns it off.
-    keep_last: how many of the newest committed checkpoints stay; older ones leave `latest` in the same swap that
-        commits a newer one, and their objects are deleted after a grace for readers.
+    keep_last, keep_every_steps, keep_best, expire_after_s: which checkpoints stay, see Retention. The others leave
+        `latest` in the same swap that commits a newer one, and their objects are deleted after a grace for readers.
     save_timeout_s: how long a save may take from its start to the commit before it counts as failed.
     max_failed_saves: so many failed saves in a row end the training with SaveFailedError; fewer are logged.
 
@@ -32,19 +67,21 @@ class SaveSettings:
     every_steps: int | None = 100
     every_seconds: float | None = None
     export_every_steps: int | None = None
-    keep_last: int = 10
+    keep_last: int | None = 10
+    keep_every_steps: int | None = None
+    keep_best: tuple[str, Literal["min", "max"], int] | None = None
+    expire_after_s: float | None = None
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "export_every_steps", "keep_last", "max_failed_saves"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"SaveSettings({name}={value!r}): give a whole number of at least 1")
-        for name in ("every_seconds", "save_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                raise ConfigError(f"SaveSettings({name}={value!r}): give a number of seconds above 0")
+        _check_counts(self, "every_steps", "export_every_steps", "max_failed_saves")
+        _check_seconds(self, "every_seconds", "save_timeout_s")
+        _ = self.retention
+
+    @property
+    def retention(self) -> Retention:
+        return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +219,20 @@ class StorageSettings:
             elif value is not None:
                 pairs[_PYARROW.get(name, name)] = str(value).lower() if name in _FLAGS else value
         return pairs
+
+
+def _check_counts(settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def _check_seconds(settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+            raise ConfigError(f"{name}={value!r}: give a number of seconds above 0")
 
 
 _FIELDS = tuple(field.name for field in fields(StorageSettings))

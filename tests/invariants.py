@@ -2,7 +2,7 @@
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
-from raycheck.bucket.latest import Latest
+from raycheck.bucket.latest import MAX_BYTES, Latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError
@@ -36,5 +36,5 @@ def assert_invariants(store: Store, before: Latest | None = None) -> Latest | No
         assert set(before.owners) <= set(body.owners), "owners are never taken off"
         gone = {item.key for item in before.evicted}
         assert not gone & {entry.key for entry in body.live}, "I4: an evicted entry came back"
-    assert len(store.get(layout.LATEST_KEY).data) <= 64 * 1024
+    assert len(store.get(layout.LATEST_KEY).data) <= MAX_BYTES
     return body

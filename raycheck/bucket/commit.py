@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import dump
-from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Evicted, Latest
+from raycheck.bucket.edits import without
+from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest, fitted, listed_metrics
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.register import Register, lost
-from raycheck.bucket.retention import to_evict
+from raycheck.bucket.retention import dropped
 from raycheck.bucket.store import Store
 from raycheck.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from raycheck.errors import (
     StoreError,
     SupersededError,
 )
+from raycheck.settings import Retention
 
 PUT_ONCE_ATTEMPTS = 4
 
@@ -134,10 +136,10 @@ def put_once(store: Store, key: str, data: bytes) -> None:
         return
 
 
-def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, *, keep_last: int) -> bool:
+def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, rules: Retention) -> bool:
     """Step 17, THE commit point. `data` are the manifest's bytes as they lie in the bucket: the proof.
 
-    Retention's choice is part of the same swap. False when a later save of the attempt was committed before (15):
+    What `rules` drop is part of the same swap. False when a later save of the attempt was committed before (15):
     then this one never will be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError
     when the manifest refers to a directory that is no longer held.
     """
@@ -163,18 +165,17 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, *,
             step=manifest.step,
             committed_at=now,
             size_bytes=manifest.size_bytes,
-            metrics=manifest.metrics,
+            metrics=listed_metrics(manifest.metrics, needed=rules.metric),
             manifest_crc32=crc32(data),
+            expires_at=None if rules.expire_after_s is None else now + rules.expire_after_s,
         )
-        live = (*body.live, entry)
-        gone = to_evict(live, head=manifest.key, keep_last=keep_last)
-        return replace(
+        new = replace(
             body,
             head=manifest.key,
-            live=tuple(item for item in live if item.key not in gone),
-            evicted=(*body.evicted, *(Evicted(key=key, at=now) for key in gone)),
+            live=(*body.live, entry),
             attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
         )
+        return fitted(without(new, dropped(new, rules, now=now), now=now), needed=rules.metric)
 
     try:
         register.swap(decide, what=f"commit of {manifest.key}")
@@ -185,19 +186,6 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, *,
 
 class _TooLateError(Exception):
     """A later save of the same attempt is committed."""
-
-
-def forget_evicted(register: Register, me: Identity, keys: frozenset[str]) -> Latest:
-    """Step 21: drop entries from `evicted` whose objects are all deleted. Only by the current coordinator."""
-
-    def decide(body: Latest | None, now: float) -> Latest | None:
-        del now
-        body = _there(register, body)
-        check_current(register, body, me)
-        left = tuple(item for item in body.evicted if item.key not in keys)
-        return None if len(left) == len(body.evicted) else replace(body, evicted=left)
-
-    return register.swap(decide, what="prune")
 
 
 def check_owner(register: Register, body: Latest, me: Identity) -> None:
@@ -260,7 +248,9 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
         if newest is None or (before is not None and newest.attempt < known + (mine is None)):
             return
         now = register.read()
-        if mine is not None and now is not None and now[0].attempt.number > mine.number:
-            raise SupersededError(f"attempt {now[0].attempt.number} was claimed meanwhile")
+        if mine is not None and now is not None and now[0].attempt.number >= mine.number:
+            there = now[0].attempt
+            if there.number > mine.number or there.coordinator != mine.coordinator:
+                raise SupersededError(f"attempt {there.number} was claimed or taken over meanwhile")
         if (now[0].attempt.number if now else 0) == known:  # else: others went on while we listed; look again
             raise lost(register.store.uri, f"is older than the checkpoint {newest}")

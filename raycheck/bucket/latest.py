@@ -1,23 +1,28 @@
 """`latest`: the run's one mutable object, as a value.
 
 One GET of it tells a reader everything: who owns the run, which attempt is live, which checkpoints exist. It only
-names committed checkpoints (I3). It is replaced by compare-and-swap only, in commit.py; this module knows no store.
+names committed checkpoints (I3). It is replaced by compare-and-swap only, in register.py; this module knows no store.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycheck.bucket.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.layout import CheckpointName
 from raycheck.errors import ConfigError, CorruptError
 
-MAX_BYTES = 64 * 1024
+MAX_BYTES = 256 * 1024
+"""Room for more than a thousand checkpoints."""
+COMMIT_BYTES = MAX_BYTES * 7 // 8
+"""No commit fills more: a claim must always find room, else a run would be lost for want of a name."""
 MAX_ATTEMPTS_LISTED = 50
+MAX_METRICS_LISTED = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry(Document):
-    """A live checkpoint. `refs` are the checkpoints whose directories it uses besides its own."""
+    """A live checkpoint. `refs` are the checkpoints whose directories it uses besides its own. `metrics` are some of
+    those in its manifest: the first 32, and of older entries fewer when `latest` grows full."""
 
     key: str
     refs: tuple[str, ...] = ()
@@ -98,11 +103,42 @@ class Latest(Document):
 def dump_latest(body: Latest) -> bytes:
     data = dump(body)
     if len(data) > MAX_BYTES:
-        raise ConfigError(
-            f"latest would have {len(data)} bytes, more than {MAX_BYTES}: it lists {len(body.live)} checkpoints. "
-            "Keep fewer (SaveSettings.keep_last)"
-        )
+        raise _full(body, len(data), MAX_BYTES)
     return data
+
+
+def _full(body: Latest, size: int, bound: int) -> ConfigError:
+    return ConfigError(
+        f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints. Keep fewer: "
+        "'raycheck prune' and 'raycheck unpin' make room at once, also beside a run; then change SaveSettings"
+    )
+
+
+def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[str, float]:
+    """Those metrics of a manifest that its entry repeats: the one that retention ranks by, and the first others."""
+    names = sorted(metrics, key=lambda name: name != needed)
+    return {name: metrics[name] for name in names[:MAX_METRICS_LISTED]}
+
+
+def fitted(body: Latest, *, needed: str | None) -> Latest:
+    """`body`, when it grows full with fewer metrics in its oldest entries; their manifests hold them all.
+
+    Raises ConfigError that says how to make room when that is not enough.
+    """
+    excess = len(dump(body)) - MAX_BYTES * 3 // 4
+    if excess <= 0:
+        return body
+    live = list(body.live)
+    for place, entry in enumerate(live):
+        live[place] = replace(entry, metrics={name: value for name, value in entry.metrics.items() if name == needed})
+        excess -= len(dump(entry)) - len(dump(live[place]))
+        if excess <= 0:
+            break
+    slim = replace(body, live=tuple(live))
+    size = len(dump(slim))
+    if size > COMMIT_BYTES:
+        raise _full(body, size, COMMIT_BYTES)
+    return slim
 
 
 def load_latest(data: bytes, *, what: str) -> Latest:

@@ -44,6 +44,13 @@ def checkpoint_prefix(name: str) -> str:
     return f"{CHECKPOINTS_PREFIX}{name}/"
 
 
+def checkpoint_of(key: str) -> CheckpointName | None:
+    """The checkpoint below whose prefix `key` lies; None when it lies elsewhere."""
+    prefix, _, rest = key.partition("/")
+    name, slash, _ = rest.partition("/")
+    return CheckpointName.parse(name) if slash and f"{prefix}/" == CHECKPOINTS_PREFIX else None
+
+
 def manifest_key(name: str) -> str:
     return checkpoint_prefix(name) + "manifest.json"
 

@@ -1,11 +1,89 @@
-"""What to keep: a pure decision on the entries of `latest`, taken inside the commit's own swap."""
+"""What to keep: a pure decision on a body of `latest`, taken inside the very swap that acts on it.
 
-from collections.abc import Sequence
+Entries stand in the order of their commits, which is the only order that counts here: after a rewind steps repeat.
+The head, pinned entries and what the live attempt is still restoring are never dropped, not even by the clock. What a
+kept entry refers to may leave the list; its objects stay as long as somebody holds them (sweep.py).
+"""
 
-from raycheck.bucket.latest import Entry
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from raycheck.bucket.latest import Entry, Latest
+from raycheck.settings import Retention
 
 
-def to_evict(live: Sequence[Entry], *, head: str, keep_last: int) -> tuple[str, ...]:
-    """Keys to drop, by order of commit and not of step: never the head, never a pinned one."""
-    old = live[:-keep_last] if len(live) > keep_last else ()
-    return tuple(entry.key for entry in old if entry.key != head and not entry.pinned)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What becomes of one entry, and why."""
+
+    entry: Entry
+    is_kept: bool
+    reason: str
+
+
+def judge(body: Latest, rules: Retention, *, now: float) -> tuple[Verdict, ...]:
+    """One verdict per live entry, in their order. now: bucket time, for what expires."""
+    protected = dict(_protected(body))
+    kept = dict(_kept(body.live, rules))
+    return tuple(_verdict(entry, protected, kept, now) for entry in body.live)
+
+
+def dropped(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
+    """The keys to evict."""
+    return tuple(verdict.entry.key for verdict in judge(body, rules, now=now) if not verdict.is_kept)
+
+
+def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> Verdict:
+    if entry.key in protected:
+        return Verdict(entry=entry, is_kept=True, reason=protected[entry.key])
+    if entry.expires_at is not None and now >= entry.expires_at:
+        return Verdict(entry=entry, is_kept=False, reason="expired")
+    if entry.key in kept:
+        return Verdict(entry=entry, is_kept=True, reason=kept[entry.key])
+    return Verdict(entry=entry, is_kept=False, reason="no rule keeps it")
+
+
+def _protected(body: Latest) -> Iterator[tuple[str, str]]:
+    """(key, reason) whatever the rules say; a later reason stands over an earlier one."""
+    if body.attempt.restore_key is not None and not body.attempt.last_save:
+        yield body.attempt.restore_key, "the live attempt restores it"
+    for entry in body.live:
+        if entry.pinned:
+            yield entry.key, "pinned"
+    if body.head is not None:
+        yield body.head, "head"
+
+
+def _kept(live: tuple[Entry, ...], rules: Retention) -> Iterator[tuple[str, str]]:
+    if rules.keep_last is None and rules.keep_every_steps is None and rules.keep_best is None:
+        yield from ((entry.key, "no rule was given") for entry in live)
+    if rules.keep_best is not None:
+        metric, mode, count = rules.keep_best
+        yield from ((entry.key, f"among the best {count} by {metric}") for entry in _best(live, metric, mode, count))
+    if rules.keep_every_steps is not None:
+        every = rules.keep_every_steps
+        yield from ((entry.key, f"one per {every} steps") for entry in _milestones(live, every))
+    if rules.keep_last is not None:
+        yield from ((entry.key, f"among the newest {rules.keep_last}") for entry in live[-rules.keep_last :])
+
+
+def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
+    """The newer of equals first: it is the one that training went on from. Without a finite value: never."""
+    sign = -1.0 if mode == "max" else 1.0
+    scored = [
+        (sign * entry.metrics[metric], -place, entry) for place, entry in enumerate(live) if metric in entry.metrics
+    ]
+    ranked = sorted((item for item in scored if math.isfinite(item[0])), key=lambda item: item[:2])
+    return [entry for _, _, entry in ranked[:count]]
+
+
+def _milestones(live: Iterable[Entry], every: int) -> list[Entry]:
+    """Of each span [k x every, (k + 1) x every) from k = 1 on the lowest step, and of equal steps the newest commit:
+    after a rewind the new branch's. A save that the clock or a notice asked for may stand in for a missing multiple."""
+    found: dict[int, Entry] = {}
+    for entry in live:
+        span = entry.step // every
+        if span and (span not in found or entry.step <= found[span].step):
+            found[span] = entry
+    return list(found.values())

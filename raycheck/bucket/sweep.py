@@ -1,46 +1,159 @@
 """Deletes: the only module that removes anything of a checkpoint.
 
-A delete cannot be fenced, so only what is dead for ever is deleted (I6): entries that a swap moved to `evicted`,
-after a grace for readers, and of them only objects that no live entry holds.
+A delete cannot be fenced, so only what is dead for ever is deleted (I6), and then it does not matter who deletes it,
+how late, or how often. Two things are dead for ever: an evicted checkpoint, less what a live entry holds (a commit may
+refer only to what an entry of the body it replaces holds, so what nobody holds is never held again); and what an
+attempt lower than that of `latest` wrote and `latest` does not name (an older attempt cannot commit, I4).
+
+Nothing outside `checkpoints/` and nothing whose name is not exactly a checkpoint's is ever touched.
 """
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
 from raycheck.bucket import layout
-from raycheck.bucket.commit import Identity, check_current, forget_evicted
-from raycheck.bucket.register import Register
+from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.edits import evict, forget
+from raycheck.bucket.latest import Latest
+from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.register import Register, lost
+from raycheck.bucket.retention import judge
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.base import Upload
+from raycheck.settings import Retention
 
 GRACE_S = 600.0
 MAX_EVICTED = 200
+AT_ONCE = 8
+NO_RULES = Retention()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waste:
+    """What a prune or sweep would delete, and why. wait_s: until readers' grace is over, by the bucket's clock."""
+
+    name: str
+    num_objects: int
+    size_bytes: int
+    reason: str
+    wait_s: float = 0.0
 
 
 def prune(
-    register: Register, me: Identity, *, grace_s: float = GRACE_S, spare: frozenset[str] = frozenset()
+    register: Register,
+    rules: Retention = NO_RULES,
+    *,
+    grace_s: float = GRACE_S,
+    spare: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
-    """Steps 20 and 21, by the current coordinator: delete evicted checkpoints older than the grace by the bucket's
-    clock, except those of `spare`, which it is still reading itself. Returns the names that are gone. A crash
-    anywhere: the next coordinator repeats it.
+    """Steps 19 to 21: evict what `rules` do not keep or what has expired, and delete evicted checkpoints after the
+    grace for readers, except those of `spare`, which the caller is still reading itself.
+
+    Returns the names that are gone. A crash anywhere: the next prune goes on. Raises NotFoundError without a run.
     """
-    found = register.read()
-    if found is None:
-        return ()
-    body, got = found
-    check_current(register, body, me)
+    evict(register, rules)
+    body, got = register.look()
     held = body.held()
-    crowded = body.evicted[:-MAX_EVICTED]  # `latest` has a size bound: a reader's grace ends before a run does
-    due = [item.key for item in body.evicted if got.at - item.at >= grace_s or item in crowded]
-    ripe = [key for key in due if key not in spare]
+    ripe = [name for name, wait_s in _waits(body, got.at, grace_s) if not wait_s and name not in spare]
     for name in ripe:
         _delete_checkpoint(register.store, name, is_held=name in held)
     gone = tuple(name for name in ripe if name not in held)
     if gone:
         # A directory that a live entry still refers to keeps its objects and stays in `evicted` until it is free.
-        forget_evicted(register, me, frozenset(gone))
+        forget(register, frozenset(gone))
     return gone
+
+
+def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Waste, ...]:
+    """What `prune` would delete now or after the grace. Writes nothing."""
+    body, got = register.look()
+    verdicts = judge(body, rules, now=got.at)
+    held = {name for item in verdicts if item.is_kept for name in (item.entry.key, *item.entry.refs)}
+    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s)]
+    due += [(item.entry.key, item.reason, grace_s) for item in verdicts if not item.is_kept]
+    return tuple(
+        _waste(register.store, name, f"{why}; others refer to its objects" if name in held else why, wait_s, held)
+        for name, why, wait_s in due
+    )
+
+
+def sweep(store: Store, *, only_torn: bool = False) -> tuple[Waste, ...]:
+    """Steps 22 and 23: delete what saves of earlier attempts left without becoming a checkpoint, and abort their
+    uploads. Returns what is gone; a crash anywhere: the next sweep goes on.
+
+    only_torn: leave directories that have a manifest. They are whole, so should `latest` ever have been rolled back
+    unseen, a person can still decide what they are. Raises NotFoundError without a run, CorruptError when `latest` is
+    older than a directory: nothing is deleted then.
+    """
+    swept, uploads = _garbage(store, only_torn=only_torn)
+    for item in swept:
+        _delete_checkpoint(store, item.name, is_held=False)
+    aborted = [_unfinished(store, upload) for upload in uploads]
+    for upload in uploads:
+        store.abort_upload(upload)
+    return (*swept, *aborted)
+
+
+def plan_sweep(store: Store) -> tuple[Waste, ...]:
+    """What `sweep` would delete. Writes nothing."""
+    swept, uploads = _garbage(store, only_torn=False)
+    return (*swept, *(_unfinished(store, upload) for upload in uploads))
+
+
+def _waits(body: Latest, now: float, grace_s: float) -> Iterator[tuple[str, float]]:
+    """Evicted checkpoints, and how long readers still have each. `latest` has a size bound: a reader's grace ends
+    before a run does."""
+    crowded = body.evicted[:-MAX_EVICTED]
+    for item in body.evicted:
+        yield item.key, 0.0 if item in crowded else max(0.0, grace_s - (now - item.at))
+
+
+def _garbage(store: Store, *, only_torn: bool) -> tuple[list[Waste], list[Upload]]:
+    """Listed first, judged by the `latest` read after it: else a claim in between would look like a lost `latest`."""
+    names = [name for text in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(text))]
+    uploads = list(store.list_uploads(layout.CHECKPOINTS_PREFIX))
+    body = read_latest(store)
+    number = body.attempt.number
+    if any(name.attempt > number for name in names):
+        raise lost(store.uri, f"is older than the checkpoint {max(names)}")
+    named = body.held() | {item.key for item in body.evicted}
+    found = []
+    for name in sorted(names):
+        if name.attempt < number and str(name) not in named:
+            objects = {item.key: item.size_bytes for item in store.list_objects(layout.checkpoint_prefix(str(name)))}
+            is_whole = layout.manifest_key(str(name)) in objects
+            if not (is_whole and only_torn):
+                found.append(
+                    Waste(
+                        name=str(name),
+                        num_objects=len(objects),
+                        size_bytes=sum(objects.values()),
+                        reason=f"attempt {name.attempt} ended before it was {'listed' if is_whole else 'whole'}",
+                    )
+                )
+    return found, [upload for upload in uploads if (name := layout.checkpoint_of(upload.key)) and name.attempt < number]
+
+
+def _unfinished(store: Store, upload: Upload) -> Waste:
+    size_bytes = store.upload_bytes(upload)
+    return Waste(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
+
+
+def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Waste:
+    sizes = {item.key: item.size_bytes for item in store.list_objects(layout.checkpoint_prefix(name))}
+    if name in held:
+        sizes = {key: size for key, size in sizes.items() if key == layout.manifest_key(name)}
+    return Waste(name=name, num_objects=len(sizes), size_bytes=sum(sizes.values()), reason=reason, wait_s=wait_s)
 
 
 def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:
     """Manifest first: from then on no reader takes the rest for a checkpoint."""
     store.delete(layout.manifest_key(name))
-    if not is_held:
-        for item in list(store.list_objects(layout.checkpoint_prefix(name))):
-            store.delete(item.key)
+    if is_held:
+        return
+    keys = [item.key for item in store.list_objects(layout.checkpoint_prefix(name))]
+    if not keys:
+        return
+    with ThreadPoolExecutor(min(AT_ONCE, len(keys)), thread_name_prefix="raycheck-delete") as pool:
+        list(pool.map(store.delete, keys))

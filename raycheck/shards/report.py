@@ -15,6 +15,7 @@ from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, Shar
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.errors import SaveFailedError
+from raycheck.settings import Retention
 from raycheck.shards.dcp import dcp_metadata
 from raycheck.shards.state import Progress
 
@@ -42,7 +43,7 @@ class Report:
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
     upload_s: float = 0.0
-    keep_last: int = 10
+    retention: Retention = field(default_factory=Retention)
     is_to_be_exported: bool = False
 
     @property

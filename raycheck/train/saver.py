@@ -73,7 +73,7 @@ class Saver:
             restored_from=self._restored_from,
             partial=self._partial,
             metrics=_numbers(metrics),
-            keep_last=self._settings.keep_last,
+            retention=self._settings.retention,
             is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
         )
         if self._pending is not None:

@@ -17,6 +17,7 @@ from raycheck.bucket.latest import Attempt, Entry, Latest
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
+from raycheck.settings import Retention
 
 SHARD_BYTES = 64
 
@@ -111,14 +112,15 @@ class Driver:
     def take_over(self, group: str) -> Attempt:
         return commit.take_over(self.register, self.me, group=group)
 
-    def commit(self, manifest: Manifest, *, keep_last: int = 10) -> bool:
+    def commit(self, manifest: Manifest, *, keep_last: int | None = 10, **rules: Any) -> bool:
         """`dump` is pure, so these are the bytes that write_checkpoint left in the bucket."""
-        return commit.commit(self.register, self.me, manifest, dump(manifest), keep_last=keep_last)
+        rules = Retention(keep_last=keep_last, **rules)
+        return commit.commit(self.register, self.me, manifest, dump(manifest), rules)
 
-    def save(self, attempt: int, save: int, *, keep_last: int = 10, **more: Any) -> Manifest:
-        """Write and commit; the commit must be the first of this save."""
+    def save(self, attempt: int, save: int, *, keep_last: int | None = 10, rules: Any = None, **more: Any) -> Manifest:
+        """Write and commit; the commit must be the first of this save. rules: further ones of Retention."""
         manifest = write_checkpoint(self.store, attempt=attempt, save=save, **more)
-        assert self.commit(manifest, keep_last=keep_last)
+        assert self.commit(manifest, keep_last=keep_last, **rules or {})
         return manifest
 
     def look(self) -> Latest:

@@ -288,7 +288,7 @@ def test_a_reader_of_a_pruned_checkpoint_is_told_that_it_was_dropped(store, save
     assert reading.manifest() == manifest, "evicted is not deleted: readers have a grace"
     pruner = Driver(LongAgo(store))
 
-    prune(pruner.register, pruner.me)
+    prune(pruner.register)
 
     for read in (reading.manifest, lambda: reading.index(manifest)):
         with pytest.raises(NotFoundError, match=f"{saved.key} was dropped by retention"):

@@ -61,7 +61,7 @@ def test_a_run_claims_commits_evicts_and_prunes(store):
     second = driver.save(attempt.number, 2, keep_last=2)
     third = driver.save(attempt.number, 3, keep_last=2)
 
-    gone = prune(driver.register, driver.me, grace_s=0)
+    gone = prune(driver.register, grace_s=0)
 
     body = assert_invariants(store)
     assert restore is None

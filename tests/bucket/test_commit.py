@@ -1,4 +1,4 @@
-"""The protocol: claim, commit, fence, take-over, retention and prune, on real stores.
+"""The protocol: claim, commit, fence and take-over, on real stores.
 
 A `Driver` of helpers.py stands for one start of one coordinator; two of them on one store are two processes. What goes
 wrong on the way to the store is a ten-line store around the real one. Every test ends with the invariants.
@@ -13,18 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raycheck.bucket import layout
 from raycheck.bucket.commit import put_once
+from raycheck.bucket.edits import pin
 from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
-from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.probe import probe
 from raycheck.bucket.register import Register
-from raycheck.bucket.retention import to_evict
 from raycheck.bucket.store import Got, Store, open_store
-from raycheck.bucket.sweep import GRACE_S, prune
+from raycheck.bucket.sweep import prune
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -231,7 +228,6 @@ def test_a_fenced_owner_never_commits_or_claims_again(store):
             lambda again=again: again.claim("a new group", resume="must"),
             lambda again=again: again.take_over("g1"),
             lambda again=again: again.take_over("h1"),
-            lambda again=again: prune(again.register, again.me),
         ):
             with pytest.raises(FencedError, match="bob"):
                 call()
@@ -282,8 +278,6 @@ def test_a_restarted_coordinator_takes_the_attempt_over_and_the_old_one_is_out(s
     assert taken == replace(claimed, coordinator=new.me.coordinator, last_save=1)
     with pytest.raises(SupersededError):
         old.commit(of_old)
-    with pytest.raises(SupersededError):
-        prune(old.register, old.me)
     assert new.commit(of_new)
     body = assert_invariants(store)
     assert len(body.live) == 2
@@ -595,7 +589,7 @@ def test_a_swap_is_computed_afresh_from_the_body_it_replaces(store):
         def put_if_match(self, key: str, data: bytes, version: str) -> None:
             if not self.is_done:
                 self.is_done = True
-                pin(Driver(store), first.key)
+                pin(Register(store), first.key)
             self.inner.put_if_match(key, data, version)
 
     assert Driver(PinsMeanwhile(store)).commit(second, keep_last=1)
@@ -603,16 +597,6 @@ def test_a_swap_is_computed_afresh_from_the_body_it_replaces(store):
     body = assert_invariants(store)
     assert keys(body.live) == [first.key, second.key]
     assert body.evicted == ()
-
-
-def pin(driver: Driver, key: str) -> None:
-    def decide(body: Latest | None, now: float) -> Latest | None:
-        assert body is not None
-        return replace(
-            body, live=tuple(replace(entry, pinned=True) if entry.key == key else entry for entry in body.live)
-        )
-
-    driver.register.swap(decide, what="pin")
 
 
 # --- latest lost or rolled back ---
@@ -696,7 +680,7 @@ def test_a_lost_latest_is_never_created_again_by_a_running_coordinator(store):
         lambda: ann.claim("g1"),
         lambda: ann.claim("g2"),
         lambda: ann.take_over("g1"),
-        lambda: prune(ann.register, ann.me),
+        lambda: prune(ann.register),
         ann.look,
     ):
         with pytest.raises(CorruptError, match="is gone"):
@@ -861,226 +845,6 @@ def test_a_second_writer_of_the_same_save_cannot_change_its_manifest(store):
     with pytest.raises(SaveFailedError):
         write_checkpoint(store, attempt=1, save=1, world_size=2)
 
-    assert_invariants(store)
-
-
-# --- retention ---
-
-
-def test_retention_evicts_by_order_of_commit_and_not_of_step(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    saved = [ann.save(1, save, step=step, keep_last=2) for save, step in ((1, 30), (2, 10), (3, 20))]
-
-    body = assert_invariants(store)
-
-    assert keys(body.live) == [saved[1].key, saved[2].key]
-    assert keys(body.evicted) == [saved[0].key]
-    assert body.head == saved[2].key
-
-
-def test_a_pinned_checkpoint_is_never_evicted(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    pinned = ann.save(1, 1)
-    pin(ann, pinned.key)
-
-    newest = [ann.save(1, save, keep_last=1) for save in (2, 3)][-1]
-
-    assert keys(assert_invariants(store).live) == [pinned.key, newest.key]
-
-
-def test_the_restore_source_of_a_rewind_stays_until_the_first_commit_of_the_attempt(store):
-    ann, bob = Driver(store), Driver(store, "bob")
-    ann.claim("g1")
-    source, _, _ = (ann.save(1, save) for save in (1, 2, 3))
-    bob.claim("h1", resume=source.step)
-    before = assert_invariants(store)
-    assert before.entry(source.key)
-
-    bob.claim("h2")
-    assert assert_invariants(store, before).head == source.key
-    newest = bob.save(3, 1, keep_last=1)
-
-    assert keys(assert_invariants(store, before).live) == [newest.key]
-
-
-def test_an_evicted_checkpoint_never_comes_back(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    evicted = ann.save(1, 1)
-    ann.save(1, 2, keep_last=1)
-    before = assert_invariants(store)
-
-    assert ann.commit(evicted) is False
-    ann.claim("g2")
-    with pytest.raises(SupersededError):
-        ann.commit(evicted)
-
-    after = assert_invariants(store, before)
-    assert keys(after.evicted) == [evicted.key]
-
-
-entries = st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=12).map(
-    lambda items: [
-        Entry(
-            key=str(CheckpointName(attempt=1, save=save, step=step)),
-            step=step,
-            committed_at=0.0,
-            size_bytes=0,
-            metrics={},
-            manifest_crc32=0,
-            pinned=pinned,
-        )
-        for save, (step, pinned) in enumerate(items)
-    ]
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(entries, st.integers(1, 12), st.data())
-def test_retention_keeps_the_head_the_pinned_and_the_newest_and_drops_the_rest(live, keep_last, data):
-    head = data.draw(st.sampled_from(live)).key
-
-    gone = set(to_evict(live, head=head, keep_last=keep_last))
-
-    kept = {entry.key for entry in live if entry.pinned or entry.key == head} | set(keys(live[-keep_last:]))
-    assert gone == set(keys(live)) - kept
-
-
-# --- prune ---
-
-
-class Ages(Around):
-    """The bucket's clock, set forward; and every key that was deleted, in order."""
-
-    def __init__(self, inner: Store, seconds: float) -> None:
-        super().__init__(inner)
-        self.seconds = seconds
-        self.deleted: list[str] = []
-
-    def get(self, key: str) -> Got:
-        got = self.inner.get(key)
-        return replace(got, at=got.at + self.seconds)
-
-    def delete(self, key: str) -> None:
-        self.deleted.append(key)
-        self.inner.delete(key)
-
-
-def aged(driver: Driver, seconds: float = GRACE_S + 60) -> Register:
-    return Register(Ages(driver.store, seconds))
-
-
-def test_prune_waits_for_the_grace_by_the_buckets_clock(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    gone, kept = ann.save(1, 1), ann.save(1, 2, keep_last=1)
-    before = everything(store)
-
-    assert prune(ann.register, ann.me) == ()
-    assert prune(aged(ann, GRACE_S - 120), ann.me) == ()
-    assert everything(store) == before
-
-    assert prune(aged(ann), ann.me) == (gone.key,)
-
-    left = {name.split("/")[1] for name in everything(store) if name.startswith("checkpoints/")}
-    assert left == {kept.key}
-    assert assert_invariants(store).evicted == ()
-
-
-def test_prune_deletes_the_manifest_first(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    gone = ann.save(1, 1)
-    ann.save(1, 2, keep_last=1)
-    register = aged(ann)
-
-    prune(register, ann.me)
-
-    deleted = register.store.deleted
-    assert deleted[0] == layout.manifest_key(gone.key)
-    assert set(deleted) >= {key for key, _ in gone.objects()}
-    assert_invariants(store)
-
-
-def test_prune_leaves_a_directory_that_a_live_checkpoint_refers_to(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    base = ann.save(1, 1)
-    user = ann.save(1, 2, base=base, keep_last=1)
-
-    gone = prune(aged(ann), ann.me)
-
-    body = assert_invariants(store)
-    assert keys(body.live) == [user.key]
-    assert keys(body.evicted) == [base.key]
-    assert layout.shard_key(base.key, "train", 0) in everything(store)
-    assert gone == ()
-
-
-def test_prune_deletes_a_referenced_directory_once_nobody_refers_to_it(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    base = ann.save(1, 1)
-    user = ann.save(1, 2, base=base, keep_last=1)
-    prune(aged(ann), ann.me)
-    last = ann.save(1, 3, keep_last=1)
-
-    gone = prune(aged(ann), ann.me)
-
-    assert set(gone) == {base.key, user.key}
-    assert assert_invariants(store).evicted == ()
-    left = {name.split("/")[1] for name in everything(store) if name.startswith("checkpoints/")}
-    assert left == {last.key}
-
-
-def test_a_fenced_coordinator_prunes_nothing(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    ann.save(1, 1)
-    ann.save(1, 2, keep_last=1)
-    Driver(store, "bob").claim("h1")
-    before = everything(store)
-
-    with pytest.raises(FencedError):
-        prune(aged(ann), ann.me)
-
-    assert everything(store) == before
-    assert_invariants(store)
-
-
-def test_a_prune_that_died_half_way_is_finished_by_the_next_driver(store):
-    class Dies(Ages):
-        def delete(self, key: str) -> None:
-            if len(self.deleted) == 2:
-                raise StoreError("the process is gone")
-            super().delete(key)
-
-    ann, bob = Driver(store), Driver(store, "bob")
-    ann.claim("g1")
-    gone, _ = ann.save(1, 1), ann.save(1, 2, keep_last=1)
-    with pytest.raises(StoreError):
-        prune(Register(Dies(store, GRACE_S + 60)), ann.me)
-    assert keys(assert_invariants(store).evicted) == [gone.key]
-    bob.claim("h1")
-
-    assert prune(aged(bob), bob.me) == (gone.key,)
-
-    assert assert_invariants(store).evicted == ()
-    assert not [name for name in everything(store) if gone.key in name]
-
-
-def test_a_prune_that_nobody_needs_writes_nothing(store):
-    ann = Driver(store)
-    ann.claim("g1")
-    ann.save(1, 1)
-    before = everything(store)
-
-    assert prune(aged(ann), ann.me) == ()
-    assert prune(Driver(store).register, ann.me) == ()
-
-    assert everything(store) == before
     assert_invariants(store)
 
 

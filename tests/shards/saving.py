@@ -12,6 +12,7 @@ from raycheck.bucket.index import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
+from raycheck.settings import Retention
 from raycheck.shards.agreement import agree
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.stager import Staged
@@ -72,7 +73,7 @@ def committed(
     manifest, _ = assemble(store, reports)
     assert manifest.key == name
     data = protocol.write_manifest(store, manifest)
-    assert protocol.commit(Register(store), ME, manifest, data, keep_last=10)
+    assert protocol.commit(Register(store), ME, manifest, data, Retention(keep_last=10))
     body = read_latest(store)
     entry = body.entry(name)
     assert entry is not None

@@ -31,6 +31,14 @@ class Listed:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An object that was begun in parts and not finished. No reader sees it, and it is paid for until it is aborted."""
+
+    key: str
+    id: str
+
+
 class Store(ABC):
     """Objects under one root. Safe to use from several threads; not to be carried through fork."""
 
@@ -83,6 +91,24 @@ class Store(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove; removing what is not there is fine."""
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        """Every unfinished multipart upload below `prefix` (which ends in "/"), those still under way included.
+
+        By default there is nothing to list: a resumable session of Google's is known by its own address only, and no
+        request drops Azure's uncommitted blocks; both services discard them after a week.
+        """
+        del prefix
+        return iter(())
+
+    def upload_bytes(self, upload: Upload) -> int:
+        """What an unfinished upload holds; 0 when it is gone."""
+        del upload
+        return 0
+
+    def abort_upload(self, upload: Upload) -> None:
+        """End one of `list_uploads` for good, and free what it holds; aborting what is gone is fine."""
+        del upload
 
 
 def check_conditional_size(key: str, data: bytes) -> None:

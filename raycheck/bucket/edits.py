@@ -1,0 +1,69 @@
+"""Changes to the list of checkpoints that no attempt makes: pin, unpin, evict, forget. Step 29.
+
+Each is a swap that keeps owner, attempt, coordinator, head and last save as it finds them, so a running coordinator
+goes on undisturbed: its next commit is computed afresh from the changed body. Anybody may make them at any time.
+"""
+
+from dataclasses import replace
+
+from raycheck.bucket.latest import Evicted, Latest
+from raycheck.bucket.register import Register
+from raycheck.bucket.retention import dropped
+from raycheck.errors import NotFoundError
+from raycheck.settings import Retention
+
+
+def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
+    """Keep the live checkpoint `key` whatever retention and expiry say, or no longer. Raises NotFoundError."""
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        body = _there(register, body)
+        entry = body.entry(key)
+        if entry is None:
+            raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
+        if entry.pinned == pinned:
+            return None
+        live = tuple(replace(item, pinned=pinned) if item.key == key else item for item in body.live)
+        return replace(body, live=live)
+
+    return register.swap(decide, what=f"{'pin' if pinned else 'unpin'} of {key}")
+
+
+def evict(register: Register, rules: Retention) -> Latest:
+    """Step 19, outside of a commit: move what no rule keeps to `evicted`, for ever."""
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        body = _there(register, body)
+        new = without(body, dropped(body, rules, now=now), now=now)
+        return None if new == body else new
+
+    return register.swap(decide, what="eviction")
+
+
+def without(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
+    """`body` with the live entries `keys` evicted."""
+    return replace(
+        body,
+        live=tuple(entry for entry in body.live if entry.key not in keys),
+        evicted=(*body.evicted, *(Evicted(key=key, at=now) for key in keys)),
+    )
+
+
+def forget(register: Register, keys: frozenset[str]) -> Latest:
+    """Step 21: take names off `evicted` whose objects are all deleted. They cannot come back: a save number is
+    committed once per attempt, and an older attempt commits nothing."""
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        body = _there(register, body)
+        left = tuple(item for item in body.evicted if item.key not in keys)
+        return None if len(left) == len(body.evicted) else replace(body, evicted=left)
+
+    return register.swap(decide, what="prune")
+
+
+def _there(register: Register, body: Latest | None) -> Latest:
+    if body is None:
+        raise NotFoundError(f"{register.store.uri}: no run here (no object named latest)")
+    return body

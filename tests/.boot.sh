@@ -1,0 +1,2 @@
+extras=train,demo,dev
+. cluster/bootstrap.sh
