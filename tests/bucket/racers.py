@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConflictError, RaycheckError
+from raycheck.errors import ConflictError, RaycheckError, StoreError
 
 RACERS = 16
 START_S = 90.0
@@ -64,6 +64,9 @@ def write(store: Store, racer: int, key: str, version: str | None, size: int) ->
             store.put_if_match(key, body, version)
     except ConflictError:
         return REFUSED
+    except StoreError as error:
+        # Ceph RGW's answer to a swap that was overtaken while under way. The protocol takes it for unknown.
+        return REFUSED if "500 UnknownError" in str(error) else f"{type(error).__name__}: {error}"
     except RaycheckError as error:
         return f"{type(error).__name__}: {error}"
     return WON

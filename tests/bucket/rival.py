@@ -17,11 +17,9 @@ from typing import Any
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.bucket.commit import Identity
 from raycheck.bucket.latest import Entry, load_latest
 from raycheck.bucket.probe import probe
 from raycheck.bucket.record import record_end
-from raycheck.bucket.register import Register
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.sweep import prune
 from raycheck.errors import FencedError, SupersededError
@@ -102,8 +100,8 @@ def facts_of(data: bytes) -> dict[str, Any]:
     }
 
 
-def drop_evicted(register: Register, me: Identity) -> None:
-    prune(register, grace_s=GRACE_S)
+def drop_evicted(driver: Driver, *, grace_s: float) -> None:
+    prune(driver.register, grace_s=grace_s)
 
 
 def run(life: Life) -> None:
@@ -120,7 +118,7 @@ def run(life: Life) -> None:
             if driver.commit(manifest, keep_last=KEEP_LAST):
                 store.tell("committed", key=manifest.key)
             if chance.randrange(PRUNES_EVERY) == 0:
-                drop_evicted(driver.register, driver.me)
+                drop_evicted(driver, grace_s=GRACE_S)
     except (FencedError, SupersededError) as error:
         store.tell("ended", why=type(error).__name__)
         raise

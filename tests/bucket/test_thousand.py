@@ -15,9 +15,10 @@ from raycheck.bucket import layout
 from raycheck.bucket.document import dump
 from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, MAX_BYTES, Evicted
 from raycheck.bucket.store import Got, Store, open_store
-from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED, prune
+from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED
 from raycheck.errors import ConfigError, SaveFailedError
 from tests.bucket.helpers import Around, Driver
+from tests.bucket.rival import drop_evicted
 from tests.invariants import assert_invariants
 
 COMMITS = 1000
@@ -34,10 +35,6 @@ class Clock(Around):
     def get(self, key: str) -> Got:
         got = self.inner.get(key)
         return replace(got, at=got.at + self.passed_s)
-
-
-def drop_evicted(driver: Driver) -> None:
-    prune(driver.register)
 
 
 def size(store: Store) -> int:
@@ -66,7 +63,7 @@ def test_latest_stays_small_over_a_thousand_commits_of_many_attempts_and_drivers
         driver.save(number, save, step=commit + 1, keep_last=KEEP_LAST)
         store.passed_s += commit_every_s
         if store.passed_s - pruned_at >= PRUNE_EVERY_S:
-            drop_evicted(driver)
+            drop_evicted(driver, grace_s=GRACE_S)
             pruned_at = store.passed_s
         sizes.append(size(store))
 
@@ -89,7 +86,7 @@ def test_a_latest_full_of_evicted_names_can_still_be_claimed_and_pruned():
     save_until_full(ann)
 
     attempt, _ = bob.claim("h1")
-    drop_evicted(bob)
+    drop_evicted(bob, grace_s=GRACE_S)
     bob.save(attempt.number, 1, keep_last=1)
 
     body = assert_invariants(store)
