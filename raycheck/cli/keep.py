@@ -1,6 +1,6 @@
 """What a run keeps: pin, prune, sweep; going back, and rebuilding a lost `latest`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from raycheck.bucket import sweep as deletes
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair as repair_run
+from raycheck.bucket.retention import judge
 from raycheck.bucket.rewind import rewind as rewind_run
 from raycheck.bucket.store import open_store
 from raycheck.bucket.sweep import GRACE_S, Waste
@@ -50,16 +51,18 @@ def prune(  # noqa: PLR0917  typer makes options of them
     """
     rules = Retention(keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=_best(keep_best))
     register = Register(open_store(uri, settings_of(storage)))
+    body, got = register.look()
+    kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
-    _tell(found, gone, dry_run=dry_run, as_json=as_json)
+    _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
 
 
 def sweep(uri: Uri, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
     """Delete what earlier attempts left without a commit: torn saves, and uploads that never ended."""
     store = open_store(uri, settings_of(storage))
     found = deletes.plan_sweep(store) if dry_run else deletes.sweep(store)
-    _tell(found, () if dry_run else tuple(item.name for item in found), dry_run=dry_run, as_json=as_json)
+    _tell(found, () if dry_run else [item.name for item in found], {}, dry_run=dry_run, as_json=as_json)
 
 
 def rewind(
@@ -102,16 +105,20 @@ def _best(text: str | None) -> Any:
     return metric, mode, int(count) if count.isdecimal() else count
 
 
-def _tell(found: Sequence[Waste], gone: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
+def _tell(
+    found: Sequence[Waste], gone: Sequence[str], kept: Mapping[str, str], *, dry_run: bool, as_json: bool
+) -> None:
     if as_json:
-        print_json({"found": [asdict(item) for item in found], "deleted": list(gone)})
+        print_json({"found": [asdict(item) for item in found], "deleted": list(gone), "kept": dict(kept)})
         return
     table = Table("what", "objects", "size", "why", "when", box=None, pad_edge=False)
     for item in found:
         when = "deleted" if item.name in gone else f"in {item.wait_s:.0f} s" if item.wait_s else "now"
         row = (item.name, str(item.num_objects), size(item.size_bytes), item.reason, when)
         table.add_row(*map(Text, row))
-    if found:
+    for name, why in kept.items():
+        table.add_row(*map(Text, (name, "", "", why, "stays")))
+    if table.rows:
         out.print(table)
     total = size(sum(item.size_bytes for item in found if dry_run or item.name in gone))
     out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))

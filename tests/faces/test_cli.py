@@ -183,6 +183,7 @@ def test_prune_shows_bytes_and_reasons_first_and_deletes_after_the_grace(run) ->
     second = raycheck("prune", uri, "--grace", "0", "--json")
 
     (found,) = json.loads(dry.stdout)["found"]
+    assert json.loads(dry.stdout)["kept"] == {"step-000000006-a1-s2": "head"}
     assert (found["name"], found["reason"], found["wait_s"]) == ("step-000000003-a1-s1", "no rule keeps it", 600)
     assert found["size_bytes"] > 4 * 40 * 30
     assert "no rule keeps it" in table.stdout
@@ -213,7 +214,7 @@ def test_sweep_deletes_what_a_dead_attempt_left(run) -> None:
     dry = raycheck("sweep", uri, "--dry-run")
     done = raycheck("sweep", uri, "--json")
 
-    assert json.loads(nothing.stdout) == {"found": [], "deleted": []}
+    assert json.loads(nothing.stdout) == {"found": [], "deleted": [], "kept": {}}
     assert "1.0 kB would be deleted" in dry.stdout
     assert "attempt 1 ended before it was whole" in dry.stdout
     assert json.loads(done.stdout)["deleted"] == ["step-000000009-a1-s3"]
