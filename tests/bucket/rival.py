@@ -101,7 +101,7 @@ def facts_of(data: bytes) -> dict[str, Any]:
 
 
 def drop_evicted(driver: Driver, *, grace_s: float) -> None:
-    prune(driver.register, driver.me, grace_s=grace_s)
+    prune(driver.register, grace_s=grace_s)
 
 
 def run(life: Life) -> None:

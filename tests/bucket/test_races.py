@@ -18,7 +18,7 @@ from tests.bucket.racers import Outcome, Processes, Threads, race_once
 SMALL = 24
 FEW = {SMALL: 10, MAX_CONDITIONAL_BYTES: 4}
 HUNDRED = {SMALL: 100, MAX_CONDITIONAL_BYTES: 100}
-STORES = ["file", "s3", "gs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("az", "ministack"))]
+STORES = ["file", "s3", "gs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("az", "ministack", "ceph"))]
 sizes = pytest.mark.parametrize("size", [SMALL, MAX_CONDITIONAL_BYTES], ids=["small", "1MiB"])
 rounds = pytest.mark.parametrize("rounds", [FEW, pytest.param(HUNDRED, marks=pytest.mark.slow)], ids=["few", "hundred"])
 
