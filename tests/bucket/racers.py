@@ -33,10 +33,13 @@ class Outcome:
 
     @property
     def has_one_winner(self) -> bool:
-        """By what they were told, and by effect. All others know that they lost."""
-        return self.author is not None and self.told == tuple(
-            WON if racer == self.author else REFUSED for racer in range(RACERS)
-        )
+        """By what they were told, and by effect."""
+        return [racer for racer, told in enumerate(self.told) if told == WON] == [self.author]
+
+    @property
+    def unclear(self) -> tuple[str, ...]:
+        """What those were told who neither won nor were refused."""
+        return tuple(told for told in self.told if told not in (WON, REFUSED))
 
 
 def body_of(racer: int, version: str | None, size: int) -> bytes:
