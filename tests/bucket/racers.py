@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConflictError, RaycheckError, StoreError
+from raycheck.errors import ConflictError, RaycheckError
 
 RACERS = 16
 START_S = 90.0
@@ -33,10 +33,13 @@ class Outcome:
 
     @property
     def has_one_winner(self) -> bool:
-        """By what they were told, and by effect. All others know that they lost."""
-        return self.author is not None and self.told == tuple(
-            WON if racer == self.author else REFUSED for racer in range(RACERS)
-        )
+        """By what they were told, and by effect."""
+        return [racer for racer, told in enumerate(self.told) if told == WON] == [self.author]
+
+    @property
+    def unclear(self) -> tuple[str, ...]:
+        """What those were told who neither won nor were refused."""
+        return tuple(told for told in self.told if told not in (WON, REFUSED))
 
 
 def body_of(racer: int, version: str | None, size: int) -> bytes:
@@ -64,9 +67,6 @@ def write(store: Store, racer: int, key: str, version: str | None, size: int) ->
             store.put_if_match(key, body, version)
     except ConflictError:
         return REFUSED
-    except StoreError as error:
-        # Ceph RGW's answer to a swap that was overtaken while under way. The protocol takes it for unknown.
-        return REFUSED if "500 UnknownError" in str(error) else f"{type(error).__name__}: {error}"
     except RaycheckError as error:
         return f"{type(error).__name__}: {error}"
     return WON

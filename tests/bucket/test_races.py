@@ -19,6 +19,8 @@ SMALL = 24
 FEW = {SMALL: 10, MAX_CONDITIONAL_BYTES: 4}
 HUNDRED = {SMALL: 100, MAX_CONDITIONAL_BYTES: 100}
 STORES = ["file", "s3", "gs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("az", "ministack", "ceph"))]
+ANSWERS_500 = "ceph"
+"""About one in five that lose a swap on RGW 16 hear of an inner error, not of their condition: judged by effect."""
 sizes = pytest.mark.parametrize("size", [SMALL, MAX_CONDITIONAL_BYTES], ids=["small", "1MiB"])
 rounds = pytest.mark.parametrize("rounds", [FEW, pytest.param(HUNDRED, marks=pytest.mark.slow)], ids=["few", "hundred"])
 
@@ -57,11 +59,14 @@ def race(racers: Processes | Threads, uri: str, *, rounds: int, size: int) -> li
 
 @sizes
 @rounds
-def test_of_sixteen_processes_exactly_one_creates_and_exactly_one_swaps(processes, uri, rounds, size):
+def test_of_sixteen_processes_exactly_one_creates_and_exactly_one_swaps(processes, uri, rounds, size, request):
     outcomes = race(processes, uri, rounds=rounds[size], size=size)
 
     assert len(outcomes) == 2 * rounds[size]
     assert [outcome for outcome in outcomes if not outcome.has_one_winner] == []
+    unclear = {told.rpartition(": ")[2] for outcome in outcomes for told in outcome.unclear}
+    is_clear = request.node.callspec.params["uri"] != ANSWERS_500
+    assert unclear <= (set() if is_clear else {"the store answered 500 UnknownError"})
 
 
 @sizes
@@ -73,7 +78,7 @@ def test_of_sixteen_threads_exactly_one_creates_and_exactly_one_swaps(rounds, si
 
     threads.stop()
     assert len(outcomes) == 2 * rounds[size]
-    assert [outcome for outcome in outcomes if not outcome.has_one_winner] == []
+    assert [outcome for outcome in outcomes if not outcome.has_one_winner or outcome.unclear] == []
 
 
 def test_every_racer_wins_now_and_then(processes, tmp_path):

@@ -31,7 +31,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "gs":
         request.getfixturevalue("gcs")
         return f"gs://raycheck/{uuid4().hex}"
-    return join_uri(request.getfixturevalue("s3"), uuid4().hex)
+    return join_uri(request.getfixturevalue(request.param), uuid4().hex)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     [
         ("file", 3),
         ("s3", 6),
-        *(pytest.param(name, 60, marks=slow) for name in ("file", "s3", "gs")),
+        *(pytest.param(name, 60, marks=slow) for name in ("file", "s3", "gs", "ceph")),
     ],
     indirect=["root"],
 )

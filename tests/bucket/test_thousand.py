@@ -6,14 +6,13 @@ The bucket's clock goes on by itself here, so that grace and pauses of hours pas
 import time
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count, islice
 from uuid import uuid4
 
 import pytest
 
 from raycheck.bucket import layout
 from raycheck.bucket.document import dump
-from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, MAX_BYTES, Evicted
+from raycheck.bucket.latest import COMMIT_BYTES, MAX_ATTEMPTS_LISTED, Evicted, Latest
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED
 from raycheck.errors import ConfigError, SaveFailedError
@@ -82,7 +81,7 @@ def test_a_latest_full_of_evicted_names_can_still_be_claimed_and_pruned():
     store = open_store(f"memory://{uuid4().hex}")
     ann, bob = Driver(store, "ann"), Driver(store, "bob")
     ann.claim("g1")
-    fill(ann, up_to=MAX_BYTES - 2000)
+    fill(ann, up_to=COMMIT_BYTES - 1000)
     save_until_full(ann)
 
     attempt, _ = bob.claim("h1")
@@ -96,14 +95,17 @@ def test_a_latest_full_of_evicted_names_can_still_be_claimed_and_pruned():
 def fill(driver: Driver, *, up_to: int) -> None:
     """As the newest of so many commits have left it, without making them all."""
     body, now = driver.look(), time.time()
-    while len(dump(body)) < up_to:
-        new = (Evicted(key=f"step-{number:09d}-a1-s{number}", at=now) for number in count(len(body.evicted) + 1))
-        body = replace(body, evicted=(*body.evicted, *islice(new, 10)))
-    driver.store.put(layout.LATEST_KEY, dump(replace(body, evicted=body.evicted[:-10])))
+
+    def with_names(number: int) -> Latest:
+        names = [f"step-{save:09d}-a1-s{save}" for save in range(1000, 1000 + number)]
+        return replace(body, evicted=tuple(Evicted(key=name, at=now) for name in names))
+
+    name_bytes = (len(dump(with_names(100))) - len(dump(with_names(0)))) / 100
+    driver.store.put(layout.LATEST_KEY, dump(with_names(int((up_to - len(dump(body))) / name_bytes))))
 
 
 def save_until_full(driver: Driver) -> None:
     """It need not become full: a commit may make room for itself."""
     with suppress(ConfigError, SaveFailedError):
-        for save in range(COMMITS, COMMITS + 100):
+        for save in range(1, 100):
             driver.save(1, save, keep_last=1)
