@@ -6,6 +6,7 @@ can touch what another one wrote (I2). No other module joins keys.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 LATEST_KEY = "latest"
 CHECKPOINTS_PREFIX = "checkpoints/"
@@ -25,14 +26,15 @@ class CheckpointName:
     def __str__(self) -> str:
         return f"step-{self.step:09d}-a{self.attempt}-s{self.save}"
 
-    @classmethod
-    def parse(cls, text: str) -> "CheckpointName | None":
+    @staticmethod
+    @lru_cache(maxsize=8192)  # a body of `latest` is checked at every change of it
+    def parse(text: str) -> "CheckpointName | None":
         """The name behind `text`, or None when it is not exactly one: then it is none of ours."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
         step, attempt, save = (int(group) for group in match.groups())
-        name = cls(step=step, attempt=attempt, save=save)
+        name = CheckpointName(step=step, attempt=attempt, save=save)
         return name if str(name) == text else None
 
 

@@ -7,7 +7,6 @@ outcome, never a receipt. All rules are those of bucket/commit.py; this module o
 
 import asyncio
 import hashlib
-import json
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket import commit as protocol
-from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
 from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry
@@ -26,7 +24,7 @@ from raycheck.bucket.probe import probe
 from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.sweep import GRACE_S, prune, sweep
+from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED, prune, sweep
 from raycheck.errors import (
     CorruptError,
     FencedError,
@@ -74,6 +72,7 @@ class Coordinator:
         self._probed = False
         self._next_tidy_at = float("-inf")
         self._must_sweep = False
+        self._untidied = 0
         self._exports = Exports(uri)
         self._tidying: asyncio.Task[None] | None = None
 
@@ -216,8 +215,8 @@ class Coordinator:
             data = protocol.write_manifest(self._store, manifest)
             if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
                 return Outcome(kind="superseded", key=name)
+            self._untidied += 1
             self._tell_of(manifest)
-            self._point_ray_to(manifest)
             if first.is_to_be_exported:
                 self._export(name)
         except (FencedError, SupersededError, CorruptError):
@@ -238,15 +237,6 @@ class Coordinator:
             max(rank.blocked_s for rank in manifest.ranks),
         )
 
-    def _point_ray_to(self, manifest: Manifest) -> None:
-        try:
-            pointer = json.dumps({"uri": self._uri, "key": manifest.key, "step": manifest.step}).encode()
-            self._store.put(layout.pointer_key(manifest.key), pointer)
-        except RaycheckError as error:
-            logger.warning(
-                "run %s: %s is committed, but Ray's pointer to it was not written: %s", self._uri, manifest.key, error
-            )
-
     def _export(self, key: str) -> None:
         try:
             entry = read_latest(self._store).entry(key)
@@ -256,8 +246,9 @@ class Coordinator:
             logger.warning("run %s: %s is committed, but was not exported: %s", self._uri, key, error)
 
     def _tidy(self) -> None:
-        if time.monotonic() < self._next_tidy_at and not self._must_sweep:
+        if time.monotonic() < self._next_tidy_at and self._untidied < MAX_EVICTED and not self._must_sweep:
             return
+        self._untidied = 0
         self._next_tidy_at = time.monotonic() + GRACE_S / 4
         try:
             prune(self._register, spare=self._exports.keys)

@@ -49,6 +49,7 @@ class Rhythm:
         self._saved_at = time.monotonic()
         self._save_s = 0.0
         self._news: str | None = None
+        self._told: str | None = None
         self._told_at = float("-inf")
         self._notice: float | None = None
         self._word = _Word(step=None, save=False, news=None, gap=1)
@@ -73,18 +74,23 @@ class Rhythm:
         """A save begins."""
         self._saved_at = time.monotonic()
 
-    def committed(self, key: str) -> None:
-        """A save of this rank was committed; the newest is what Ray is told of."""
+    def wants_news(self) -> bool:
+        """Whether Ray can soon be told of a save that begins now, if rank 0 asks."""
+        return self._news is None and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
+
+    def committed(self, pointed: str | None) -> None:
+        """A save of this rank was committed. pointed: what Ray can be told of by now."""
         self._save_s = time.monotonic() - self._saved_at
-        self._news = key
+        if pointed != self._told:
+            self._news = pointed
 
     def tell_ray(self) -> None:
         """Report to Ray the commit that rank 0 named at this step, if any. Every rank calls it at every step."""
         if self._word.news is None or not self._group.is_ray_train:
             return
         self._told_at = time.monotonic()
-        if self._news == self._word.news:
-            self._news = None
+        self._told = self._word.news
+        self._news = None
         ray_names.report_pointer(pointer_prefix(self._word.news), {})
 
     def tell_ray_at_end(self) -> None:

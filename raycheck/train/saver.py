@@ -4,6 +4,7 @@ One save is in flight at a time. That bounds memory, and it is what makes the st
 ends a save only after every request that reads the buffer has ended.
 """
 
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ from raycheck.train.rhythm import is_multiple
 
 
 class Saver:
-    """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save."""
+    """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save.
+    pointed: the newest checkpoint that Ray can be told of."""
 
     def __init__(
         self,
@@ -43,6 +45,8 @@ class Saver:
         saved_step: int,
     ) -> None:
         self.saved_step = saved_step
+        self.pointed: str | None = None
+        self._committed: str | None = None
         self._partial = partial
         self._must_agree = group.world_size > 1
         self._state = state
@@ -56,8 +60,8 @@ class Saver:
         self._pending: Future[Outcome] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
 
-    def begin(self, progress: Progress, metrics: Mapping[str, object]) -> None:
-        """Stage the state and start its upload. Call after `wait`.
+    def begin(self, progress: Progress, metrics: Mapping[str, object], *, is_news: bool = False) -> None:
+        """Stage the state and start its upload. Call after `wait`. is_news: Ray will be told of it.
 
         When the save before still holds the buffer, this one is counted as failed, and the other ranks are told.
         """
@@ -94,7 +98,7 @@ class Saver:
             return
         report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
-        self._pending = self._thread.submit(self._upload_and_report, staged, report, deadline)
+        self._pending = self._thread.submit(self._upload_and_report, staged, report, deadline, is_news)
 
     def poll(self) -> str | None:
         """The name of the checkpoint that was committed since the last look, if any; never waits.
@@ -120,18 +124,37 @@ class Saver:
             return None
         self._failures = 0
         self._must_agree = outcome.agree_anew
+        self._committed = outcome.key
         return outcome.key
 
-    def finish(self, step: int) -> str | None:
+    def finish(self, step: int) -> None:
         """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
         failures = self._failures
-        committed = self.wait()
+        self.wait()
         if self._pending is not None or self._failures > failures or self.saved_step != step:
             raise SaveFailedError(
                 f"rank {self._group.rank}: the last save, of step {step}, was not committed: "
                 f"{self._last_failure or 'it has not ended in time'}"
             )
-        return committed
+
+    def point_ray_to_newest(self) -> None:
+        """So that Result.checkpoint is the last commit."""
+        if self._committed is not None:
+            self._point_ray_to(self._committed)
+
+    def _point_ray_to(self, key: str) -> None:
+        """Write what Ray is told of: a directory of its own, which its retention may delete. Of a checkpoint that it is
+        not told of, it would never delete it."""
+        if self._group.rank or not self._group.is_ray_train or key == self.pointed:
+            return
+        pointer = {"uri": self._group.uri, "key": key}
+        try:
+            self._group.store.put(layout.pointer_key(key), json.dumps(pointer).encode())
+            self.pointed = key
+        except RaycheckError as error:
+            logger.warning(
+                "run %s: %s is committed, but Ray's pointer was not written: %s", self._group.uri, key, error
+            )
 
     def stop(self) -> None:
         """Let the thread go when its save has ended."""
@@ -152,7 +175,7 @@ class Saver:
             if time.monotonic() > deadline:
                 raise SaveFailedError(f"rank {report.rank}: {what}: {answer.message}")
 
-    def _upload_and_report(self, staged: Staged, report: Report, deadline: float) -> Outcome:
+    def _upload_and_report(self, staged: Staged, report: Report, deadline: float, is_news: bool) -> Outcome:
         """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
         key = layout.shard_key(report.checkpoint, COMPONENT, report.rank)
         began = time.monotonic()
@@ -171,6 +194,8 @@ class Saver:
             outcome: Outcome = self._group.ask(
                 "report", report, timeout_s=max(1.0, deadline - time.monotonic()), what=what
             )
+            if outcome.kind == "committed" and is_news:
+                self._point_ray_to(outcome.key)
             if outcome.kind != "pending":
                 return outcome
             if time.monotonic() > deadline:

@@ -199,7 +199,7 @@ class Checkpointer:
         if self._step != saver.saved_step:
             self._hear_of(saver.wait())  # the buffer is in use until then
             self._rhythm.saved()
-            saver.begin(self._progress(), metrics or {})
+            saver.begin(self._progress(), metrics or {}, is_news=self._rhythm.wants_news())
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -208,7 +208,9 @@ class Checkpointer:
         try:
             if self._saver is not None and self._over is None:
                 self.save()
-                self._hear_of(self._saver.finish(self._step))
+                self._saver.finish(self._step)
+                self._saver.point_ray_to_newest()
+                self._rhythm.committed(self._saver.pointed)
                 self._rhythm.tell_ray_at_end()
                 self._wait_for_exports()
             if self._over is not None:
@@ -293,4 +295,4 @@ class Checkpointer:
 
     def _hear_of(self, committed: str | None) -> None:
         if committed is not None:
-            self._rhythm.committed(committed)
+            self._rhythm.committed(self._claimed().pointed)

@@ -829,7 +829,7 @@ Point = namedtuple("Point", "x y")  # noqa: PYI024  the untyped kind is what use
         json,
         iter([]),
     ],
-    ids=repr,
+    ids=lambda thing: type(thing).__name__,
 )
 def test_what_cannot_be_saved_is_named_by_its_path(thing):
     with pytest.raises(ConfigError, match=r"state at model\.layers\.1\.extra "):
