@@ -95,14 +95,14 @@ class World:
         self.deleted: list[str] = []
         self.wrote: dict[str, bytes] = {}  # whole bytes first put under each key, deleted ones too
         self.checks: list[Callable[[World, Write], None]] = []  # called after every write that was applied
-        self._sizes: dict[str, int] = {}
-        self._past: list[tuple[str, int | None]] = []  # per write: the key's size before it
+        self.objects: dict[str, bytes] = {}  # what lies in `inner`, without asking it
+        self._past: list[tuple[str, bytes | None]] = []  # per write: what lay at the key before it
 
     def copy(self) -> "World":
         """An independent world in the same state. Only of a DictStore."""
         assert isinstance(self.inner, DictStore)
         other = World(self.inner.copy())
-        for name in ("late", "bodies", "deleted", "wrote", "checks", "_sizes", "_past"):
+        for name in ("late", "bodies", "deleted", "wrote", "checks", "objects", "_past"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
@@ -113,12 +113,13 @@ class World:
     def apply(self, write: Write, *, is_whole: bool = True) -> None:
         """Let a request through. Raises what the store answers."""
         write.apply(self.inner)
-        self._past.append((write.key, self._sizes.pop(write.key, None)))
+        self._past.append((write.key, self.objects.get(write.key)))
         if write.verb.startswith("put"):
-            self._sizes[write.key] = len(write.data)
+            self.objects[write.key] = write.data
             if is_whole:
                 self.wrote.setdefault(write.key, write.data)
         elif write.verb == "delete":
+            self.objects.pop(write.key, None)
             self.deleted.append(write.key)
         if write.key == layout.LATEST_KEY:
             self.bodies.append(write.data)
@@ -136,10 +137,10 @@ class World:
     def listed(self, *, is_stale: bool) -> dict[str, int]:
         """Every key and its size, now or as it was before the last writes."""
         sizes = {item.key: item.size_bytes for item in self.inner.list_objects("")}
-        for key, size in reversed(self._past[-STALE_WRITES:] if is_stale else []):
+        for key, data in reversed(self._past[-STALE_WRITES:] if is_stale else []):
             sizes.pop(key, None)
-            if size is not None:
-                sizes[key] = size
+            if data is not None:
+                sizes[key] = len(data)
         return dict(sorted(sizes.items()))
 
 
