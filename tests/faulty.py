@@ -134,6 +134,17 @@ class World:
             return False
         return True
 
+    def would_change(self, write: Write) -> bool:
+        """Whether its arrival now would leave another bucket."""
+        there = self.objects.get(write.key)
+        if write.verb == "put_if_absent":
+            return there is None
+        if write.verb == "put_if_match":
+            return there is not None and self.inner.get(write.key).version == write.version
+        if write.verb == "delete":
+            return there is not None
+        return write.verb == "abort_upload" or there != write.data
+
     def listed(self, *, is_stale: bool) -> dict[str, int]:
         """Every key and its size, now or as it was before the last writes."""
         sizes = {item.key: item.size_bytes for item in self.inner.list_objects("")}

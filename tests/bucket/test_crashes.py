@@ -1,0 +1,251 @@
+"""A crash, and every other fault, at every store call of every operation; then a restart (I5).
+
+What is enumerated, and what a restart must find, is said in crashing.py. The floors keep an enumeration from silently
+becoming smaller.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from raycheck.bucket import layout
+from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.edits import pin
+from raycheck.bucket.fork import fork
+from raycheck.bucket.register import Register
+from raycheck.bucket.repair import repair
+from raycheck.bucket.rewind import rewind
+from raycheck.bucket.store.base import Upload
+from raycheck.bucket.sweep import prune, sweep
+from raycheck.errors import ConfigError, ConflictError, SaveFailedError, StoreError
+from tests.bucket.crashing import Scenario, claim, explore, only_train, restore
+from tests.bucket.helpers import Driver, write_checkpoint
+from tests.faulty import Wire, World
+from tests.invariants import assert_write
+from tests.stepping import Clock, simulated
+
+A = "step-000000010-a1-s1"  # evicted; its `train` is held by B
+B = "step-000000020-a1-s2"  # pinned
+TORN, WHOLE = "step-000000030-a1-s3", "step-000000040-a1-s4"  # never committed, by an attempt that is over
+E = "step-000000010-a2-s1"  # evicted
+F = "step-000000020-a2-s2"  # head, of the attempt that is live
+GRACE_S = 600.0
+
+
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[Clock]:
+    with simulated() as clock:
+        yield clock
+
+
+def new() -> World:
+    world = World()
+    world.checks.append(assert_write)
+    return world
+
+
+@cache
+def _old() -> World:
+    world = new()
+    ann = Driver(world.open())
+    ann.claim("g1")
+    base = ann.save(1, 1)
+    pin(ann.register, ann.save(1, 2, base=base).key)
+    world.open().put(layout.shard_key(TORN, "train", 0), b"all that there is")
+    write_checkpoint(world.open(), attempt=1, save=4)
+    ann.claim("g2")
+    ann.save(2, 1)
+    ann.save(2, 2, keep_last=1)
+    world.inner.uploads += [Upload(layout.shard_key(TORN, "train", 1), "1"), Upload(layout.shard_key(F, "x", 0), "2")]
+    world.inner.at += GRACE_S + 60
+    return world
+
+
+def old() -> World:
+    """A run of ann's in its second attempt, with all that can lie around."""
+    return _old().copy()
+
+
+def current(wire: Wire) -> Driver:
+    """The coordinator of the live attempt of `old`, which has seen `latest`."""
+    driver = Driver(wire)
+    driver.look()
+    return driver
+
+
+# --- what is done ---
+
+
+def twice(work):
+    """What fails for the store's sake is done once more by the same process, as ranks and Ray do."""
+    try:
+        return work()
+    except StoreError:
+        return work()
+
+
+def claims(owner: str = "ann", group: str = "g3"):
+    def work(wire: Wire) -> tuple[str, ...]:
+        driver = Driver(wire, owner, "c2")
+        twice(lambda: claim(driver, group))
+        return ()
+
+    return work
+
+
+def takes_over(wire: Wire) -> tuple[str, ...]:
+    driver = Driver(wire, coordinator="c2")
+    twice(lambda: driver.take_over("g2"))
+    return saves(2, driver)
+
+
+def saves(number: int, driver: Driver, *, base=None, **rules) -> tuple[str, ...]:
+    """Two saves; each may fail, which does not keep the next one from being made (I10)."""
+    done = []
+    for save in (number + 1, number + 2):
+        try:
+            manifest = write_checkpoint(driver.store, attempt=2, save=save, base=base, world_size=2)
+            if driver.commit(manifest, **rules):
+                done.append(manifest.key)
+        except (StoreError, SaveFailedError):
+            continue
+    return tuple(done)
+
+
+def saves_in_full(wire: Wire) -> tuple[str, ...]:
+    return saves(2, current(wire), keep_last=1)
+
+
+def saves_with_a_reference(wire: Wire) -> tuple[str, ...]:
+    driver = current(wire)
+    head = driver.look().entry(F)
+    base = only_train(Checkpoint(driver.store, head).manifest())
+    return saves(2, driver, base=base, keep_last=1)
+
+
+def prunes(wire: Wire) -> tuple[str, ...]:
+    register = Register(wire)
+    twice(lambda: prune(register, grace_s=GRACE_S))
+    return ()
+
+
+def sweeps(wire: Wire) -> tuple[str, ...]:
+    twice(lambda: sweep(wire))
+    return ()
+
+
+def rewinds(wire: Wire) -> tuple[str, ...]:
+    rewind(Register(wire), B)
+    return ()
+
+
+def pins(wire: Wire) -> tuple[str, ...]:
+    pin(Register(wire), F)
+    pin(Register(wire), B, pinned=False)
+    return ()
+
+
+def reads(wire: Wire) -> tuple[str, ...]:
+    body = read_latest(wire)
+    try:
+        restore(Checkpoint(wire, body.entry(body.head)))
+    finally:
+        assert not [call for call in wire.calls if call.is_write], "I8: readers never write"
+    return ()
+
+
+def lives(wire: Wire) -> tuple[str, ...]:
+    """A whole life of a driver's coordinator: claim, restore, two saves, prune and sweep."""
+    bob = Driver(wire, "bob")
+    attempt, entry = claim(bob, "h1")
+    base = only_train(restore(Checkpoint(wire, entry))) if entry else None
+    done = []
+    for save in (1, 2):
+        manifest = write_checkpoint(wire, attempt=attempt.number, save=save, base=base)
+        if bob.commit(manifest, keep_last=1):
+            done.append(manifest.key)
+        prune(bob.register, grace_s=0.0)
+    sweep(wire)
+    return tuple(done)
+
+
+def lost() -> World:
+    """`latest` was deleted."""
+    world = old()
+    world.inner.delete(layout.LATEST_KEY)
+    del world.objects[layout.LATEST_KEY]
+    world.bodies.clear()
+    return world
+
+
+def rolled_back() -> World:
+    """`latest` is what it was in the first attempt."""
+    world = old()
+    body = world.bodies[2]
+    world.inner.put(layout.LATEST_KEY, body)
+    world.objects[layout.LATEST_KEY] = body
+    world.bodies.clear()
+    return world
+
+
+def damaged() -> World:
+    """`latest` is half of itself."""
+    world = old()
+    body = world.bodies[-1][:99]
+    world.inner.put(layout.LATEST_KEY, body)
+    world.objects[layout.LATEST_KEY] = body
+    world.bodies.clear()
+    return world
+
+
+def repairs(wire: Wire) -> tuple[str, ...]:
+    repair(wire)
+    return ()
+
+
+def repairs_until_sound(wire: Wire) -> None:
+    for _ in range(3):
+        try:
+            repair(wire)
+        except ConfigError:
+            return
+        except ConflictError:
+            continue
+
+
+def forks(wire: Wire) -> tuple[str, ...]:
+    fork(Wire(_old(), wire._ask), wire, run_id="a-forked-run")
+    return ()
+
+
+OPERATIONS = {
+    "first claim": (Scenario(world=new, work=claims("ann", "g1"), is_new=True), 1),
+    "first life": (Scenario(world=new, work=lives, owners=("bob", "zoe"), is_new=True), 1),
+    "next group": (Scenario(world=old, work=claims()), 1),
+    "other driver": (Scenario(world=old, work=claims("bob", "h1"), owners=("ann", "bob", "zoe")), 1),
+    "take-over": (Scenario(world=old, work=takes_over), 1),
+    "save": (Scenario(world=old, work=saves_in_full), 1),
+    "save with a reference": (Scenario(world=old, work=saves_with_a_reference), 1),
+    "prune": (Scenario(world=old, work=prunes), 1),
+    "sweep": (Scenario(world=old, work=sweeps), 1),
+    "rewind": (Scenario(world=old, work=rewinds), 1),
+    "pin and unpin": (Scenario(world=old, work=pins), 1),
+    "restore": (Scenario(world=old, work=reads), 1),
+    "life": (Scenario(world=old, work=lives, owners=("ann", "bob", "zoe")), 1),
+    "repair of a lost latest": (Scenario(world=lost, work=repairs, again=repairs_until_sound), 1),
+    "repair of a rolled back latest": (Scenario(world=rolled_back, work=repairs, again=repairs_until_sound), 1),
+    "repair of a damaged latest": (Scenario(world=damaged, work=repairs, again=repairs_until_sound), 1),
+    "fork": (Scenario(world=new, work=forks, again=forks), 1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_crash_or_a_fault_at_any_store_call_leaves_a_restorable_run(name, record_property):
+    scenario, floor = OPERATIONS[name]
+
+    tally = explore(scenario)
+
+    record_property("enumerated", str(tally))
+    print(name, tally)
+    assert tally.restarts >= floor
