@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from raycheck.bucket import layout
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload
-from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.errors import ConflictError, NotFoundError, StoreError
 from tests.dictstore import DictStore
 
 STALE_WRITES = 3
@@ -26,7 +26,7 @@ class Mode(Enum):
     LOSE_ANSWER = auto()  # applied, or refused; StoreError in any case
     APPLY_LATE = auto()  # StoreError now; the request lies in `World.late`
     APPLY_TWICE = auto()  # applied and answered, and the same request lies in `World.late`, its condition with it
-    TRUNCATE = auto()  # half of a put's bytes are there, and StoreError; a get's answer breaks off
+    TRUNCATE = auto()  # half of a put's bytes are there, and StoreError
     STALE_LISTING = auto()  # a listing as it was before the last STALE_WRITES writes
 
 
@@ -50,8 +50,6 @@ class Call:
     @property
     def modes(self) -> tuple[Mode, ...]:
         """Every mode that makes a difference for this verb, APPLY first."""
-        if self.verb in ("get", "get_range"):
-            return (*READ_MODES, Mode.TRUNCATE)
         if self.verb.startswith("list_"):
             return LIST_MODES
         return BODY_MODES.get(self.verb, WRITE_MODES if self.is_write else READ_MODES)
@@ -165,11 +163,11 @@ class Wire(Store):
         self._ask = ask
 
     def get(self, key: str) -> Got:
-        self._read("get", key, StoreError)
+        self._read("get", key)
         return self.world.inner.get(key)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._read("get_range", key, CorruptError)
+        self._read("get_range", key)
         return self.world.inner.get_range(key, start, stop)
 
     def head(self, key: str) -> int:
@@ -212,12 +210,11 @@ class Wire(Store):
     def abort_upload(self, upload: Upload) -> None:
         self._write("abort_upload", upload.key, bytes, upload.id)
 
-    def _read(self, verb: str, key: str, cut: type[RaycheckError] = StoreError) -> Mode:
-        """cut: what the store's contract says of an answer that breaks off."""
+    def _read(self, verb: str, key: str) -> Mode:
         mode = self._asked(verb, key)
         if mode in (Mode.APPLY, Mode.STALE_LISTING, Mode.APPLY_TWICE):
             return mode
-        raise (cut if mode is Mode.TRUNCATE else StoreError)(f"{verb} {key}: {mode.name}")
+        raise StoreError(f"{verb} {key}: {mode.name}")
 
     def _write(self, verb: str, key: str, data: Callable[[], bytes], version: str = "") -> None:
         mode = self._asked(verb, key)

@@ -33,13 +33,15 @@ Work = Callable[[Wire], Any]
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """`work` on a copy of `world`. owners: who restarts after it, each on its own. again: what an operator does before
-    a restart, should the work not be done. is_new: no checkpoint need be there to restore."""
+    a restart, should the work not be done. is_new: no checkpoint need be there to restore. head: what the
+    first restart restores whatever became of the work; by default what was the head just before it."""
 
     world: Callable[[], World]
     work: Work
     owners: tuple[str, ...] = ("ann", "zoe")
     again: Work = lambda _: None
     is_new: bool = False
+    head: str | None = None
 
 
 @dataclass
@@ -216,17 +218,19 @@ def restart(scenario: Scenario, world: World, owner: str, start: str, *, arrives
         assert load(world.bodies[-1]).attempt.owner != owner, "fenced by itself"
         outcome = run(world, restarting(scenario, "eve", start)).outcome
     assert isinstance(outcome, Restarted), f"{owner} cannot go on: {outcome!r}"
-    assert_restarted(scenario, world, outcome)
+    assert_restarted(scenario, world, outcome, is_first=start == "r1")
     return end
 
 
-def assert_restarted(scenario: Scenario, world: World, done: Restarted) -> None:
+def assert_restarted(scenario: Scenario, world: World, done: Restarted, *, is_first: bool) -> None:
     assert done.restored is not None or scenario.is_new, "I7: a start from zero"
     assert (done.restored.key if done.restored else None) == done.head_before, "the newest committed is restored"
     if done.restored is None:
         number = CheckpointName.parse(done.saved).attempt
         bodies = [load(body) for body in world.bodies]
         assert not any(body.live for body in bodies if body.attempt.number < number), "I7: a start from zero"
+    if scenario.head and is_first:
+        assert done.restored.key == scenario.head, "what is newest and whole is restored"
     body = load(world.objects[layout.LATEST_KEY])
     assert body.head == done.saved
     assert all(key in world.objects for entry in body.live for key in needed(world, entry))
