@@ -6,16 +6,17 @@ asked is in stepping.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeVar
 
 from raycheck.bucket import layout
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload
-from raycheck.errors import ConflictError, NotFoundError, StoreError
+from raycheck.errors import ConflictError, NotFoundError, RaycheckError, StoreError
 from tests.dictstore import DictStore
 
 STALE_WRITES = 3
+Answer = TypeVar("Answer")
 
 
 class Mode(Enum):
@@ -160,33 +161,34 @@ class Wire(Store):
         self.uri = world.inner.uri
         self.world = world
         self.calls: list[Call] = []
+        self.heard: list[int] = []  # hashes of the answers: all that the process can know
         self._ask = ask
 
     def get(self, key: str) -> Got:
-        self._read("get", key)
-        return self.world.inner.get(key)
+        return self._read("get", key, lambda _: self.world.inner.get(key))
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._read("get_range", key)
-        return self.world.inner.get_range(key, start, stop)
+        return self._read("get_range", key, lambda _: self.world.inner.get_range(key, start, stop))
 
     def head(self, key: str) -> int:
-        self._read("head", key)
-        return self.world.inner.head(key)
+        return self._read("head", key, lambda _: self.world.inner.head(key))
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
-        mode = self._read("list_objects", prefix)
-        sizes = self.world.listed(is_stale=mode is Mode.STALE_LISTING)
-        return iter([Listed(key, size) for key, size in sizes.items() if key.startswith(prefix)])
+        def objects(is_stale: bool) -> list[Listed]:
+            sizes = self.world.listed(is_stale=is_stale)
+            return [Listed(key, size) for key, size in sizes.items() if key.startswith(prefix)]
+
+        return iter(self._read("list_objects", prefix, objects))
 
     def list_names(self, prefix: str) -> list[str]:
-        mode = self._read("list_names", prefix)
-        keys = [key for key in self.world.listed(is_stale=mode is Mode.STALE_LISTING) if key.startswith(prefix)]
-        return sorted({name for name, slash, _ in (key[len(prefix) :].partition("/") for key in keys) if slash})
+        def names(is_stale: bool) -> list[str]:
+            keys = [key for key in self.world.listed(is_stale=is_stale) if key.startswith(prefix)]
+            return sorted({name for name, slash, _ in (key[len(prefix) :].partition("/") for key in keys) if slash})
+
+        return self._read("list_names", prefix, names)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        self._read("list_uploads", prefix)
-        return iter(list(self.world.inner.list_uploads(prefix)))
+        return iter(self._read("list_uploads", prefix, lambda _: list(self.world.inner.list_uploads(prefix))))
 
     def put(self, key: str, data: Buffer) -> None:
         self._write("put", key, lambda: bytes(data))
@@ -210,11 +212,17 @@ class Wire(Store):
     def abort_upload(self, upload: Upload) -> None:
         self._write("abort_upload", upload.key, bytes, upload.id)
 
-    def _read(self, verb: str, key: str) -> Mode:
+    def _read(self, verb: str, key: str, read: Callable[[bool], Answer]) -> Answer:
         mode = self._asked(verb, key)
-        if mode in (Mode.APPLY, Mode.STALE_LISTING, Mode.APPLY_TWICE):
-            return mode
-        raise StoreError(f"{verb} {key}: {mode.name}")
+        if mode not in (Mode.APPLY, Mode.STALE_LISTING):
+            raise StoreError(f"{verb} {key}: {mode.name}")
+        try:
+            answer = read(mode is Mode.STALE_LISTING)
+        except RaycheckError as error:
+            self.heard.append(hash(type(error)))
+            raise
+        self.heard.append(hash(tuple(answer) if isinstance(answer, list) else answer))
+        return answer
 
     def _write(self, verb: str, key: str, data: Callable[[], bytes], version: str = "") -> None:
         mode = self._asked(verb, key)
@@ -225,13 +233,16 @@ class Wire(Store):
             self.world.apply(Write("put", key, write.data[: len(write.data) // 2]), is_whole=False)
         if mode in (Mode.APPLY_LATE, Mode.APPLY_TWICE):
             self.world.late.append(write)
-        if mode in (Mode.APPLY, Mode.APPLY_TWICE):
-            self.world.apply(write)
-            return
-        if mode is Mode.LOSE_ANSWER:
-            with suppress(ConflictError, NotFoundError):
+        if mode in (Mode.APPLY, Mode.APPLY_TWICE, Mode.LOSE_ANSWER):
+            try:
                 self.world.apply(write)
-        raise StoreError(f"{verb} {key}: {mode.name}")
+                self.heard.append(0)
+            except (ConflictError, NotFoundError) as error:
+                self.heard.append(hash(type(error)))
+                if mode is not Mode.LOSE_ANSWER:
+                    raise
+        if mode not in (Mode.APPLY, Mode.APPLY_TWICE):
+            raise StoreError(f"{verb} {key}: {mode.name}")
 
     def _asked(self, verb: str, key: str) -> Mode:
         call = Call(verb, key)
