@@ -6,6 +6,7 @@ becoming smaller.
 
 from collections.abc import Iterator
 from contextlib import suppress
+from uuid import uuid4
 
 import pytest
 
@@ -15,12 +16,16 @@ from raycheck.bucket.fork import fork
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import prune, sweep
 from raycheck.errors import ConfigError, ConflictError, SaveFailedError, StoreError
-from tests.bucket.crashing import Scenario, claim, explore, only_train, restore, run
+from tests.bucket.conftest import share
+from tests.bucket.crashing import Restarted, Scenario, claim, explore, only_train, restarting, restore, run
 from tests.bucket.helpers import Driver, write_checkpoint
 from tests.bucket.runs import GRACE_S, B, F, current, damaged, lost, new, old, rolled_back
-from tests.faulty import Mode, Wire
+from tests.faulty import Mode, Wire, World
+from tests.invariants import assert_invariants, assert_write
 from tests.stepping import Clock, simulated
 
 
@@ -189,3 +194,48 @@ def test_a_repair_ends_with_the_error_of_a_store_that_failed_and_leaves_nothing_
 
         assert isinstance(end.outcome, StoreError), call
         assert end.world.bodies == []
+
+
+# --- twice, and on real stores ---
+
+TWICE = {name: operation for name, (operation, _) in OPERATIONS.items() if "life" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWICE)
+def test_a_crash_of_the_restart_after_a_crash_leaves_a_restorable_run(name, record_property):
+    tally = explore(TWICE[name], depth=2)
+
+    record_property("enumerated", str(tally))
+    assert tally.restarts >= 100
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
+def new_store(request, tmp_path, monkeypatch):
+    """Makes an empty store, another one each time."""
+    if request.param == "file":
+        return lambda: open_store(f"file://{tmp_path}/{uuid4().hex}")
+    share(monkeypatch, request.getfixturevalue("s3_client"))
+    bucket = request.getfixturevalue("s3")
+    return lambda: open_store(join_uri(bucket, uuid4().hex))
+
+
+def test_a_crash_or_a_fault_at_any_store_call_of_a_life_on_a_real_store_leaves_a_restorable_run(new_store):
+    def world() -> World:
+        world = World(new_store())
+        world.checks.append(assert_write)
+        return world
+
+    calls = run(world(), lives).calls
+    faults = [(number, mode) for number, call in enumerate(calls) for mode in (None, *call.modes[1:])]
+
+    for fault in faults:
+        end = run(world(), lives, fault=fault)
+        restarted = run(end.world, restarting(Scenario(world=world, work=lives), "zoe", "r1"))
+        while end.world.late:
+            end.world.land()
+
+        assert isinstance(restarted.outcome, Restarted), (fault, restarted.outcome)
+        assert assert_invariants(end.world.inner).head == restarted.outcome.saved
+
+    assert len(faults) >= 120
