@@ -210,24 +210,27 @@ def test_a_crash_of_the_restart_after_a_crash_leaves_a_restorable_run(name, reco
     assert tally.restarts >= 100
 
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
-def new_store(request, tmp_path, monkeypatch):
-    """Makes an empty store, another one each time."""
-    if request.param == "file":
-        return lambda: open_store(f"file://{tmp_path}/{uuid4().hex}")
+@pytest.fixture(params=[("file", 1), pytest.param(("s3", 3), marks=pytest.mark.slow)], ids=["file", "s3"])
+def real(request, tmp_path, monkeypatch):
+    """What makes an empty store, another one each time; and which of the faults there is time for: every first, ..."""
+    kind, every = request.param
+    if kind == "file":
+        return lambda: open_store(f"file://{tmp_path}/{uuid4().hex}"), every
     share(monkeypatch, request.getfixturevalue("s3_client"))
     bucket = request.getfixturevalue("s3")
-    return lambda: open_store(join_uri(bucket, uuid4().hex))
+    return lambda: open_store(join_uri(bucket, uuid4().hex)), every
 
 
-def test_a_crash_or_a_fault_at_any_store_call_of_a_life_on_a_real_store_leaves_a_restorable_run(new_store):
+def test_a_crash_or_a_fault_at_any_store_call_of_a_life_on_a_real_store_leaves_a_restorable_run(real):
+    new_store, every = real
+
     def world() -> World:
         world = World(new_store())
         world.checks.append(assert_write)
         return world
 
     calls = run(world(), lives).calls
-    faults = [(number, mode) for number, call in enumerate(calls) for mode in (None, *call.modes[1:])]
+    faults = [(number, mode) for number, call in enumerate(calls) for mode in (None, *call.modes[1:])][::every]
 
     for fault in faults:
         end = run(world(), lives, fault=fault)
@@ -238,4 +241,4 @@ def test_a_crash_or_a_fault_at_any_store_call_of_a_life_on_a_real_store_leaves_a
         assert isinstance(restarted.outcome, Restarted), (fault, restarted.outcome)
         assert assert_invariants(end.world.inner).head == restarted.outcome.saved
 
-    assert len(faults) >= 120
+    assert len(faults) >= 120 // every
