@@ -40,7 +40,8 @@ def assert_body(body: Latest) -> None:
     numbers = [attempt.number for attempt in body.attempts]
     assert numbers == sorted(set(numbers)), "attempts are numbered upwards"
     order = [CheckpointName.parse(entry.key) for entry in body.live]
-    assert all(name.attempt <= body.attempt.number for name in order), "I4"
+    assert body.proven is None or body.proven <= body.attempt.number
+    assert all(body.knows(name) for name in order), "I4: committed before its claim was answered"
     assert [(n.attempt, n.save) for n in order] == sorted((n.attempt, n.save) for n in order), "order of commit"
     assert not {entry.key for entry in body.live} & {item.key for item in body.evicted}, "I4: evicted and live"
     assert body.attempt.owner in body.owners
@@ -60,6 +61,7 @@ def assert_went_on(before: Latest, after: Latest) -> None:
     """`after` came from `before` by any number of swaps."""
     assert after.counter >= before.counter, "the write counter only grows"
     assert after.attempt.number >= before.attempt.number, "I4: attempts only grow"
+    assert before.proven is None or after.proven >= before.proven
     assert set(before.owners) <= set(after.owners), "owners are never taken off"
     gone = {item.key for item in before.evicted}
     assert not gone & {entry.key for entry in after.live}, "I4: an evicted entry came back"

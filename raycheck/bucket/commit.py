@@ -49,8 +49,6 @@ def claim(
     Raises FencedError, SupersededError, ConfigError, CorruptError.
     """
 
-    is_new = True
-
     def attempt(number: int, restore_key: str | None, now: float) -> Attempt:
         return Attempt(
             number=number,
@@ -68,9 +66,7 @@ def claim(
             return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
         current = body.attempt
         check_owner(register, body, me)
-        nonlocal is_new
-        is_new = current.group != group
-        if not is_new:  # 8: this group holds the attempt already
+        if current.group == group:  # 8: this group holds the attempt already
             return _taken_over(body, me)
         if any(known.group == group for known in body.attempts):
             raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
@@ -85,8 +81,9 @@ def claim(
 
     refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
     body = register.swap(decide, what=f"claim for group {group}")
-    if is_new:
+    if body.proven < body.attempt.number:
         refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
+        body = _prove(register, body.attempt)
     key = body.attempt.restore_key
     entry = None
     if key is not None:
@@ -236,21 +233,36 @@ def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None
 
 
 def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
-    """Step 10. Raises CorruptError when `checkpoints/` holds a directory of an attempt that `latest` does not know:
-    it was lost or rolled back. mine: just claimed; its group saves nothing before the claim is answered, so even a
-    directory of this very attempt is one too many."""
+    """Step 10. Raises CorruptError when `checkpoints/` holds a directory of an attempt that was never answered, as far
+    as `latest` knows: it was lost or rolled back. mine: just claimed; SupersededError when it has been overtaken."""
     while True:
         before = register.read()
         names = [layout.CheckpointName.parse(name) for name in register.store.list_names(layout.CHECKPOINTS_PREFIX)]
         newest = max((name for name in names if name is not None), default=None)
-        known = before[0].attempt.number if before else 0
         # Without `latest` any directory is one too many, also those of a fork.
-        if newest is None or (before is not None and newest.attempt < known + (mine is None)):
+        if newest is None or (before is not None and before[0].knows(newest)):
             return
         now = register.read()
-        if mine is not None and now is not None and now[0].attempt.number >= mine.number:
-            there = now[0].attempt
-            if there.number > mine.number or there.coordinator != mine.coordinator:
-                raise SupersededError(f"attempt {there.number} was claimed or taken over meanwhile")
-        if (now[0].attempt.number if now else 0) == known:  # else: others went on while we listed; look again
+        if mine is not None and now is not None:
+            _check_still(now[0], mine)
+        if (now and (now[0].proven,)) == (before and (before[0].proven,)):  # else: others went on while we listed
             raise lost(register.store.uri, f"is older than the checkpoint {newest}")
+
+
+def _prove(register: Register, mine: Attempt) -> Latest:
+    """Step 10, last: from now on the group may save, and who finds a directory of this attempt knows whose it is."""
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        body = _there(register, body)
+        _check_still(body, mine)
+        return None if body.proven == mine.number else replace(body, proven=mine.number)
+
+    return register.swap(decide, what=f"answer to the claim of attempt {mine.number}")
+
+
+def _check_still(body: Latest, mine: Attempt) -> None:
+    """Raises SupersededError when the claim `mine` was overtaken before it was answered."""
+    there = body.attempt
+    if (there.number, there.coordinator) != (mine.number, mine.coordinator):
+        raise SupersededError(f"attempt {there.number} was claimed or taken over meanwhile")

@@ -59,11 +59,16 @@ class Attempt(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latest(Document):
-    """The body of `latest`. `attempts` lists the newest 50, the live one last; `owners` lists all owners ever."""
+    """The body of `latest`. `attempts` lists the newest 50, the live one last; `owners` lists all owners ever.
+
+    proven: the highest attempt whose claim was answered, None before the first. Only then does its group save, so a
+    directory of a higher attempt means that `latest` was lost (step 10).
+    """
 
     format_version: int = FORMAT_VERSION
     run_id: str
     counter: int
+    proven: int | None = None
     owners: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     head: str | None
@@ -94,6 +99,10 @@ class Latest(Document):
     def entry(self, key: str) -> Entry | None:
         """The live entry `key`, or None when it is not live (evicted, or never committed)."""
         return next((entry for entry in self.live if entry.key == key), None)
+
+    def knows(self, name: CheckpointName) -> bool:
+        """Whether a directory of that name may be there."""
+        return self.proven is not None and name.attempt <= self.proven
 
     def held(self) -> set[str]:
         """Checkpoint directories that a live entry holds, as its own or by reference."""

@@ -28,12 +28,13 @@ class Register:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._seen = (0, 0)  # attempt, counter
+        self._run_id: str | None = None
 
     def read(self) -> tuple[Latest, Got] | None:
         """Body and response, or None when there is no `latest` and this process never saw one.
 
-        Raises CorruptError when it was there before, or went back to an older attempt: it was lost or rolled back,
-        and nothing may be built on that (FORMAT.md, step 4).
+        Raises CorruptError when it was there before, went back to an older attempt, or is another run's: it was lost or
+        rolled back, and nothing may be built on that (FORMAT.md, step 4).
         """
         seen = self._seen  # before the request: an answer may be older than a swap that went on meanwhile
         try:
@@ -46,6 +47,9 @@ class Register:
         now = (body.attempt.number, body.counter)
         if now[0] < seen[0] or now[1] < seen[1]:
             raise lost(self.store.uri, f"went back to attempt {now[0]}, write {now[1]}")
+        if self._run_id not in (None, body.run_id):
+            raise lost(self.store.uri, f"is that of another run ({body.run_id}, not {self._run_id})")
+        self._run_id = body.run_id
         self._seen = max(self._seen, now)
         return body, got
 
@@ -79,6 +83,7 @@ class Register:
                     time.sleep(pause)
                     pause = min(pause * 2, 2.0)
                 else:
+                    self._run_id = new.run_id
                     self._seen = max(self._seen, (new.attempt.number, new.counter))
                     return new
 

@@ -41,7 +41,7 @@ def repair(store: Store) -> Repaired:
     """
     got, old = _old(store)
     names = sorted(name for item in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(item)))
-    if old is not None and all(name.attempt <= old.attempt.number for name in names):
+    if old is not None and all(old.knows(name) for name in names):
         raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
     live: list[Entry] = []
@@ -69,6 +69,7 @@ def repair(store: Store) -> Repaired:
         run_id=old.run_id if old else uuid4().hex,
         # Unknown when the body is: far above any that an old coordinator may have seen, so that it reads on.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
+        proven=number,
         owners=tuple(owners),
         attempts=(by_hand(owner, number, restore_key=head, now=live[-1].committed_at),),
         head=head,

@@ -5,6 +5,7 @@ unseen. The branch that is left stays listed until retention takes it, so that o
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from uuid import uuid4
 
 from raycheck.bucket.commit import refuse_lost
@@ -24,7 +25,7 @@ def rewind(register: Register, key: str) -> Latest:
     def decide(body: Latest | None, now: float) -> Latest | None:
         if body is None:
             raise NotFoundError(f"{register.store.uri}: no run here (no object named latest)")
-        if body.attempt.owner == owner:
+        if owner in body.owners:  # applied, whoever may have come after it
             return None
         if body.entry(key) is None:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
@@ -38,8 +39,10 @@ def rewind(register: Register, key: str) -> Latest:
 
     refuse_lost(register)
     body = register.swap(decide, what=f"rewind to {key}")
-    record_end(register.store, body.attempts[-2], by=body.attempt, cause=f"the run was rewound to {key}")
-    record_end(register.store, body.attempt, by=body.attempt, cause=f"rewound the run to {key}")
+    for ended, mine in pairwise(body.attempts):
+        if mine.owner == owner:
+            record_end(register.store, ended, by=mine, cause=f"the run was rewound to {key}")
+            record_end(register.store, mine, by=mine, cause=f"rewound the run to {key}")
     return body
 
 

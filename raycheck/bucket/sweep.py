@@ -115,7 +115,7 @@ def _garbage(store: Store, *, only_torn: bool) -> tuple[list[Waste], list[Upload
     uploads = list(store.list_uploads(layout.CHECKPOINTS_PREFIX))
     body = read_latest(store)
     number = body.attempt.number
-    if any(name.attempt > number for name in names):
+    if not all(body.knows(name) for name in names):
         raise lost(store.uri, f"is older than the checkpoint {max(names)}")
     named = body.held() | {item.key for item in body.evicted}
     found = []
