@@ -70,6 +70,18 @@
 #else
 #define IN_ORDER(n) (n > L.last)
 #endif
+#if defined(NO_PROVEN) || !defined(LOSS)
+#define SURE     L.att
+#define UNPROVEN false
+#else
+#define SURE     L.proven
+#define UNPROVEN (L.proven < L.att)
+#endif
+#ifdef LOSS
+#define SEEN_NOW(c) seen[c] = L.run_id + 1
+#else
+#define SEEN_NOW(c) skip
+#endif
 #ifdef NO_PROOF
 #define REPORTED 1
 #else
@@ -106,7 +118,7 @@
 typedef Latest {
   unsigned att : 3; unsigned owner : 2; unsigned coord : 3; unsigned grp : 2; unsigned last : 2; unsigned head : 4;
   unsigned owners : 3; unsigned grps : 4; unsigned live : 9; unsigned evicted : 9; unsigned pins : 9;
-  unsigned proven : 1; unsigned counter : 4
+  unsigned proven : 3; unsigned run_id : 1
 };
 Latest L;
 unsigned man : 9; unsigned half1 : 9; unsigned half2 : 9; unsigned base : 9;
@@ -142,9 +154,12 @@ short chosen[3];
 /* ---- ghosts: what was ever committed and ever evicted; and whether `latest` was lost ---- */
 unsigned held : 9; unsigned com : 9; unsigned gone : 9; bit lost;
 #ifdef LOSS
-byte sa[3]; byte sc[3];
+byte seen[3];
 #endif
 
+#ifdef SHORTEST
+#define hidden
+#endif
 hidden byte t, k; hidden short m;
 
 
@@ -169,9 +184,6 @@ inline written() {
 #ifdef REFS
   for (t : 0 .. NKEYS - 1) { held = held | (HAS(L.live, t) -> BIT(ref[t]) : 0) }
 #endif
-#ifdef LOSS
-  L.counter++;
-#endif
   check()
 }
 
@@ -191,11 +203,12 @@ inline apply(kind, c, x) {
     if
     :: kind == CLAIM && L.att && L.grp == x -> L.coord = c                                    /* 8 */
     :: kind == CLAIM && !(L.att && L.grp == x) ->                                             /* 9 */
+       L.run_id = (L.att -> L.run_id : lost);
        assert(!L.att || L.owner == OWNER(c) || !HAS(L.owners, OWNER(c)));                     /* no ping-pong */
-       L.att++; L.owner = OWNER(c); L.coord = c; L.grp = x; L.last = 0; L.proven = 0;
+       L.att++; L.owner = OWNER(c); L.coord = c; L.grp = x; L.last = 0;
        L.owners = L.owners | BIT(OWNER(c)); L.grps = L.grps | BIT(x)
     :: kind == TAKE -> L.coord = c                                                            /* 12 */
-    :: kind == PROVE -> L.proven = 1                                                          /* 10 */
+    :: kind == PROVE -> L.proven = L.att                                                          /* 10 */
     :: kind == MOVE ->                                                                        /* 31 */
        assert(!HAS(L.owners, OWNER(c)));
        L.att++; L.owner = OWNER(c); L.coord = c; L.grp = 3; L.last = 0; L.head = x;
@@ -212,6 +225,8 @@ inline apply(kind, c, x) {
        L.live = (L.live & ~m) | BIT(k); L.evicted = L.evicted | m; L.head = k; L.last = NUMBER(x);
        com = com | BIT(k); gone = gone | m
     fi;
+    printf("  latest: attempt %d of owner %d, coordinator %d, group %d; last save %d, head %d, live %x, evicted %x\n",
+      L.att, L.owner, L.coord, L.grp, L.last, L.head, L.live, L.evicted);
     written()
   }
 }
@@ -219,10 +234,10 @@ inline apply(kind, c, x) {
 /* Step 3 with its four outcomes. A request that hangs in the network lands later or dies with the next write. */
 inline swap(c, kind, x) {
   if
-  :: FRESH(c) -> apply(kind, c, x); r = APPLIED
-  :: FRESH(c) && faults -> faults--; apply(kind, c, x); r = UNKNOWN
-  :: FRESH(c) && faults && !net -> faults--; net = kind; netc = c; netx = x; r = UNKNOWN
-  :: !FRESH(c) -> r = REFUSED
+  :: FRESH(c) -> printf("coordinator %d: swap %d of %d applied\n", c, kind, x); apply(kind, c, x); r = APPLIED; SEEN_NOW(c)
+  :: FRESH(c) && faults -> faults--; printf("coordinator %d: swap %d of %d applied, answer lost\n", c, kind, x); apply(kind, c, x); r = UNKNOWN
+  :: FRESH(c) && faults && !net -> faults--; printf("coordinator %d: swap %d of %d hangs in the network\n", c, kind, x); net = kind; netc = c; netx = x; r = UNKNOWN
+  :: !FRESH(c) -> printf("coordinator %d: swap %d of %d refused\n", c, kind, x); r = REFUSED
   fi
 }
 
@@ -230,7 +245,7 @@ proctype Network() {
   byte kind;
 end:
   do
-  :: atomic { net -> kind = net; net = 0; apply(kind, netc, netx); kind = 0 }
+  :: atomic { net -> kind = net; net = 0; printf("network: swap %d of %d by coordinator %d lands late\n", kind, netx, netc); apply(kind, netc, netx); kind = 0 }
   od
 }
 
@@ -241,13 +256,13 @@ inline look(c) {
   v = GO;
 #ifdef LOSS
   if
-  :: L.att < sa[c] || L.counter < sc[c] -> v = GONE; assert(lost)
-  :: else -> sa[c] = L.att; sc[c] = L.counter
+  :: seen[c] && (!L.att || L.run_id + 1 != seen[c]) -> v = GONE
+  :: else -> seen[c] = (L.att -> L.run_id + 1 : 0)
   fi
 #endif
 }
 
-inline read_for_swap(c) { look(c); fresh = fresh | BIT(c) }
+inline read_for_swap(c) { printf("coordinator %d: reads latest\n", c); look(c); fresh = fresh | BIT(c) }
 
 /* ---- coordinators ---- */
 inline judged(c) {                             /* the errors of two kinds */
@@ -320,9 +335,9 @@ inline decide_commit(c, i) {                   /* 15, 17 */
 inline answer(c, g) {                          /* 11; a coordinator that was restarted meanwhile reaches nobody */
   if
   :: !alive[c] || state[g] != NEW
-  :: else -> if
+  :: else -> printf("coordinator %d: answers claim of group %d: verdict %d, head %d\n", c, g, v, head); if
      :: v == STANDS ->
-        assert(head != NONE || !com || L.att != attempt || L.grp != g);                       /* I7 */
+        assert(head != NONE || !com || L.att != attempt || L.grp != g || UNPROVEN);           /* I7 */
         state[g] = LIVE; gatt[g] = attempt; source[g] = head; known[c] = known[c] | BIT(g);
 #ifdef REFS
         gbase[g] = (head == NONE -> NONE : ref[head])
@@ -337,7 +352,7 @@ inline tell(c, i) {                            /* 18 */
   if
   :: !alive[c]
   :: else ->
-     told[i] = 1;
+     told[i] = 1; printf("coordinator %d: tells of save %d: verdict %d\n", c, i, v);
      if
      :: state[GROUP(i)] != LIVE || v == LATE || v == FAILED
      :: else -> if
@@ -363,15 +378,10 @@ inline retry_or_give_up() {                    /* 5: after the deadline the outc
 #define ASKS(c, g)  (state[g] == NEW && DRIVER(g) == OWNER(c))
 #define READY(c, i) (up[i] >= REPORTED && !told[i] && DRIVER(GROUP(i)) == OWNER(c) && (state[GROUP(i)] == LIVE || state[GROUP(i)] == DEAD))
 
-#ifdef NO_PROVEN
-#define SURE L.att
-#else
-#define SURE (L.proven -> L.att : (L.att -> L.att - 1 : 0))
-#endif
-
 inline list_newest() {
   m = man | half1 | half2; newest = 0;
-  for (t : 0 .. NKEYS - 1) { newest = (HAS(m, t) -> ATTEMPT(t) : newest) }
+  for (t : 0 .. NKEYS - 1) { newest = (HAS(m, t) -> ATTEMPT(t) : newest) };
+  printf("coordinator %d: lists checkpoints, newest attempt %d\n", c, newest)
 }
 
 inline list_before() {                         /* 10, before: v = GONE for a directory that `latest` does not know */
@@ -430,7 +440,7 @@ inline list_after() {                          /* 10, after: proven when no dire
        :: v == GONE || !L.att -> v = GONE
        :: else -> if
           :: L.att != attempt || L.grp != g -> v = SUPERSEDED
-          :: else -> v = (L.proven -> STANDS : (newest >= attempt -> GONE : GO))
+          :: else -> v = (L.proven == L.att -> STANDS : (newest > L.proven -> GONE : GO))
           fi
        fi;
        lock[c] = (v == GO)
@@ -463,7 +473,7 @@ end:
   :: atomic {
        alive[c] && (ASKS(c, 0) || ASKS(c, 1) || ASKS(c, 2)) ->
        g = (ASKS(c, 0) -> 0 : (ASKS(c, 1) -> 1 : 2));
-       v = GO
+       v = GO; printf("coordinator %d: claim of group %d begins\n", c, g)
      };
      list_before();
      do
@@ -517,7 +527,7 @@ inline put_manifest() {                        /* 16 */
   };
 #endif
   d_step {
-    v = GO;
+    v = GO; printf("coordinator %d: puts manifest of %d\n", c, KEY(i));
     if
 #ifdef INDEX
     :: HAS(man, KEY(i)) -> v = (named[KEY(i)] == BYTES -> GO : FAILED)
@@ -552,7 +562,7 @@ end:
        :: alive[c] && READY(c, 8) -> i = 8
 #endif
        fi;
-       v = (HAS(known[c], GROUP(i)) -> STANDS : GO)
+       printf("coordinator %d: has the reports of save %d, directory %d\n", c, i, KEY(i)); v = (HAS(known[c], GROUP(i)) -> STANDS : GO)
      };
      do
      :: v != GO -> break                       /* 12: known, or taken over */
@@ -622,7 +632,7 @@ inline restore(objects) {                      /* 24, 25 */
 }
 
 inline upload_first(i) {                       /* 13 */
-  up[i] = 1; k = KEY(i);
+  up[i] = 1; k = KEY(i); printf("group %d: uploads to %d\n", g, k);
 #ifdef TRACK
   dirty = dirty | (HAS(half1, k) && writer[k] != i + 1 -> BIT(k) : 0); writer[k] = i + 1;
   check();
@@ -664,10 +674,10 @@ proctype Ray() {
   byte kills = KILLS;
 end:
   do
-  :: atomic { kills && (state[0] == NEW || state[0] == LIVE) -> kills--; state[0] = DEAD; state[1] = NEW }
-  :: atomic { state[0] == OVER && state[1] == OFF -> state[1] = NEW }
+  :: atomic { kills && (state[0] == NEW || state[0] == LIVE) -> kills--; state[0] = DEAD; state[1] = NEW; printf("Ray: group 0 dies, group 1 starts\n") }
+  :: atomic { state[0] == OVER && state[1] == OFF -> state[1] = NEW; printf("Ray: group 1 starts\n") }
 #ifdef RESTART
-  :: atomic { alive[0] && !alive[1] -> alive[0] = 0; alive[1] = 1 }
+  :: atomic { alive[0] && !alive[1] -> alive[0] = 0; alive[1] = 1; printf("Ray: coordinator 0 is replaced by 1\n") }
 #endif
   od
 }
@@ -675,11 +685,11 @@ end:
 proctype Admin() {
 end:
 #ifdef PIN
-  d_step { L.att && L.head != NONE -> L.pins = L.pins | BIT(L.head); written() }              /* 29 */
+  d_step { L.att && L.head != NONE -> L.pins = L.pins | BIT(L.head); printf("admin: pins %d\n", L.head); written() }              /* 29 */
 #endif
 #ifdef LOSS
-  d_step { L.att && com -> lost = 1; L.att = 0; L.owner = 0; L.coord = 0; L.grp = 0; L.last = 0; L.head = NONE; L.owners = 0;
-    L.grps = 0; L.live = 0; L.evicted = 0; L.pins = 0; L.proven = 0; L.counter = 0; fresh = 0; net = 0 }
+  d_step { L.att && com -> lost = 1; printf("admin: latest is deleted\n"); L.att = 0; L.owner = 0; L.coord = 0; L.grp = 0; L.last = 0; L.head = NONE; L.owners = 0;
+    L.grps = 0; L.live = 0; L.evicted = 0; L.pins = 0; L.proven = 0; fresh = 0; net = 0 }
 #endif
 }
 
@@ -702,6 +712,7 @@ end:
 #define RIPE (L.evicted & (~HELD | man))
 
 inline delete_objects(x) {
+  printf("process %d: deletes objects of %d\n", _pid, x);
   assert(!HAS(com, x) || HAS(gone, x));                                                       /* I6 */
   half1 = half1 & ~BIT(x); half2 = half2 & ~BIT(x);
 #ifdef REFS
@@ -715,7 +726,7 @@ proctype Pruner() {                            /* 20, 21: by anybody */
 end:
   do
   :: atomic { RIPE -> x = 0; do :: HAS(RIPE, x) -> break :: else -> x++ od; is_held = HAS(HELD, x) };
-     d_step { man = man & ~BIT(x); check() };
+     d_step { printf("pruner: deletes manifest of %d\n", x); man = man & ~BIT(x); check() };
      if
      :: !is_held -> d_step { delete_objects(x) };
         d_step { if :: HAS(L.evicted, x) -> L.evicted = L.evicted & ~BIT(x); written() :: else fi; x = 0 }
@@ -726,7 +737,7 @@ end:
 
 #ifdef SWEEP
 inline judge_old() {
-  dead = 0;
+  dead = 0; printf("sweeper: reads latest\n");
   for (x : 0 .. NKEYS - 1) { dead = dead | (L.att && IS_OLD(x) && !HAS(SPARED, x) -> BIT(x) : 0) }
   x = 0
 }
@@ -737,7 +748,7 @@ end:
   d_step { judge_old(); }
   d_step { found = man | half1 | half2 | base; dead = dead & found };
 #else
-  d_step { found = man | half1 | half2 | base };
+  d_step { found = man | half1 | half2 | base; printf("sweeper: lists %x\n", found) };
   d_step { judge_old(); dead = dead & found };
 #endif
   do
@@ -798,7 +809,7 @@ end:
   :: v != GO -> break
   :: else ->
      d_step {
-       fresh = fresh | BIT(4);
+       fresh = fresh | BIT(4); printf("rewinder: reads latest\n");
        v = (MOVED -> STANDS : (HAS(L.live, x) -> GO : FAILED))
      };
      if
