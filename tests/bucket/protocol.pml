@@ -154,7 +154,7 @@ short chosen[3];
 /* ---- ghosts: what was ever committed and ever evicted; and whether `latest` was lost ---- */
 unsigned held : 9; unsigned com : 9; unsigned gone : 9; bit lost;
 #ifdef LOSS
-byte seen[3];
+byte seen[5];
 #endif
 
 #ifdef SHORTEST
@@ -180,7 +180,7 @@ inline check() {                               /* after every change of `latest`
 }
 
 inline written() {
-  fresh = 0; net = 0; held = L.live;
+  fresh = 0; net = 0; netc = 0; netx = 0; held = L.live;
 #ifdef REFS
   for (t : 0 .. NKEYS - 1) { held = held | (HAS(L.live, t) -> BIT(ref[t]) : 0) }
 #endif
@@ -253,7 +253,7 @@ end:
 
 /* Step 1: v = GONE when `latest` is not what this process has seen before (4). */
 inline look(c) {
-  v = GO;
+  v = GO; printf("coordinator %d: reads latest\n", c);
 #ifdef LOSS
   if
   :: seen[c] && (!L.att || L.run_id + 1 != seen[c]) -> v = GONE
@@ -262,16 +262,15 @@ inline look(c) {
 #endif
 }
 
-inline read_for_swap(c) { printf("coordinator %d: reads latest\n", c); look(c); fresh = fresh | BIT(c) }
-
-/* ---- coordinators ---- */
-inline judged(c) {                             /* the errors of two kinds */
+inline judged(c) {                             /* may it swap; and the errors of two kinds */
+  fresh = (v == GO -> fresh | BIT(c) : fresh & ~BIT(c));
   assert(v != FENCED || L.owner != OWNER(c));                                                 /* I10 */
   assert(v != GONE || lost)
 }
 
+/* ---- coordinators ---- */
 inline decide_claim(c, g) {                    /* 8, 9 */
-  read_for_swap(c);
+  look(c);
   if
   :: v == GONE || !L.att
   :: else -> if
@@ -286,7 +285,7 @@ inline decide_claim(c, g) {                    /* 8, 9 */
 }
 
 inline decide_take(c, g) {                     /* 12 */
-  read_for_swap(c);
+  look(c);
   if
   :: v == GONE || !L.att -> v = GONE
   :: else -> if
@@ -306,7 +305,7 @@ inline held_ref(i) {
 }
 
 inline decide_commit(c, i) {                   /* 15, 17 */
-  read_for_swap(c);
+  look(c);
   if
   :: v == GONE || !L.att -> v = GONE
   :: else -> if
@@ -368,11 +367,15 @@ inline tell(c, i) {                            /* 18 */
   fi
 }
 
-inline retry_or_give_up() {                    /* 5: after the deadline the outcome stays unknown */
+inline retry_or_give_up(c) {                   /* 5: after the deadline the outcome stays unknown */
+  fresh = fresh & ~BIT(c);
   if
   :: v = GO
   :: r == UNKNOWN -> v = FAILED
-  fi
+  fi;
+#ifndef NO_RECOMPUTE
+  r = 0;
+#endif
 }
 
 #define ASKS(c, g)  (state[g] == NEW && DRIVER(g) == OWNER(c))
@@ -435,7 +438,7 @@ inline list_after() {                          /* 10, after: proven when no dire
      d_step { list_newest() };
      atomic { !lock[c] -> lock[c] = 1 };
      d_step {
-       read_for_swap(c);
+       look(c);
        if
        :: v == GONE || !L.att -> v = GONE
        :: else -> if
@@ -443,6 +446,7 @@ inline list_after() {                          /* 10, after: proven when no dire
           :: else -> v = (L.proven == L.att -> STANDS : (newest > L.proven -> GONE : GO))
           fi
        fi;
+       judged(c);
        lock[c] = (v == GO)
      };
      if
@@ -450,7 +454,7 @@ inline list_after() {                          /* 10, after: proven when no dire
           swap(c, PROVE, g);
           if
           :: r == APPLIED -> v = STANDS
-          :: else -> retry_or_give_up()
+          :: else -> retry_or_give_up(c)
           fi;
           lock[c] = 0
         }
@@ -495,7 +499,7 @@ end:
              swap(c, CLAIM, g);
              if
              :: r == APPLIED -> v = STANDS; attempt = L.att; head = L.head
-             :: else -> retry_or_give_up()
+             :: else -> retry_or_give_up(c)
              fi;
              lock[c] = 0
            }
@@ -574,7 +578,7 @@ end:
              swap(c, TAKE, GROUP(i));
              if
              :: r == APPLIED -> v = STANDS; taken()
-             :: else -> retry_or_give_up()
+             :: else -> retry_or_give_up(c)
              fi;
              lock[c] = 0
            }
@@ -600,7 +604,7 @@ end:
                 swap(c, COMMIT, i);
                 if
                 :: r == APPLIED -> v = STANDS
-                :: else -> retry_or_give_up()
+                :: else -> retry_or_give_up(c)
                 fi;
                 lock[c] = 0
               }
@@ -625,9 +629,10 @@ end:
 inline restore(objects) {                      /* 24, 25 */
   d_step {
     if
-    :: state[g] != LIVE || HAS(objects, source[g])
+    :: state[g] != LIVE || HAS((objects), source[g])
     :: else -> assert(L.att != gatt[g] || L.grp != g); state[g] = OVER
-    fi
+    fi;
+    source[g] = 0
   }
 }
 
@@ -638,6 +643,9 @@ inline upload_first(i) {                       /* 13 */
   check();
 #endif
   half1 = half1 | BIT(k);
+#ifdef WHOLE
+  up[i] = 2; half2 = half2 | BIT(k);
+#endif
 #ifdef REFS
   if
   :: ref[k] = k; base = base | BIT(k)
@@ -654,8 +662,8 @@ end_off:
   if
   :: state[g] == LIVE ->
      if
-     :: source[g] != NONE -> restore(man); restore(half1)
-     :: else
+     :: source[g] != NONE -> restore(man & half1 & half2)
+     :: else -> source[g] = 0
      fi
   :: state[g] != LIVE
   fi;
@@ -675,9 +683,11 @@ proctype Ray() {
 end:
   do
   :: atomic { kills && (state[0] == NEW || state[0] == LIVE) -> kills--; state[0] = DEAD; state[1] = NEW; printf("Ray: group 0 dies, group 1 starts\n") }
+  #ifndef ONE_GROUP
   :: atomic { state[0] == OVER && state[1] == OFF -> state[1] = NEW; printf("Ray: group 1 starts\n") }
+#endif
 #ifdef RESTART
-  :: atomic { alive[0] && !alive[1] -> alive[0] = 0; alive[1] = 1; printf("Ray: coordinator 0 is replaced by 1\n") }
+  :: atomic { alive[0] && !alive[1] -> alive[0] = 0; alive[1] = 1; known[0] = 0; printf("Ray: coordinator 0 is replaced by 1\n") }
 #endif
   od
 }
@@ -749,7 +759,7 @@ end:
   d_step { found = man | half1 | half2 | base; dead = dead & found };
 #else
   d_step { found = man | half1 | half2 | base; printf("sweeper: lists %x\n", found) };
-  d_step { judge_old(); dead = dead & found };
+  d_step { judge_old(); dead = dead & found; found = 0 };
 #endif
   do
   :: atomic { dead -> x = 0; do :: HAS(dead, x) -> break :: else -> x++ od; dead = dead & ~BIT(x);
@@ -809,11 +819,12 @@ end:
   :: v != GO -> break
   :: else ->
      d_step {
-       fresh = fresh | BIT(4); printf("rewinder: reads latest\n");
-       v = (MOVED -> STANDS : (HAS(L.live, x) -> GO : FAILED))
+       look(4);
+       v = (MOVED -> STANDS : (HAS(L.live, x) -> GO : FAILED));
+       judged(4)
      };
      if
-     :: v == GO -> atomic { swap(4, MOVE, x); if :: r == APPLIED -> v = STANDS :: else -> retry_or_give_up() fi }
+     :: v == GO -> atomic { swap(4, MOVE, x); if :: r == APPLIED -> v = STANDS :: else -> retry_or_give_up(4) fi }
      :: else
      fi
   od
