@@ -98,7 +98,11 @@
 #define GO         0
 #define STANDS     1
 #define FENCED     2
+#ifdef NO_SOFT
+#define SUPERSEDED FENCED
+#else
 #define SUPERSEDED 3
+#endif
 #define LATE       4
 #define FAILED     5
 #define GONE       6
@@ -332,6 +336,7 @@ inline decide_commit(c, i) {                   /* 15, 17 */
 }
 
 inline answer(c, g) {                          /* 11; a coordinator that was restarted meanwhile reaches nobody */
+  assert(v != GONE || lost);
   if
   :: !alive[c] || state[g] != NEW
   :: else -> printf("coordinator %d: answers claim of group %d: verdict %d, head %d\n", c, g, v, head); if
@@ -637,19 +642,19 @@ inline restore(objects) {                      /* 24, 25 */
 }
 
 inline upload_first(i) {                       /* 13 */
-  up[i] = 1; k = KEY(i); printf("group %d: uploads to %d\n", g, k);
+  up[i] = 1; printf("group %d: uploads to %d\n", g, KEY(i));
 #ifdef TRACK
-  dirty = dirty | (HAS(half1, k) && writer[k] != i + 1 -> BIT(k) : 0); writer[k] = i + 1;
+  dirty = dirty | (HAS(half1, KEY(i)) && writer[KEY(i)] != i + 1 -> BIT(KEY(i)) : 0); writer[KEY(i)] = i + 1;
   check();
 #endif
-  half1 = half1 | BIT(k);
+  half1 = half1 | BIT(KEY(i));
 #ifdef WHOLE
-  up[i] = 2; half2 = half2 | BIT(k);
+  up[i] = 2; half2 = half2 | BIT(KEY(i));
 #endif
 #ifdef REFS
   if
-  :: ref[k] = k; base = base | BIT(k)
-  :: gbase[g] != NONE -> ref[k] = gbase[g]
+  :: ref[KEY(i)] = KEY(i); base = base | BIT(KEY(i))
+  :: gbase[g] != NONE -> ref[KEY(i)] = gbase[g]
   fi
 #endif
 }
