@@ -1,11 +1,63 @@
-/* HEADER */
+/* The protocol of FORMAT.md as a model that spin searches to the end. test_model.py names the configurations and runs it;
+ * numbers in comments are FORMAT.md's steps, I1 to I10 its invariants.
+ *
+ * What there is: `latest` (L), written by compare-and-swap only; driver 1 with coordinators 0 and 1 (Ray restarts it: 1
+ * begins without memory while 0, which reaches no rank any more, goes on with whatever it has begun) and worker groups 0
+ * and 1; driver 2 with coordinator 2 and group 2; a rewind from outside (coordinator 4). Every request to the store, and
+ * every pause before one, is a step that all others may come between. A swap is applied, refused, applied with its answer
+ * lost, or hangs in the network and lands later; after an unknown outcome the caller asks again or gives up. A group may
+ * die at any time; its ranks may go on writing and reporting. Anybody prunes and sweeps, with however old a view.
+ *
+ * Bounds: 3 coordinators, 3 groups, so 3 attempts (4 with a rewind); S saves per attempt, INFLIGHT of them at a time; FAULTS
+ * lost or late answers; KILLS deaths of group 0; one sweep, one pin, one loss of `latest`, one reader. Which of them are
+ * there together is said in test_model.py.
+ *
+ * Abstractions: a version of L is a bit per process, "nothing was written since I read": exact, since the counter keeps
+ * bodies from repeating (2). A directory's number holds attempt and save, so the order of commits is that of numbers. An
+ * object is a bit, as bytes are a pure function of who writes them (16), but where that is what a rule is about (TRACK,
+ * INDEX). Two ranks are two halves written in order. A grace for readers is comfort and no rule here: deletes may follow
+ * at once. Not there: time, roll-back of L to an older body, repair, forks, exports, partial restores, more attempts than
+ * L lists, faults of GET, PUT of data and DELETE other than a process that stops.
+ *
+ * -DWITHOUT=<rule> takes one rule away; spin must then find a violation. Rules that the checker does not miss, so that they
+ * are none here: that a commit checks the coordinator (the numbers of saves and the effect are enough within the bounds),
+ * the listing before a claim (the one after it is enough; the one before keeps a lost L from being written over), a sweep
+ * that reads L only after it listed, a sweep that spares `evicted` (both dead for ever: comfort for readers), and that
+ * retention spares the head (the head is the newest in every commit).
+ */
+#define CAS         1   /* 3   PUT only onto the version that was read */
+#define EFFECT      2   /* 4   judge an unknown outcome by effect */
+#define RECOMPUTE   3   /* 2   an old decision is never sent again */
+#define SEEN        4   /* 4   who has seen L never creates it again, nor takes another run's for it */
+#define OWNERS      5   /* 9   an owner that is listed but not current is fenced for good */
+#define PROVEN      6   /* 10  an attempt counts only once its listing has found nothing */
+#define SOFT        7   /* 28  the same owner's newer attempt or coordinator ends the attempt, not the run */
+#define PROOF       8   /* 16  commit only with all ranks' reports */
+#define KEY         9   /* 13  a directory's name has the number of the save */
+#define PURE        10  /* 16  manifest and index are a pure function of the reports */
+#define ATTEMPT     11  /* 17  commit only in the attempt that L names */
+#define LAST        12  /* 15  commit only a higher save than the last */
+#define REFS        13  /* 17  commit only what refers to directories that are held */
+#define LEAVE       14  /* 18  a failed save leaves its objects lying */
+#define EVICT_FIRST 15  /* 19  the swap comes before the deletes */
+#define HELD        16  /* 20  what a live entry refers to is not deleted */
+#define LOWER       17  /* 23  sweep only attempts lower than L's */
+#define REFUSE      18  /* 22  sweep nothing when there is a directory of an attempt that L does not know */
+#define REREAD      19  /* 25  a missing object is damage only if its checkpoint is still live */
+#define MOVED       20  /* 31  a rewind whose owner is listed was applied, whoever came after it */
+#ifndef WITHOUT
+#define WITHOUT 0
+#endif
+#define ON(rule) (WITHOUT != rule)
 
-/* ---- bounds ---- */
 #ifndef S
 #define S 1
 #endif
 #ifndef KEEP
 #define KEEP 1
+#endif
+#ifndef INFLIGHT
+#define INFLIGHT 1
 #endif
 #ifndef FAULTS
 #define FAULTS 0
@@ -13,841 +65,630 @@
 #ifndef KILLS
 #define KILLS 0
 #endif
-#ifndef INFLIGHT
-#define INFLIGHT 1
-#endif
 #ifdef REWIND
-#define ATTEMPTS 4
+#define NKEYS (4 * S)
 #else
-#define ATTEMPTS 3
+#define NKEYS (3 * S)
 #endif
-#define NSAVES (3 * S)
-#define NKEYS  (ATTEMPTS * S)
-#define NONE   15
+#define NONE 15
 
-/* ---- names ---- */
-#define BIT(k)     (1 << (k))
-#define HAS(m, k)  (((m) >> (k)) & 1)
-#define OWNER(c)   ((c) / 2)                   /* coordinators 0 and 1 = C1.0 and C1.1, 2 = C2.0, 4 = the rewind */
-#define DRIVER(g)  ((g) / 2)                   /* groups 0 and 1 of driver 1, group 2 of driver 2, 3 = the rewind's */
-#define GROUP(i)   ((i) / S)                   /* of save i */
-#define NUMBER(i)  ((i) % S + 1)
-#define ATTEMPT(k) ((k) / S + 1)               /* of key k */
-#ifdef NO_KEY
-#define KEY(i)     ((gatt[GROUP(i)] - 1) * S)
-#else
-#define KEY(i)     ((gatt[GROUP(i)] - 1) * S + (i) % S)
-#endif
+#define BIT(k)       (1 << (k))
+#define HAS(mask, k) (((mask) >> (k)) & 1)
+#define OWNER(c)     ((c) / 2)
+#define DRIVER(g)    ((g) / 2)
+#define GROUP(i)     ((i) / S)                               /* of save i, counted over all groups */
+#define NUMBER(i)    ((i) % S + 1)
+#define DIR(i)       ((attempt_of[GROUP(i)] - 1) * S + (ON(KEY) -> (i) % S : 0))
+#define IN(k)        ((k) / S + 1)                           /* attempt of directory k */
 
-/* ---- rules that stand in a condition ---- */
-#ifdef NO_CAS
-#define FRESH(c) true
-#else
-#define FRESH(c) HAS(fresh, c)
-#endif
-#ifdef NO_EFFECT
-#define EFFECT false
-#else
-#define EFFECT true
-#endif
-#ifdef NO_OWNER
-#define IS_FENCED(c) false
-#else
-#define IS_FENCED(c) (L.owner != OWNER(c) && HAS(L.owners, OWNER(c)))
-#endif
-#ifdef NO_ATT
-#define RIGHT_ATTEMPT(k) true
-#else
-#define RIGHT_ATTEMPT(k) (ATTEMPT(k) == L.att)
-#endif
-#ifdef NO_COORD
-#define RIGHT_COORDINATOR(c) true
-#else
-#define RIGHT_COORDINATOR(c) (L.coord == c)
-#endif
-#ifdef NO_LAST
-#define IN_ORDER(n) true
-#else
-#define IN_ORDER(n) (n > L.last)
-#endif
-#if defined(NO_PROVEN) || !defined(LOSS)
-#define SURE     L.att
-#define UNPROVEN false
-#else
-#define SURE     L.proven
-#define UNPROVEN (L.proven < L.att)
-#endif
-#ifdef LOSS
-#define SEEN_NOW(c) seen[c] = L.run_id + 1
-#else
-#define SEEN_NOW(c) skip
-#endif
-#ifdef NO_PROOF
-#define REPORTED 1
-#else
-#define REPORTED 2
-#endif
+mtype:kind = { NOTHING, CLAIM, TAKE_OVER, PROVE, COMMIT, MOVE };
+mtype:verdict = { GO, STANDS, FENCED, SUPERSEDED, LATE, FAILED, GONE };
+mtype:outcome = { APPLIED, REFUSED, UNKNOWN };
+mtype:state = { OFF, NEW, LIVE, DEAD, OVER, ENDED };         /* of a group: DEAD by Ray, OVER told so, ENDED with its run */
 
-/* kinds of swap */
-#define CLAIM  1
-#define TAKE   2
-#define COMMIT 3
-#define PROVE  4
-#define MOVE   5
-/* verdicts of a decision */
-#define GO         0
-#define STANDS     1
-#define FENCED     2
-#ifdef NO_SOFT
-#define SUPERSEDED FENCED
-#else
-#define SUPERSEDED 3
-#endif
-#define LATE       4
-#define FAILED     5
-#define GONE       6
-/* how a swap ended */
-#define APPLIED 0
-#define REFUSED 1
-#define UNKNOWN 2
-/* states of a group */
-#define OFF     0
-#define NEW     1
-#define LIVE    2
-#define DEAD    3
-#define OVER    4
-#define ENDED   5
-
-/* ---- the bucket: `latest`, the checkpoints' objects as one bit per directory, one swap under way in the network ---- */
-typedef Latest {
-  unsigned att : 3; unsigned owner : 2; unsigned coord : 3; unsigned grp : 2; unsigned last : 2; unsigned head : 4;
-  unsigned owners : 3; unsigned grps : 4; unsigned live : 9; unsigned evicted : 9; unsigned pins : 9;
+/* ---- the bucket ---- */
+typedef Latest {                                             /* `proven`: the highest attempt whose claim was answered */
+  unsigned attempt : 3; unsigned owner : 2; unsigned coordinator : 3; unsigned group : 2; unsigned last : 2; unsigned head : 4;
+  unsigned owners : 3; unsigned groups : 4; unsigned live : 9; unsigned evicted : 9; unsigned pinned : 9;
   unsigned proven : 3; unsigned run_id : 1
 };
-Latest L;
-unsigned man : 9; unsigned half1 : 9; unsigned half2 : 9; unsigned base : 9;
-unsigned fresh : 5;
-unsigned net : 3; unsigned netc : 3; unsigned netx : 4;
-unsigned faults : 2 = FAULTS;
-#ifdef REFS
-byte ref[NKEYS];
-#define REF(k) ref[k]
-#else
-#define REF(k) (k)
+Latest L;                                                    /* attempt 0: there is no `latest` */
+unsigned manifest : 9; unsigned half1 : 9; unsigned half2 : 9; unsigned base : 9;
+unsigned fresh : 5;                                          /* processes that have read L since it was last written */
+mtype:kind hung = NOTHING; unsigned hung_c : 3; unsigned hung_x : 4; unsigned faults : 2 = FAULTS;
+#ifdef COMPONENTS
+byte ref[NKEYS];                                             /* the directory that holds the base of a checkpoint */
+byte base_of[3];
 #endif
 #ifdef TRACK
-byte writer[NKEYS];
-unsigned dirty : 9;
+byte writer[NKEYS]; unsigned overwritten : 9;
 #endif
 #ifdef INDEX
-byte index[NKEYS];
-byte named[NKEYS];
+byte index[NKEYS]; byte named[NKEYS];                        /* whose bytes are there, and whose the manifest names */
 #endif
 
-/* ---- actors ---- */
+/* ---- drivers ---- */
 bit alive[3]; bit lock[3]; byte known[3]; byte adopted[2];
-byte state[3]; byte gatt[3]; byte source[3];
-byte up[NSAVES]; bit told[NSAVES];
-#ifdef REFS
-byte gbase[3];
-#endif
-#ifdef NO_RECOMPUTE
-short chosen[3];
-#endif
-
-/* ---- ghosts: what was ever committed and ever evicted; and whether `latest` was lost ---- */
-unsigned held : 9; unsigned com : 9; unsigned gone : 9; bit lost;
+mtype:state state[3]; byte attempt_of[3]; byte source[3];
+byte uploaded[3 * S]; bit told[3 * S];
 #ifdef LOSS
-byte seen[5];
+byte seen[5];                                                /* 1 + the run id of the L this process saw last, 0 none */
 #endif
 
+/* ---- what only the checks know ---- */
+unsigned held : 9; unsigned committed : 9; unsigned gone : 9; bit lost;
 #ifdef SHORTEST
-#define hidden
+#define hidden                                               /* a search by breadth cannot have hidden variables */
 #endif
-hidden byte t, k; hidden short m;
+hidden byte t, k; hidden short m;                            /* used inside of one d_step only */
+#if !ON(RECOMPUTE)
+short chosen[5];
+#endif
 
-
-inline check() {                               /* after every change of `latest` */
-  assert(!(L.live & ~man) && !(L.live & ~half1) && !(L.live & ~half2));                       /* I1, I3 */
-  assert(L.head == NONE || HAS(L.live, L.head));
-  assert(!(L.pins & ~L.live));                                                                /* 19 */
-  assert(lost || com == (L.live | gone));                                                     /* I4 */
+inline check() {
+  assert(!(L.live & ~(manifest & half1 & half2)));                                            /* I1, I3 */
+  assert(L.head == NONE || HAS(L.live, L.head));                                              /* I3 */
+  assert(!(L.pinned & ~L.live));                                                              /* 19 */
+  assert(lost || committed == (L.live | gone));                                               /* I4 */
 #ifdef TRACK
-  assert(!(L.live & dirty));                                                                  /* I2 */
+  assert(!(L.live & overwritten));                                                            /* I2 */
 #endif
-#ifdef REFS
-  for (t : 0 .. NKEYS - 1) { assert(!HAS(L.live, t) || HAS(base, ref[t])) }
+#ifdef COMPONENTS
+  for (t : 0 .. NKEYS - 1) { assert(!HAS(L.live, t) || HAS(base, ref[t])) }                   /* I3 */
 #endif
 #ifdef INDEX
-  for (t : 0 .. NKEYS - 1) { assert(!HAS(L.live, t) || index[t] == named[t]) }
+  for (t : 0 .. NKEYS - 1) { assert(!HAS(L.live, t) || index[t] == named[t]) }                /* I2 */
 #endif
+  skip
 }
 
-inline written() {
-  fresh = 0; net = 0; netc = 0; netx = 0; held = L.live;
-#ifdef REFS
+inline written() {                                           /* whoever read before must read again; what hung is dead */
+  fresh = 0; hung = NOTHING; hung_c = 0; hung_x = 0; held = L.live;
+#ifdef COMPONENTS
   for (t : 0 .. NKEYS - 1) { held = held | (HAS(L.live, t) -> BIT(ref[t]) : 0) }
 #endif
+  printf("    latest: attempt %d (proven %d), owner %d, coordinator %d, group %d, last save %d, head %d, live %x, evicted %x\n",
+    L.attempt, L.proven, L.owner, L.coordinator, L.group, L.last, L.head, L.live, L.evicted);
   check()
 }
 
-/* ---- swap, 1 to 5 ---- */
-inline to_evict() {                           /* 19: m = what leaves `live` when a newer entry joins it */
-  m = L.live & ~L.pins;
+/* ---- swap ---- */
+inline to_evict() {                                          /* 19: m = what leaves `live` when one entry joins it */
+  m = L.live & ~L.pinned;
 #if KEEP == 2
-  if
-  :: L.live -> t = NKEYS - 1; do :: HAS(L.live, t) -> break :: else -> t-- od; m = m & ~BIT(t)
-  :: else
-  fi;
+  t = NKEYS;
+  do
+  :: !t || HAS(L.live, t - 1) -> break
+  :: else -> t--
+  od;
+  m = (t -> m & ~BIT(t - 1) : m);
 #endif
+  skip
 }
 
 inline apply(kind, c, x) {
   d_step {
     if
-    :: kind == CLAIM && L.att && L.grp == x -> L.coord = c                                    /* 8 */
-    :: kind == CLAIM && !(L.att && L.grp == x) ->                                             /* 9 */
-       L.run_id = (L.att -> L.run_id : lost);
-       assert(!L.att || L.owner == OWNER(c) || !HAS(L.owners, OWNER(c)));                     /* no ping-pong */
-       L.att++; L.owner = OWNER(c); L.coord = c; L.grp = x; L.last = 0;
-       L.owners = L.owners | BIT(OWNER(c)); L.grps = L.grps | BIT(x)
-    :: kind == TAKE -> L.coord = c                                                            /* 12 */
-    :: kind == PROVE -> L.proven = L.att                                                          /* 10 */
-    :: kind == MOVE ->                                                                        /* 31 */
-       assert(!HAS(L.owners, OWNER(c)));
-       L.att++; L.owner = OWNER(c); L.coord = c; L.grp = 3; L.last = 0; L.head = x;
-       L.owners = L.owners | BIT(OWNER(c)); L.grps = L.grps | BIT(3)
+    :: kind == TAKE_OVER || kind == CLAIM && L.attempt && L.group == x -> L.coordinator = c   /* 8, 12 */
+    :: kind == PROVE -> L.proven = L.attempt                                                  /* 10 */
+    :: (kind == CLAIM || kind == MOVE) && !(kind == CLAIM && L.attempt && L.group == x) ->    /* 9, 31 */
+       assert(!L.attempt || (L.owner == OWNER(c) && kind == CLAIM) || !HAS(L.owners, OWNER(c)));  /* wins at most once */
+       L.run_id = (L.attempt -> L.run_id : lost);
+       L.attempt++; L.owner = OWNER(c); L.coordinator = c; L.group = (kind == CLAIM -> x : 3); L.last = 0;
+       L.head = (kind == CLAIM -> L.head : x);
+       L.owners = L.owners | BIT(OWNER(c)); L.groups = L.groups | BIT(L.group)
     :: kind == COMMIT ->                                                                      /* 17 */
-       k = KEY(x);
-       assert(ATTEMPT(k) == L.att);                                                           /* I4 */
-       assert(!HAS(com, k));                                                                  /* I4 */
-       assert(L.head == NONE || ATTEMPT(L.head) != L.att || L.head < k);                      /* I4 */
+       k = DIR(x);
+       assert(IN(k) == L.attempt);                                                            /* I4: no older attempt */
+       assert(!HAS(committed, k));                                                            /* I4: not back, nor twice */
+       assert(L.head == NONE || IN(L.head) != L.attempt || L.head < k);                       /* I4: head not back */
        to_evict();
-#ifdef NO_RECOMPUTE
+#if !ON(RECOMPUTE)
        m = chosen[c];
 #endif
        L.live = (L.live & ~m) | BIT(k); L.evicted = L.evicted | m; L.head = k; L.last = NUMBER(x);
-       com = com | BIT(k); gone = gone | m
+       committed = committed | BIT(k); gone = gone | m
     fi;
-    printf("  latest: attempt %d of owner %d, coordinator %d, group %d; last save %d, head %d, live %x, evicted %x\n",
-      L.att, L.owner, L.coord, L.grp, L.last, L.head, L.live, L.evicted);
     written()
   }
 }
 
-/* Step 3 with its four outcomes. A request that hangs in the network lands later or dies with the next write. */
-inline swap(c, kind, x) {
+#ifdef LOSS
+#define SAW(c) seen[c] = (L.attempt -> L.run_id + 1 : 0)
+#else
+#define SAW(c) skip
+#endif
+
+inline swap(c, kind, x) {                                    /* 3, 4 */
   if
-  :: FRESH(c) -> printf("coordinator %d: swap %d of %d applied\n", c, kind, x); apply(kind, c, x); r = APPLIED; SEEN_NOW(c)
-  :: FRESH(c) && faults -> faults--; printf("coordinator %d: swap %d of %d applied, answer lost\n", c, kind, x); apply(kind, c, x); r = UNKNOWN
-  :: FRESH(c) && faults && !net -> faults--; printf("coordinator %d: swap %d of %d hangs in the network\n", c, kind, x); net = kind; netc = c; netx = x; r = UNKNOWN
-  :: !FRESH(c) -> printf("coordinator %d: swap %d of %d refused\n", c, kind, x); r = REFUSED
+  :: HAS(fresh, c) || !ON(CAS) ->
+     if
+     :: printf("coordinator %d: %e of %d applied\n", c, kind, x); apply(kind, c, x); r = APPLIED; SAW(c)
+     :: faults -> faults--; printf("coordinator %d: %e of %d applied, answer lost\n", c, kind, x); apply(kind, c, x); r = UNKNOWN
+     :: faults && hung == NOTHING -> faults--; printf("coordinator %d: %e of %d hangs in the network\n", c, kind, x);
+        hung = kind; hung_c = c; hung_x = x; r = UNKNOWN
+     fi
+  :: else -> printf("coordinator %d: %e of %d refused\n", c, kind, x); r = REFUSED
   fi
+}
+
+inline after_swap(c) {                                       /* 4: anything but success is judged afresh; 5: or given up */
+  if
+  :: r == APPLIED -> v = STANDS
+  :: else ->
+     fresh = fresh & ~BIT(c);
+     if
+     :: v = GO
+     :: r == UNKNOWN -> v = FAILED
+     fi
+  fi
+}
+
+inline look(c) {                                             /* 1, 4: v = GONE when L is not the one seen before */
+  printf("coordinator %d: reads latest\n", c);
+  v = GO;
+#ifdef LOSS
+  if
+  :: ON(SEEN) && seen[c] && (!L.attempt || L.run_id + 1 != seen[c]) -> v = GONE
+  :: else -> SAW(c)
+  fi
+#endif
+}
+
+inline decided(c) {                                          /* 2: GO swaps the body that was read, all else stops */
+  fresh = (v == GO -> fresh | BIT(c) : fresh & ~BIT(c));
+  v = (v == SUPERSEDED && !ON(SOFT) -> FENCED : v);
+  assert(v != FENCED || L.owner != OWNER(c))                                                  /* I10, 28 */
 }
 
 proctype Network() {
-  byte kind;
+  mtype:kind kind;
 end:
   do
-  :: atomic { net -> kind = net; net = 0; printf("network: swap %d of %d by coordinator %d lands late\n", kind, netx, netc); apply(kind, netc, netx); kind = 0 }
+  :: atomic { hung != NOTHING -> kind = hung; hung = NOTHING; printf("network: %e of %d by coordinator %d lands\n", kind, hung_x, hung_c);
+       apply(kind, hung_c, hung_x); kind = NOTHING }
   od
 }
 
-
-
-/* Step 1: v = GONE when `latest` is not what this process has seen before (4). */
-inline look(c) {
-  v = GO; printf("coordinator %d: reads latest\n", c);
-#ifdef LOSS
-  if
-  :: seen[c] && (!L.att || L.run_id + 1 != seen[c]) -> v = GONE
-  :: else -> seen[c] = (L.att -> L.run_id + 1 : 0)
-  fi
-#endif
-}
-
-inline judged(c) {                             /* may it swap; and the errors of two kinds */
-  fresh = (v == GO -> fresh | BIT(c) : fresh & ~BIT(c));
-  assert(v != FENCED || L.owner != OWNER(c));                                                 /* I10 */
-  assert(v != GONE || lost)
-}
-
 /* ---- coordinators ---- */
-inline decide_claim(c, g) {                    /* 8, 9 */
+#if ON(PROVEN) && defined(LOSS)
+#define KNOWN L.proven
+#else
+#define KNOWN L.attempt
+#endif
+#define IS_FENCED(c) (ON(OWNERS) && L.owner != OWNER(c) && HAS(L.owners, OWNER(c)))           /* 9 */
+
+inline decide_claim(c, g) {                                  /* 8, 9 */
   look(c);
   if
-  :: v == GONE || !L.att
+  :: v == GONE || !L.attempt
   :: else -> if
      :: IS_FENCED(c) -> v = FENCED
      :: else -> if
-        :: L.grp == g && EFFECT -> v = (L.coord == c -> STANDS : GO)
-        :: else -> v = (HAS(L.grps, g) -> SUPERSEDED : GO)
+        :: L.group == g && ON(EFFECT) -> v = (L.coordinator == c -> STANDS : GO)
+        :: else -> v = (HAS(L.groups, g) -> SUPERSEDED : GO)
         fi
      fi
   fi;
-  judged(c)
+  decided(c)
 }
 
-inline decide_take(c, g) {                     /* 12 */
+inline decide_take_over(c, g) {                              /* 12 */
   look(c);
   if
-  :: v == GONE || !L.att -> v = GONE
+  :: v == GONE || !L.attempt -> v = GONE
   :: else -> if
      :: IS_FENCED(c) -> v = FENCED
-     :: else -> v = (L.grp != g -> SUPERSEDED : (L.coord == c -> STANDS : GO))
+     :: else -> v = (L.group != g -> SUPERSEDED : (L.coordinator == c -> STANDS : GO))
      fi
   fi;
-  judged(c)
+  decided(c)
 }
 
-inline held_ref(i) {
-#if defined(REFS) && !defined(NO_REFS)
-  v = (ref[KEY(i)] == KEY(i) || HAS(held, ref[KEY(i)]) -> GO : FAILED)
-#else
-  v = GO
-#endif
-}
-
-inline decide_commit(c, i) {                   /* 15, 17 */
+inline decide_proof(c, g) {                                  /* 10, after the listing */
   look(c);
   if
-  :: v == GONE || !L.att -> v = GONE
+  :: v == GONE || !L.attempt -> v = GONE
   :: else -> if
-     :: HAS(L.live, KEY(i)) && EFFECT -> v = STANDS
+     :: L.attempt != attempt || L.group != g -> v = SUPERSEDED
+     :: else -> v = (L.proven == L.attempt -> STANDS : (newest > KNOWN - !ON(PROVEN) -> GONE : (ON(PROVEN) -> GO : STANDS)))
+     fi
+  fi;
+  decided(c)
+}
+
+inline decide_commit(c, i) {                                 /* 15, 17 */
+  look(c);
+  if
+  :: v == GONE || !L.attempt -> v = GONE
+  :: else -> if
+     :: HAS(L.live, DIR(i)) && ON(EFFECT) -> v = STANDS
      :: else -> if
         :: IS_FENCED(c) -> v = FENCED
         :: else -> if
-           :: !(RIGHT_ATTEMPT(KEY(i)) && RIGHT_COORDINATOR(c)) -> v = SUPERSEDED
+           :: L.coordinator != c || IN(DIR(i)) != L.attempt && ON(ATTEMPT) -> v = SUPERSEDED
            :: else -> if
-              :: !IN_ORDER(NUMBER(i)) -> v = LATE; assert(!HAS(L.live, KEY(i)))
-              :: else -> held_ref(i)
+              :: NUMBER(i) <= L.last && ON(LAST) -> v = LATE; assert(!HAS(L.live, DIR(i)))    /* 18: no false outcome */
+              :: else ->
+#ifdef COMPONENTS
+                 v = (ref[DIR(i)] == DIR(i) || HAS(held, ref[DIR(i)]) || !ON(REFS) -> GO : FAILED)
+#else
+                 skip
+#endif
               fi
            fi
         fi
      fi
   fi;
-  judged(c);
-#ifdef NO_RECOMPUTE
+#if !ON(RECOMPUTE)
   if
-  :: v == GO && r == APPLIED -> to_evict(); chosen[c] = m
+  :: v == GO && r != REFUSED -> to_evict(); chosen[c] = m
   :: else
-  fi
-#endif
-}
-
-inline answer(c, g) {                          /* 11; a coordinator that was restarted meanwhile reaches nobody */
-  assert(v != GONE || lost);
-  if
-  :: !alive[c] || state[g] != NEW
-  :: else -> printf("coordinator %d: answers claim of group %d: verdict %d, head %d\n", c, g, v, head); if
-     :: v == STANDS ->
-        assert(head != NONE || !com || L.att != attempt || L.grp != g || UNPROVEN);           /* I7 */
-        state[g] = LIVE; gatt[g] = attempt; source[g] = head; known[c] = known[c] | BIT(g);
-#ifdef REFS
-        gbase[g] = (head == NONE -> NONE : ref[head])
-#endif
-     :: v == FENCED -> state[g] = ENDED
-     :: else -> state[g] = OVER
-     fi
-  fi
-}
-
-inline tell(c, i) {                            /* 18 */
-  if
-  :: !alive[c]
-  :: else ->
-     told[i] = 1; printf("coordinator %d: tells of save %d: verdict %d\n", c, i, v);
-     if
-     :: state[GROUP(i)] != LIVE || v == LATE || v == FAILED
-     :: else -> if
-        :: v == FENCED -> state[GROUP(i)] = ENDED
-        :: v == STANDS ->
-#ifdef REFS
-           gbase[GROUP(i)] = ref[KEY(i)];
-#endif
-           skip
-        :: else -> state[GROUP(i)] = OVER
-        fi
-     fi
-  fi
-}
-
-inline retry_or_give_up(c) {                   /* 5: after the deadline the outcome stays unknown */
-  fresh = fresh & ~BIT(c);
-  if
-  :: v = GO
-  :: r == UNKNOWN -> v = FAILED
   fi;
-#ifndef NO_RECOMPUTE
-  r = 0;
 #endif
+  decided(c)
 }
-
-#define ASKS(c, g)  (state[g] == NEW && DRIVER(g) == OWNER(c))
-#define READY(c, i) (up[i] >= REPORTED && !told[i] && DRIVER(GROUP(i)) == OWNER(c) && (state[GROUP(i)] == LIVE || state[GROUP(i)] == DEAD))
 
 inline list_newest() {
-  m = man | half1 | half2; newest = 0;
-  for (t : 0 .. NKEYS - 1) { newest = (HAS(m, t) -> ATTEMPT(t) : newest) };
+  m = manifest | half1 | half2; newest = 0;
+  for (t : 0 .. NKEYS - 1) { newest = (HAS(m, t) -> IN(t) : newest) };
   printf("coordinator %d: lists checkpoints, newest attempt %d\n", c, newest)
 }
 
-inline list_before() {                         /* 10, before: v = GONE for a directory that `latest` does not know */
-#ifdef LOSS
-#ifndef NO_LIST_BEFORE
+inline list_before() {                                       /* 10 */
   do
-  :: d_step { look(c); attempt = L.att; sure = SURE };
+  :: d_step { look(c); attempt = L.attempt; sure = KNOWN };
      if
      :: v == GONE -> break
      :: else
      fi;
      d_step { list_newest() };
      if
-     :: !newest || (attempt && newest <= sure) -> break
-     :: else -> d_step { look(c); if :: v == GO && L.att == attempt && sure == SURE -> v = GONE :: else fi }
+     :: !newest || attempt && newest <= sure -> break
+     :: else
      fi;
+     d_step { look(c); v = (v == GO && L.attempt == attempt && KNOWN == sure -> GONE : v) };
      if
      :: v == GONE -> break
-     :: else
+     :: else                                                 /* others went on meanwhile: look again */
      fi
   od;
-  atomic { attempt = 0; sure = 0; newest = 0 };
-#endif
-#endif
-  skip
+  atomic { attempt = 0; sure = 0; newest = 0 }
 }
 
-inline list_after() {                          /* 10, after: proven when no directory of this attempt is there */
-#ifdef LOSS
-#ifdef NO_PROVEN
-  if
-  :: v == STANDS && is_new ->
-     d_step { list_newest() };
-     d_step {
-       look(c);
-       if
-       :: v == GONE || newest < L.att -> v = (v == GONE -> GONE : STANDS)
-       :: else -> v = (L.att > attempt -> SUPERSEDED : GONE)
-       fi
-     }
-  :: else
-  fi;
-#else
-  if
-  :: v == STANDS -> v = GO
-  :: else
-  fi;
+inline list_after() {                                        /* 10: the claim is answered once this is on record */
+  atomic { v = (v == STANDS -> GO : v) };
   do
   :: v != GO -> break
   :: else ->
      d_step { list_newest() };
      atomic { !lock[c] -> lock[c] = 1 };
-     d_step {
-       look(c);
-       if
-       :: v == GONE || !L.att -> v = GONE
-       :: else -> if
-          :: L.att != attempt || L.grp != g -> v = SUPERSEDED
-          :: else -> v = (L.proven == L.att -> STANDS : (newest > L.proven -> GONE : GO))
-          fi
-       fi;
-       judged(c);
-       lock[c] = (v == GO)
-     };
+     d_step { decide_proof(c, g); lock[c] = (v == GO) };
      if
-     :: v == GO -> atomic {
-          swap(c, PROVE, g);
-          if
-          :: r == APPLIED -> v = STANDS
-          :: else -> retry_or_give_up(c)
-          fi;
-          lock[c] = 0
-        }
+     :: v == GO -> atomic { swap(c, PROVE, g); after_swap(c); lock[c] = 0 }
      :: else
      fi
   od;
-#endif
-  newest = 0;
-#endif
-  skip
+  newest = 0
 }
 
-proctype Claims(byte c) {
-  byte g, v, r, attempt, head;
-#ifdef LOSS
-  byte newest, sure; bit is_new = 1;
+inline answer(c, g) {                                        /* 11; a coordinator that was replaced reaches nobody */
+  if
+  :: !alive[c] || state[g] != NEW
+  :: else ->
+     assert(v != GONE || lost);                                                               /* no false alarm */
+     printf("coordinator %d: answers the claim of group %d: %e, head %d\n", c, g, v, head);
+     if
+     :: v == STANDS ->
+        assert(head != NONE || !committed || L.attempt != attempt || L.group != g || KNOWN < L.attempt);      /* I7 */
+        state[g] = LIVE; attempt_of[g] = attempt; source[g] = head; known[c] = known[c] | BIT(g);
+#ifdef COMPONENTS
+        base_of[g] = (head == NONE -> NONE : ref[head])
 #endif
+     :: else -> state[g] = (v == FENCED -> ENDED : OVER)
+     fi
+  fi
+}
+
+#define ASKS(c, g) (alive[c] && state[g] == NEW && DRIVER(g) == OWNER(c))
+
+proctype Claims(byte c) {
+  byte g, attempt, head, sure, newest; mtype:verdict v = GO; mtype:outcome r = APPLIED;
 end:
   do
   :: atomic {
-       alive[c] && (ASKS(c, 0) || ASKS(c, 1) || ASKS(c, 2)) ->
-       g = (ASKS(c, 0) -> 0 : (ASKS(c, 1) -> 1 : 2));
-       v = GO; printf("coordinator %d: claim of group %d begins\n", c, g)
+       ASKS(c, 0) || ASKS(c, 1) || ASKS(c, 2) -> g = (ASKS(c, 0) -> 0 : (ASKS(c, 1) -> 1 : 2));
+       printf("coordinator %d: group %d asks for a claim\n", c, g)
      };
+#ifdef LOSS
      list_before();
+#endif
      do
      :: v != GO -> break
      :: else ->
-        atomic { !lock[c] -> lock[c] = 1 };
-        d_step {
-          decide_claim(c, g); lock[c] = (v == GO);
-          if
-          :: v == STANDS -> attempt = L.att; head = L.head
-          :: else
-          fi;
-#if defined(LOSS) && defined(NO_PROVEN)
-          is_new = (L.att -> L.grp != g : is_new)
-#endif
-        };
+        atomic { !lock[c] -> lock[c] = 1 };                  /* 5: one swap at a time per process */
+        d_step { decide_claim(c, g); lock[c] = (v == GO); attempt = (v == STANDS -> L.attempt : 0); head = L.head };
         if
-        :: v == GO -> atomic {
-             swap(c, CLAIM, g);
-             if
-             :: r == APPLIED -> v = STANDS; attempt = L.att; head = L.head
-             :: else -> retry_or_give_up(c)
-             fi;
-             lock[c] = 0
-           }
+        :: v == GO -> atomic { swap(c, CLAIM, g); after_swap(c); attempt = L.attempt; head = L.head; lock[c] = 0 }
         :: else
         fi
      od;
+#ifdef LOSS
      list_after();
-     atomic { answer(c, g); g = 0; v = 0; r = 0; attempt = 0; head = 0 }
+#endif
+     atomic { answer(c, g); g = 0; v = GO; r = APPLIED; attempt = 0; head = 0 }
   od
 }
 
-#ifdef NO_PURE
-#define BYTES (c + 1)
-#else
-#define BYTES 1
-#endif
-
-inline taken() {
+inline tell(c, i) {                                          /* 18 */
   if
-  :: v == STANDS -> known[c] = known[c] | BIT(GROUP(i)); if :: c == 1 -> adopted[GROUP(i)] = L.last :: else fi
+  :: !alive[c]
+  :: else ->
+     assert(v != GONE || lost);                                                               /* no false alarm */
+     printf("coordinator %d: tells the outcome of save %d: %e\n", c, i, v);
+     told[i] = 1;
+#ifdef COMPONENTS
+     base_of[GROUP(i)] = (v == STANDS -> ref[DIR(i)] : base_of[GROUP(i)]);
+#endif
+     if
+     :: state[GROUP(i)] != LIVE || v == STANDS || v == LATE || v == FAILED
+     :: else -> state[GROUP(i)] = (v == FENCED -> ENDED : OVER)
+     fi
+  fi
+}
+
+#define BYTES(c) (ON(PURE) -> 1 : c + 1)
+
+inline put_manifest(c, i) {                                  /* 16 */
+#ifdef INDEX
+  d_step { index[DIR(i)] = BYTES(c); check() };              /* by a plain PUT, as of an index above 1 MiB */
+  d_step {
+    v = (HAS(manifest, DIR(i)) && named[DIR(i)] != BYTES(c) -> FAILED : GO);
+    named[DIR(i)] = (HAS(manifest, DIR(i)) -> named[DIR(i)] : BYTES(c)); manifest = manifest | BIT(DIR(i))
+  }
+#else
+  d_step { v = GO; printf("coordinator %d: puts the manifest of directory %d\n", c, DIR(i)); manifest = manifest | BIT(DIR(i)) }
+#endif
+}
+
+inline note_taken_over(c, i) {
+  known[c] = (v == STANDS -> known[c] | BIT(GROUP(i)) : known[c]);
+  if
+  :: v == STANDS && c == 1 -> adopted[GROUP(i)] = L.last
   :: else
   fi
 }
 
-inline put_manifest() {                        /* 16 */
-#ifdef INDEX
-  d_step {                                     /* a plain PUT, as of an index above 1 MiB */
-    index[KEY(i)] = BYTES; v = GO; check()
-  };
-#endif
-  d_step {
-    v = GO; printf("coordinator %d: puts manifest of %d\n", c, KEY(i));
-    if
-#ifdef INDEX
-    :: HAS(man, KEY(i)) -> v = (named[KEY(i)] == BYTES -> GO : FAILED)
-    :: else -> named[KEY(i)] = BYTES; man = man | BIT(KEY(i))
-#elif defined(TRACK)
-    :: HAS(man, KEY(i)) -> v = (writer[KEY(i)] == i + 1 -> GO : FAILED)
-    :: else -> man = man | BIT(KEY(i))
-#else
-    :: true -> man = man | BIT(KEY(i))
-#endif
-    fi
-  }
-}
+#define READY(c, i) (alive[c] && uploaded[i] >= 1 + ON(PROOF) && !told[i] && DRIVER(GROUP(i)) == OWNER(c) && \
+  (state[GROUP(i)] == LIVE || state[GROUP(i)] == DEAD))
 
 proctype Commits(byte c) {
-  byte i, v, r;
+  byte i; mtype:verdict v = GO; mtype:outcome r = APPLIED;
 end:
   do
-  :: atomic {
+  :: atomic {                                                /* 14: reports are repeated until told, in any order */
        if
-       :: alive[c] && READY(c, 0) -> i = 0
-       :: alive[c] && READY(c, 1) -> i = 1
-       :: alive[c] && READY(c, 2) -> i = 2
+       :: READY(c, 0) -> i = 0
+       :: READY(c, 1) -> i = 1
+       :: READY(c, 2) -> i = 2
 #if S > 1
-       :: alive[c] && READY(c, 3) -> i = 3
-       :: alive[c] && READY(c, 4) -> i = 4
-       :: alive[c] && READY(c, 5) -> i = 5
+       :: READY(c, 3) -> i = 3
+       :: READY(c, 4) -> i = 4
+       :: READY(c, 5) -> i = 5
 #endif
 #if S > 2
-       :: alive[c] && READY(c, 6) -> i = 6
-       :: alive[c] && READY(c, 7) -> i = 7
-       :: alive[c] && READY(c, 8) -> i = 8
+       :: READY(c, 6) -> i = 6
+       :: READY(c, 7) -> i = 7
+       :: READY(c, 8) -> i = 8
 #endif
        fi;
-       printf("coordinator %d: has the reports of save %d, directory %d\n", c, i, KEY(i)); v = (HAS(known[c], GROUP(i)) -> STANDS : GO)
+       printf("coordinator %d: has the reports of save %d, in directory %d\n", c, i, DIR(i));
+       v = (HAS(known[c], GROUP(i)) -> STANDS : GO)
      };
      do
-     :: v != GO -> break                       /* 12: known, or taken over */
+     :: v != GO -> break
      :: else ->
         atomic { !lock[c] -> lock[c] = 1 };
-        d_step { decide_take(c, GROUP(i)); taken(); lock[c] = (v == GO) };
+        d_step { decide_take_over(c, GROUP(i)); note_taken_over(c, i); lock[c] = (v == GO) };
         if
-        :: v == GO -> atomic {
-             swap(c, TAKE, GROUP(i));
-             if
-             :: r == APPLIED -> v = STANDS; taken()
-             :: else -> retry_or_give_up(c)
-             fi;
-             lock[c] = 0
-           }
+        :: v == GO -> atomic { swap(c, TAKE_OVER, GROUP(i)); after_swap(c); note_taken_over(c, i); lock[c] = 0 }
         :: else
         fi
      od;
      if
      :: v == STANDS && c == 1 && NUMBER(i) <= adopted[GROUP(i)] ->                            /* 15 */
-        d_step { look(c); if :: v == GO -> v = (HAS(L.live, KEY(i)) -> STANDS : LATE) :: else fi }
-     :: v == STANDS && !(c == 1 && NUMBER(i) <= adopted[GROUP(i)]) ->
-        put_manifest();
+        d_step { look(c); v = (v == GONE -> GONE : (HAS(L.live, DIR(i)) -> STANDS : LATE)) }
+     :: v == STANDS && (c != 1 || NUMBER(i) > adopted[GROUP(i)]) ->
+        put_manifest(c, i);
         do
         :: v != GO -> break
         :: else ->
            atomic { !lock[c] -> lock[c] = 1 };
            d_step { decide_commit(c, i); lock[c] = (v == GO) };
-           if
-           :: v == GO ->
-#ifdef NO_EVICT
-              d_step { to_evict(); half1 = half1 & ~m; half2 = half2 & ~m; man = man & ~m; check() };
+#if !ON(EVICT_FIRST)
+           d_step { to_evict(); m = (v == GO -> m : 0); half1 = half1 & ~m; half2 = half2 & ~m; check() };
 #endif
-              atomic {
-                swap(c, COMMIT, i);
-                if
-                :: r == APPLIED -> v = STANDS
-                :: else -> retry_or_give_up(c)
-                fi;
-                lock[c] = 0
-              }
+           if
+           :: v == GO -> atomic { swap(c, COMMIT, i); after_swap(c); lock[c] = 0 }
            :: else
            fi
         od
      :: else
      fi;
-     atomic {
-#ifdef NO_KEEPOBJ
-       if
-       :: v == FAILED -> m = BIT(KEY(i)); man = man & ~m; half1 = half1 & ~m; half2 = half2 & ~m
-       :: else
-       fi;
+#if !ON(LEAVE)
+     atomic { m = (v == FAILED -> BIT(DIR(i)) : 0); half1 = half1 & ~m; half2 = half2 & ~m; check() };
 #endif
-       tell(c, i); i = 0; v = 0; r = 0
-     }
+     atomic { tell(c, i); i = 0; v = GO; r = APPLIED }
   od
 }
 
-/* ---- worker groups: upload, and report until told ---- */
-inline restore(objects) {                      /* 24, 25 */
-  d_step {
-    if
-    :: state[g] != LIVE || HAS((objects), source[g])
-    :: else -> assert(L.att != gatt[g] || L.grp != g); state[g] = OVER
-    fi;
-    source[g] = 0
-  }
-}
-
-inline upload_first(i) {                       /* 13 */
-  up[i] = 1; printf("group %d: uploads to %d\n", g, KEY(i));
+/* ---- worker groups ---- */
+inline upload(i) {                                           /* 13; the first half */
 #ifdef TRACK
-  dirty = dirty | (HAS(half1, KEY(i)) && writer[KEY(i)] != i + 1 -> BIT(KEY(i)) : 0); writer[KEY(i)] = i + 1;
+  overwritten = overwritten | (HAS(half1, DIR(i)) && writer[DIR(i)] != i + 1 -> BIT(DIR(i)) : 0); writer[DIR(i)] = i + 1;
   check();
 #endif
-  half1 = half1 | BIT(KEY(i));
+  printf("group %d: uploads to directory %d\n", g, DIR(i));
+  half1 = half1 | BIT(DIR(i)); uploaded[i] = 1;
 #ifdef WHOLE
-  up[i] = 2; half2 = half2 | BIT(KEY(i));
+  half2 = half2 | BIT(DIR(i)); uploaded[i] = 2;
 #endif
-#ifdef REFS
+#ifdef COMPONENTS
   if
-  :: ref[KEY(i)] = KEY(i); base = base | BIT(KEY(i))
-  :: gbase[g] != NONE -> ref[KEY(i)] = gbase[g]
+  :: ref[DIR(i)] = DIR(i); base = base | BIT(DIR(i))
+  :: base_of[g] != NONE -> ref[DIR(i)] = base_of[g]
   fi
 #endif
 }
 
 proctype Group(byte g) {
-  byte n;
-end_off:
+  byte n;                                                    /* saves begun */
+end:
   state[g] != OFF;
-  state[g] != NEW;                             /* not an end: a claim is answered (I9) */
+  state[g] != NEW;                                           /* no end of the search may wait here, or for an outcome: I9 */
   if
-  :: state[g] == LIVE ->
-     if
-     :: source[g] != NONE -> restore(man & half1 & half2)
-     :: else -> source[g] = 0
-     fi
-  :: state[g] != LIVE
+  :: state[g] != LIVE || source[g] == NONE
+  :: else -> d_step {                                        /* 24, 25 */
+       if
+       :: state[g] != LIVE || HAS(manifest & half1 & half2, source[g])
+       :: else -> assert(L.attempt != attempt_of[g] || L.group != g); state[g] = OVER         /* I5 */
+       fi;
+       source[g] = 0
+     }
   fi;
   do
-  :: atomic { state[g] == LIVE && n < S && (n == 0 || up[g * S + n - 1] == 2 && (INFLIGHT == 2 || told[g * S + n - 1])) ->
-       upload_first(g * S + n); n++ }
-  :: atomic { n && up[g * S + n - 1] == 1 ->   /* also by ranks whose attempt is over */
-       up[g * S + n - 1] = 2; half2 = half2 | BIT(KEY(g * S + n - 1)) }
+  :: atomic { state[g] == LIVE && n < S && (n == 0 || uploaded[g * S + n - 1] == 2 && (INFLIGHT > 1 || told[g * S + n - 1])) ->
+       upload(g * S + n); n++ }
+  :: atomic { n && uploaded[g * S + n - 1] == 1 ->           /* also by ranks whose attempt is over */
+       uploaded[g * S + n - 1] = 2; half2 = half2 | BIT(DIR(g * S + n - 1)) }
   :: state[g] != LIVE -> break
-  :: n == S && told[g * S + S - 1] && told[g * S] && told[g * S + S / 2] -> break
+  :: n == S && told[g * S] && told[g * S + S / 2] && told[g * S + S - 1] -> break
   od
 }
 
-/* ---- what Ray and people do ---- */
 proctype Ray() {
   byte kills = KILLS;
 end:
   do
-  :: atomic { kills && (state[0] == NEW || state[0] == LIVE) -> kills--; state[0] = DEAD; state[1] = NEW; printf("Ray: group 0 dies, group 1 starts\n") }
-  #ifndef ONE_GROUP
+  :: atomic { kills && (state[0] == NEW || state[0] == LIVE) -> kills--; state[0] = DEAD; state[1] = NEW; printf("Ray: group 0 dies, 1 starts\n") }
+#ifndef ONE_GROUP
   :: atomic { state[0] == OVER && state[1] == OFF -> state[1] = NEW; printf("Ray: group 1 starts\n") }
 #endif
 #ifdef RESTART
-  :: atomic { alive[0] && !alive[1] -> alive[0] = 0; alive[1] = 1; known[0] = 0; printf("Ray: coordinator 0 is replaced by 1\n") }
+  :: atomic { alive[0] && !alive[1] -> alive[0] = 0; known[0] = 0; alive[1] = 1; printf("Ray: coordinator 1 replaces 0\n") }
 #endif
+  od
+}
+
+/* ---- deletes: by anybody ---- */
+#define KEPT (ON(HELD) -> held : L.live)
+#define RIPE (L.evicted & (~KEPT | manifest))
+
+inline delete(x) {
+  assert(!HAS(committed, x) || HAS(gone, x));                                                 /* I6 */
+  printf("process %d: deletes the objects of directory %d\n", _pid, x);
+  half1 = half1 & ~BIT(x); half2 = half2 & ~BIT(x); base = base & ~BIT(x);
+  check()
+}
+
+proctype Pruner() {                                          /* 20, 21 */
+  byte x; bit is_kept;
+end:
+  do
+  :: atomic { RIPE -> do :: HAS(RIPE, x) -> break :: else -> x++ od; is_kept = HAS(KEPT, x) };
+     d_step { manifest = manifest & ~BIT(x); check() };
+     if
+     :: is_kept
+     :: else ->
+        d_step { delete(x) };
+        d_step { if :: HAS(L.evicted, x) -> L.evicted = L.evicted & ~BIT(x); written() :: else fi }
+     fi;
+     atomic { x = 0; is_kept = 0 }
+  od
+}
+
+proctype Sweeper() {                                         /* 22, 23: once */
+  byte x, newest; short found, old;
+end:
+  d_step { found = manifest | half1 | half2 | base; printf("sweeper: lists %x\n", found) };
+  atomic {
+    for (x : 0 .. NKEYS - 1) {
+      newest = (HAS(found, x) -> IN(x) : newest);
+      old = old | (IN(x) < L.attempt || !ON(LOWER) -> found & BIT(x) : 0)
+    };
+    printf("sweeper: reads latest\n");
+    old = (L.attempt && (newest <= KNOWN || !ON(REFUSE)) -> old & ~(KEPT | L.evicted) : 0);
+    x = 0; newest = 0; found = 0
+  };
+  do
+  :: atomic { old -> do :: HAS(old, x) -> break :: else -> x++ od; old = old & ~BIT(x); manifest = manifest & ~BIT(x); delete(x); x = 0 }
+  :: else -> break
+  od
+}
+
+/* ---- from outside ---- */
+inline read(objects, y) {                                    /* 25 */
+  d_step {
+    if
+    :: x == NONE || HAS(objects, y)
+    :: else -> printf("reader: an object is missing\n"); assert(ON(REREAD) && !HAS(L.live, x)); x = NONE
+    fi
+  }
+}
+
+proctype Reader() {
+  byte x = NONE;
+end:
+  atomic { L.head != NONE -> x = L.head; printf("reader: opens directory %d\n", x) };
+  read(manifest, x); read(half1, x); read(half2, x);
+#ifdef COMPONENTS
+  read(base, ref[x])
+#endif
+}
+
+proctype Rewinder() {                                        /* 31 */
+  byte x; mtype:verdict v = GO; mtype:outcome r = APPLIED;
+end:
+  atomic { L.attempt && L.head != NONE && (L.live & ~BIT(L.head)) -> do :: x != L.head && HAS(L.live, x) -> break :: else -> x++ od };
+  do
+  :: v != GO -> break
+  :: else ->
+     d_step {
+       look(4);
+       v = ((ON(MOVED) -> HAS(L.owners, 2) : L.owner == 2) -> STANDS : (HAS(L.live, x) -> GO : FAILED));
+       decided(4)
+     };
+     if
+     :: v == GO -> atomic { swap(4, MOVE, x); after_swap(4) }
+     :: else
+     fi
   od
 }
 
 proctype Admin() {
 end:
 #ifdef PIN
-  d_step { L.att && L.head != NONE -> L.pins = L.pins | BIT(L.head); printf("admin: pins %d\n", L.head); written() }              /* 29 */
+  d_step { L.attempt && L.head != NONE -> printf("admin: pins the head\n"); L.pinned = BIT(L.head); written() }      /* 29 */
 #endif
 #ifdef LOSS
-  d_step { L.att && com -> lost = 1; printf("admin: latest is deleted\n"); L.att = 0; L.owner = 0; L.coord = 0; L.grp = 0; L.last = 0; L.head = NONE; L.owners = 0;
-    L.grps = 0; L.live = 0; L.evicted = 0; L.pins = 0; L.proven = 0; fresh = 0; net = 0 }
-#endif
-}
-
-
-#ifdef NO_SWEEP_LOWER
-#define IS_OLD(x) true
-#else
-#define IS_OLD(x) (ATTEMPT(x) < L.att)
-#endif
-#ifdef NO_HELD
-#define HELD L.live
-#else
-#define HELD held
-#endif
-#ifdef NO_SWEEP_EVICTED
-#define SPARED HELD
-#else
-#define SPARED (HELD | L.evicted)
-#endif
-#define RIPE (L.evicted & (~HELD | man))
-
-inline delete_objects(x) {
-  printf("process %d: deletes objects of %d\n", _pid, x);
-  assert(!HAS(com, x) || HAS(gone, x));                                                       /* I6 */
-  half1 = half1 & ~BIT(x); half2 = half2 & ~BIT(x);
-#ifdef REFS
-  base = base & ~BIT(x);
-#endif
-  check()
-}
-
-proctype Pruner() {                            /* 20, 21: by anybody */
-  byte x; bit is_held;
-end:
-  do
-  :: atomic { RIPE -> x = 0; do :: HAS(RIPE, x) -> break :: else -> x++ od; is_held = HAS(HELD, x) };
-     d_step { printf("pruner: deletes manifest of %d\n", x); man = man & ~BIT(x); check() };
-     if
-     :: !is_held -> d_step { delete_objects(x) };
-        d_step { if :: HAS(L.evicted, x) -> L.evicted = L.evicted & ~BIT(x); written() :: else fi; x = 0 }
-     :: else -> d_step { x = 0; is_held = 0 }
-     fi
-  od
-}
-
-#ifdef SWEEP
-inline judge_old() {
-  dead = 0; printf("sweeper: reads latest\n");
-  for (x : 0 .. NKEYS - 1) { dead = dead | (L.att && IS_OLD(x) && !HAS(SPARED, x) -> BIT(x) : 0) }
-  x = 0
-}
-proctype Sweeper() {                           /* 22, 23: by anybody, once */
-  byte x; short found, dead;
-end:
-#ifdef NO_SWEEP_ORDER
-  d_step { judge_old(); }
-  d_step { found = man | half1 | half2 | base; dead = dead & found };
-#else
-  d_step { found = man | half1 | half2 | base; printf("sweeper: lists %x\n", found) };
-  d_step { judge_old(); dead = dead & found; found = 0 };
-#endif
-  do
-  :: atomic { dead -> x = 0; do :: HAS(dead, x) -> break :: else -> x++ od; dead = dead & ~BIT(x);
-       man = man & ~BIT(x); delete_objects(x); x = 0 }
-  :: else -> break
-  od
-}
-
-#endif
-
-#ifdef READER
-#ifdef NO_REREAD
-#define IS_DAMAGE(x) true
-#else
-#define IS_DAMAGE(x) (L.att && HAS(L.live, x))
-#endif
-inline read(objects) {
-  d_step {
-    if
-    :: x == NONE || HAS(objects, x)
-    :: else -> assert(!IS_DAMAGE(x)); x = NONE
-    fi
-  }
-}
-
-inline read_base() {
-#ifdef REFS
-  d_step {
-    if
-    :: x == NONE -> skip
-    :: else -> assert(HAS(base, ref[x]) || !IS_DAMAGE(x))
-    fi
-  }
+  d_step { L.attempt && committed -> printf("admin: latest is deleted\n"); lost = 1;
+    L.attempt = 0; L.owner = 0; L.coordinator = 0; L.group = 0; L.last = 0; L.head = NONE; L.owners = 0; L.groups = 0;
+    L.live = 0; L.evicted = 0; L.pinned = 0; L.proven = 0; written() }
 #endif
   skip
 }
-proctype Reader() {                            /* 25, from outside */
-  byte x = NONE;
-end:
-  atomic { L.head != NONE && L.att -> x = L.head };
-  read(man); read(half1); read(half2); read_base()
-}
-
-#endif
-
-#ifdef REWIND
-#ifdef NO_REWIND_EFFECT
-#define MOVED (L.owner == OWNER(4))
-#else
-#define MOVED HAS(L.owners, OWNER(4))
-#endif
-proctype Rewinder() {                          /* 31 */
-  byte x, v, r;
-end:
-  atomic { L.att && (L.live & ~BIT(L.head)) -> x = 0; do :: x != L.head && HAS(L.live, x) -> break :: else -> x++ od };
-  do
-  :: v != GO -> break
-  :: else ->
-     d_step {
-       look(4);
-       v = (MOVED -> STANDS : (HAS(L.live, x) -> GO : FAILED));
-       judged(4)
-     };
-     if
-     :: v == GO -> atomic { swap(4, MOVE, x); if :: r == APPLIED -> v = STANDS :: else -> retry_or_give_up(4) fi }
-     :: else
-     fi
-  od
-}
-#endif
 
 init {
-  d_step { L.head = NONE; alive[0] = 1; alive[2] = 1; state[0] = NEW };
   atomic {
-#ifdef D2
-    state[2] = NEW; run Group(2); run Claims(2); run Commits(2);
-#endif
-    run Group(0); run Group(1);
-    run Claims(0); run Commits(0);
+    L.head = NONE; alive[0] = 1; alive[2] = 1;
+    state[0] = NEW; state[1] = OFF; state[2] = OFF;
+    run Group(0); run Group(1); run Claims(0); run Commits(0); run Pruner(); run Ray();
 #ifdef RESTART
     run Claims(1); run Commits(1);
 #endif
-    run Pruner(); run Ray();
+#ifdef DRIVER_2
+    state[2] = NEW; run Group(2); run Claims(2); run Commits(2);
+#endif
 #if FAULTS
     run Network();
 #endif
@@ -861,7 +702,7 @@ init {
     run Rewinder();
 #endif
 #if defined(PIN) || defined(LOSS)
-    run Admin()
+    run Admin();
 #endif
   }
 }
