@@ -99,6 +99,9 @@ mtype:kind hung = NOTHING; unsigned hung_c : 3; unsigned hung_x : 4; unsigned fa
 #ifdef COMPONENTS
 byte ref[NKEYS];                                             /* the directory that holds the base of a checkpoint */
 byte base_of[3];
+#define REF(k) ref[k]
+#else
+#define REF(k) (k)
 #endif
 #ifdef TRACK
 byte writer[NKEYS]; unsigned overwritten : 9;
@@ -108,7 +111,7 @@ byte index[NKEYS]; byte named[NKEYS];                        /* whose bytes are 
 #endif
 
 /* ---- drivers ---- */
-bit alive[3]; bit lock[3]; byte known[3]; byte adopted[2];
+bit alive[3]; bit lock[5]; byte known[3]; byte adopted[2];
 mtype:state state[3]; byte attempt_of[3]; byte source[3];
 byte uploaded[3 * S]; bit told[3 * S];
 #ifdef LOSS
@@ -213,16 +216,30 @@ inline swap(c, kind, x) {                                    /* 3, 4 */
 }
 
 inline after_swap(c) {                                       /* 4: anything but success is judged afresh; 5: or given up */
+  fresh = fresh & ~BIT(c); lock[c] = 0;
   if
   :: r == APPLIED -> v = STANDS
-  :: else ->
-     fresh = fresh & ~BIT(c);
-     if
-     :: v = GO
-     :: r == UNKNOWN -> v = FAILED
-     fi
-  fi
+  :: r != APPLIED -> v = GO
+  :: r == UNKNOWN -> v = FAILED
+  fi;
+#if ON(RECOMPUTE)
+  r = APPLIED;
+#endif
+  skip
 }
+
+/* The loop of steps 1 to 5, one at a time per process: `decide` sets v from a body just read, `note` sees how it ends. */
+#define SWAP(decide, kind, x, note) \
+  do \
+  :: v != GO -> break \
+  :: else -> \
+     atomic { !lock[c] -> lock[c] = 1 }; \
+     d_step { decide; note; lock[c] = (v == GO) }; \
+     if \
+     :: v == GO -> atomic { swap(c, kind, x); after_swap(c); note } \
+     :: else \
+     fi \
+  od
 
 inline look(c) {                                             /* 1, 4: v = GONE when L is not the one seen before */
   printf("coordinator %d: reads latest\n", c);
@@ -260,66 +277,41 @@ end:
 
 inline decide_claim(c, g) {                                  /* 8, 9 */
   look(c);
-  if
-  :: v == GONE || !L.attempt
-  :: else -> if
-     :: IS_FENCED(c) -> v = FENCED
-     :: else -> if
-        :: L.group == g && ON(EFFECT) -> v = (L.coordinator == c -> STANDS : GO)
-        :: else -> v = (HAS(L.groups, g) -> SUPERSEDED : GO)
-        fi
-     fi
-  fi;
+  v = (v == GONE || !L.attempt -> v :
+      (IS_FENCED(c) -> FENCED :
+      (L.group == g && ON(EFFECT) -> (L.coordinator == c -> STANDS : GO) :
+      (HAS(L.groups, g) -> SUPERSEDED : GO))));
   decided(c)
 }
 
 inline decide_take_over(c, g) {                              /* 12 */
   look(c);
-  if
-  :: v == GONE || !L.attempt -> v = GONE
-  :: else -> if
-     :: IS_FENCED(c) -> v = FENCED
-     :: else -> v = (L.group != g -> SUPERSEDED : (L.coordinator == c -> STANDS : GO))
-     fi
-  fi;
+  v = (v == GONE || !L.attempt -> GONE :
+      (IS_FENCED(c) -> FENCED :
+      (L.group != g -> SUPERSEDED :
+      (L.coordinator == c -> STANDS : GO))));
   decided(c)
 }
 
 inline decide_proof(c, g) {                                  /* 10, after the listing */
   look(c);
-  if
-  :: v == GONE || !L.attempt -> v = GONE
-  :: else -> if
-     :: L.attempt != attempt || L.group != g -> v = SUPERSEDED
-     :: else -> v = (L.proven == L.attempt -> STANDS : (newest > KNOWN - !ON(PROVEN) -> GONE : (ON(PROVEN) -> GO : STANDS)))
-     fi
-  fi;
+  v = (v == GONE || !L.attempt -> GONE :
+      (L.attempt != attempt || L.group != g -> SUPERSEDED :
+      (L.proven == L.attempt -> STANDS :
+      (newest > KNOWN - !ON(PROVEN) -> GONE :
+      (ON(PROVEN) -> GO : STANDS)))));
   decided(c)
 }
 
 inline decide_commit(c, i) {                                 /* 15, 17 */
   look(c);
-  if
-  :: v == GONE || !L.attempt -> v = GONE
-  :: else -> if
-     :: HAS(L.live, DIR(i)) && ON(EFFECT) -> v = STANDS
-     :: else -> if
-        :: IS_FENCED(c) -> v = FENCED
-        :: else -> if
-           :: L.coordinator != c || IN(DIR(i)) != L.attempt && ON(ATTEMPT) -> v = SUPERSEDED
-           :: else -> if
-              :: NUMBER(i) <= L.last && ON(LAST) -> v = LATE; assert(!HAS(L.live, DIR(i)))    /* 18: no false outcome */
-              :: else ->
-#ifdef COMPONENTS
-                 v = (ref[DIR(i)] == DIR(i) || HAS(held, ref[DIR(i)]) || !ON(REFS) -> GO : FAILED)
-#else
-                 skip
-#endif
-              fi
-           fi
-        fi
-     fi
-  fi;
+  v = (v == GONE || !L.attempt -> GONE :
+      (HAS(L.live, DIR(i)) && ON(EFFECT) -> STANDS :
+      (IS_FENCED(c) -> FENCED :
+      (L.coordinator != c || IN(DIR(i)) != L.attempt && ON(ATTEMPT) -> SUPERSEDED :
+      (NUMBER(i) <= L.last && ON(LAST) -> LATE :
+      (REF(DIR(i)) != DIR(i) && !HAS(held, REF(DIR(i))) && ON(REFS) -> FAILED : GO))))));
+  assert(v != LATE || !HAS(L.live, DIR(i)));                                                  /* 18: no false outcome */
 #if !ON(RECOMPUTE)
   if
   :: v == GO && r != REFUSED -> to_evict(); chosen[c] = m
@@ -365,7 +357,7 @@ inline list_after() {                                        /* 10: the claim is
      atomic { !lock[c] -> lock[c] = 1 };
      d_step { decide_proof(c, g); lock[c] = (v == GO) };
      if
-     :: v == GO -> atomic { swap(c, PROVE, g); after_swap(c); lock[c] = 0 }
+     :: v == GO -> atomic { swap(c, PROVE, g); after_swap(c) }
      :: else
      fi
   od;
@@ -390,6 +382,10 @@ inline answer(c, g) {                                        /* 11; a coordinato
   fi
 }
 
+inline note_claimed() {
+  attempt = (v == STANDS -> L.attempt : 0); head = (v == STANDS -> L.head : 0)
+}
+
 #define ASKS(c, g) (alive[c] && state[g] == NEW && DRIVER(g) == OWNER(c))
 
 proctype Claims(byte c) {
@@ -403,16 +399,7 @@ end:
 #ifdef LOSS
      list_before();
 #endif
-     do
-     :: v != GO -> break
-     :: else ->
-        atomic { !lock[c] -> lock[c] = 1 };                  /* 5: one swap at a time per process */
-        d_step { decide_claim(c, g); lock[c] = (v == GO); attempt = (v == STANDS -> L.attempt : 0); head = L.head };
-        if
-        :: v == GO -> atomic { swap(c, CLAIM, g); after_swap(c); attempt = L.attempt; head = L.head; lock[c] = 0 }
-        :: else
-        fi
-     od;
+     SWAP(decide_claim(c, g), CLAIM, g, note_claimed());
 #ifdef LOSS
      list_after();
 #endif
@@ -459,6 +446,13 @@ inline note_taken_over(c, i) {
   fi
 }
 
+inline delete_early() {
+#if !ON(EVICT_FIRST)
+  to_evict(); m = (v == GO -> m : 0); half1 = half1 & ~m; half2 = half2 & ~m; check();
+#endif
+  skip
+}
+
 #define READY(c, i) (alive[c] && uploaded[i] >= 1 + ON(PROOF) && !told[i] && DRIVER(GROUP(i)) == OWNER(c) && \
   (state[GROUP(i)] == LIVE || state[GROUP(i)] == DEAD))
 
@@ -485,34 +479,13 @@ end:
        printf("coordinator %d: has the reports of save %d, in directory %d\n", c, i, DIR(i));
        v = (HAS(known[c], GROUP(i)) -> STANDS : GO)
      };
-     do
-     :: v != GO -> break
-     :: else ->
-        atomic { !lock[c] -> lock[c] = 1 };
-        d_step { decide_take_over(c, GROUP(i)); note_taken_over(c, i); lock[c] = (v == GO) };
-        if
-        :: v == GO -> atomic { swap(c, TAKE_OVER, GROUP(i)); after_swap(c); note_taken_over(c, i); lock[c] = 0 }
-        :: else
-        fi
-     od;
+     SWAP(decide_take_over(c, GROUP(i)), TAKE_OVER, GROUP(i), note_taken_over(c, i));                          /* 12 */
      if
      :: v == STANDS && c == 1 && NUMBER(i) <= adopted[GROUP(i)] ->                            /* 15 */
         d_step { look(c); v = (v == GONE -> GONE : (HAS(L.live, DIR(i)) -> STANDS : LATE)) }
      :: v == STANDS && (c != 1 || NUMBER(i) > adopted[GROUP(i)]) ->
         put_manifest(c, i);
-        do
-        :: v != GO -> break
-        :: else ->
-           atomic { !lock[c] -> lock[c] = 1 };
-           d_step { decide_commit(c, i); lock[c] = (v == GO) };
-#if !ON(EVICT_FIRST)
-           d_step { to_evict(); m = (v == GO -> m : 0); half1 = half1 & ~m; half2 = half2 & ~m; check() };
-#endif
-           if
-           :: v == GO -> atomic { swap(c, COMMIT, i); after_swap(c); lock[c] = 0 }
-           :: else
-           fi
-        od
+        SWAP(decide_commit(c, i), COMMIT, i, delete_early())
      :: else
      fi;
 #if !ON(LEAVE)
@@ -646,23 +619,17 @@ end:
 #endif
 }
 
+inline decide_rewind(c) {
+  look(c);
+  v = ((ON(MOVED) -> HAS(L.owners, OWNER(c)) : L.owner == OWNER(c)) -> STANDS : (HAS(L.live, x) -> GO : FAILED));
+  decided(c)
+}
+
 proctype Rewinder() {                                        /* 31 */
-  byte x; mtype:verdict v = GO; mtype:outcome r = APPLIED;
+  byte x, c = 4; mtype:verdict v = GO; mtype:outcome r = APPLIED;
 end:
   atomic { L.attempt && L.head != NONE && (L.live & ~BIT(L.head)) -> do :: x != L.head && HAS(L.live, x) -> break :: else -> x++ od };
-  do
-  :: v != GO -> break
-  :: else ->
-     d_step {
-       look(4);
-       v = ((ON(MOVED) -> HAS(L.owners, 2) : L.owner == 2) -> STANDS : (HAS(L.live, x) -> GO : FAILED));
-       decided(4)
-     };
-     if
-     :: v == GO -> atomic { swap(4, MOVE, x); after_swap(4) }
-     :: else
-     fi
-  od
+  SWAP(decide_rewind(c), MOVE, x, skip)
 }
 
 proctype Admin() {
