@@ -115,7 +115,7 @@ bit alive[3]; bit lock[5]; byte known[3]; byte adopted[2];
 mtype:state state[3]; byte attempt_of[3]; byte source[3];
 byte uploaded[3 * S]; bit told[3 * S];
 #ifdef LOSS
-byte seen[5];                                                /* 1 + the run id of the L this process saw last, 0 none */
+byte seen[5];                                                /* the run id of the L that this process saw, plus 1 */
 #endif
 
 /* ---- what only the checks know ---- */
@@ -215,7 +215,7 @@ inline swap(c, kind, x) {                                    /* 3, 4 */
   fi
 }
 
-inline after_swap(c) {                                       /* 4: anything but success is judged afresh; 5: or given up */
+inline after_swap(c) {                                       /* 4, 5: anything but success is judged afresh, or given up */
   fresh = fresh & ~BIT(c); lock[c] = 0;
   if
   :: r == APPLIED -> v = STANDS
@@ -399,7 +399,7 @@ end:
 #ifdef LOSS
      list_before();
 #endif
-     SWAP(decide_claim(c, g), CLAIM, g, note_claimed());
+     SWAP(decide_claim(c, g), CLAIM, g, note_claimed());                                   /* 8, 9 */
 #ifdef LOSS
      list_after();
 #endif
