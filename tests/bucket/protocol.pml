@@ -24,6 +24,10 @@
  * the listing before a claim (the one after it is enough; the one before keeps a lost L from being written over), a sweep
  * that reads L only after it listed, a sweep that spares `evicted` (both dead for ever: comfort for readers), and that
  * retention spares the head (the head is the newest in every commit).
+ *
+ * Three rules are sharper here than in FORMAT.md's words, because the checker found the words wanting: SEEN compares the
+ * run's id too; PROVEN writes the highest answered attempt into L, and a directory above it means that L was lost (10,
+ * also for a sweep, 22); MOVED judges a rewind by the list of owners (31).
  */
 #define CAS         1   /* 3   PUT only onto the version that was read */
 #define EFFECT      2   /* 4   judge an unknown outcome by effect */
@@ -233,8 +237,7 @@ inline after_swap(c) {                                       /* 4, 5: anything b
   do \
   :: v != GO -> break \
   :: else -> \
-     atomic { !lock[c] -> lock[c] = 1 }; \
-     d_step { decide; note; lock[c] = (v == GO) }; \
+     atomic { !lock[c] -> d_step { decide; note; lock[c] = (v == GO) } }; \
      if \
      :: v == GO -> atomic { swap(c, kind, x); after_swap(c); note } \
      :: else \
@@ -354,8 +357,7 @@ inline list_after() {                                        /* 10: the claim is
   :: v != GO -> break
   :: else ->
      d_step { list_newest() };
-     atomic { !lock[c] -> lock[c] = 1 };
-     d_step { decide_proof(c, g); lock[c] = (v == GO) };
+     atomic { !lock[c] -> d_step { decide_proof(c, g); lock[c] = (v == GO) } };
      if
      :: v == GO -> atomic { swap(c, PROVE, g); after_swap(c) }
      :: else
@@ -428,7 +430,6 @@ inline tell(c, i) {                                          /* 18 */
 
 inline put_manifest(c, i) {                                  /* 16 */
 #ifdef INDEX
-  d_step { index[DIR(i)] = BYTES(c); check() };              /* by a plain PUT, as of an index above 1 MiB */
   d_step {
     v = (HAS(manifest, DIR(i)) && named[DIR(i)] != BYTES(c) -> FAILED : GO);
     named[DIR(i)] = (HAS(manifest, DIR(i)) -> named[DIR(i)] : BYTES(c)); manifest = manifest | BIT(DIR(i))
@@ -453,6 +454,7 @@ inline delete_early() {
   skip
 }
 
+#define IS_PAST(c, i) (c == 1 && NUMBER(i) <= adopted[GROUP(i)])
 #define READY(c, i) (alive[c] && uploaded[i] >= 1 + ON(PROOF) && !told[i] && DRIVER(GROUP(i)) == OWNER(c) && \
   (state[GROUP(i)] == LIVE || state[GROUP(i)] == DEAD))
 
@@ -481,10 +483,16 @@ end:
      };
      SWAP(decide_take_over(c, GROUP(i)), TAKE_OVER, GROUP(i), note_taken_over(c, i));                          /* 12 */
      if
-     :: v == STANDS && c == 1 && NUMBER(i) <= adopted[GROUP(i)] ->                            /* 15 */
-        d_step { look(c); v = (v == GONE -> GONE : (HAS(L.live, DIR(i)) -> STANDS : LATE)) }
-     :: v == STANDS && (c != 1 || NUMBER(i) > adopted[GROUP(i)]) ->
+     :: atomic { v == STANDS && IS_PAST(c, i) ->                                              /* 15 */
+          d_step { look(c); v = (v == GONE -> GONE : (HAS(L.live, DIR(i)) -> STANDS : LATE)) } }
+#ifdef INDEX
+     :: atomic { v == STANDS && !IS_PAST(c, i) -> d_step { index[DIR(i)] = BYTES(c); check() } };  /* 16: a plain PUT */
+#else
+     :: atomic { v == STANDS && !IS_PAST(c, i) -> put_manifest(c, i) };
+#endif
+#ifdef INDEX
         put_manifest(c, i);
+#endif
         SWAP(decide_commit(c, i), COMMIT, i, delete_early())
      :: else
      fi;
@@ -518,16 +526,15 @@ proctype Group(byte g) {
   byte n;                                                    /* saves begun */
 end:
   state[g] != OFF;
-  state[g] != NEW;                                           /* no end of the search may wait here, or for an outcome: I9 */
-  if
-  :: state[g] != LIVE || source[g] == NONE
-  :: else -> d_step {                                        /* 24, 25 */
-       if
-       :: state[g] != LIVE || HAS(manifest & half1 & half2, source[g])
+  if                                                         /* no search may end waiting here, or for an outcome: I9 */
+  :: state[g] != NEW && (state[g] != LIVE || source[g] == NONE)
+  :: atomic { state[g] == LIVE && source[g] != NONE -> d_step {
+       if                                                    /* 24, 25 */
+       :: HAS(manifest & half1 & half2, source[g])
        :: else -> assert(L.attempt != attempt_of[g] || L.group != g); state[g] = OVER         /* I5 */
        fi;
        source[g] = 0
-     }
+     } }
   fi;
   do
   :: atomic { state[g] == LIVE && n < S && (n == 0 || uploaded[g * S + n - 1] == 2 && (INFLIGHT > 1 || told[g * S + n - 1])) ->
@@ -569,14 +576,13 @@ proctype Pruner() {                                          /* 20, 21 */
 end:
   do
   :: atomic { RIPE -> do :: HAS(RIPE, x) -> break :: else -> x++ od; is_kept = HAS(KEPT, x) };
-     d_step { manifest = manifest & ~BIT(x); check() };
+     d_step { manifest = manifest & ~BIT(x); check(); x = (is_kept -> 0 : x) };
      if
-     :: is_kept
+     :: is_kept -> is_kept = 0
      :: else ->
         d_step { delete(x) };
-        d_step { if :: HAS(L.evicted, x) -> L.evicted = L.evicted & ~BIT(x); written() :: else fi }
-     fi;
-     atomic { x = 0; is_kept = 0 }
+        atomic { if :: HAS(L.evicted, x) -> d_step { L.evicted = L.evicted & ~BIT(x); written() } :: else fi; x = 0 }
+     fi
   od
 }
 
