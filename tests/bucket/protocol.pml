@@ -85,7 +85,7 @@
 #define DIR(i)       ((attempt_of[GROUP(i)] - 1) * S + (ON(KEY) -> (i) % S : 0))
 #define IN(k)        ((k) / S + 1)                           /* attempt of directory k */
 
-mtype:kind = { NOTHING, CLAIM, TAKE_OVER, PROVE, COMMIT, MOVE };
+mtype = { NOTHING, CLAIM, TAKE_OVER, PROVE, COMMIT, MOVE };
 mtype:verdict = { GO, STANDS, FENCED, SUPERSEDED, LATE, FAILED, GONE };
 mtype:outcome = { APPLIED, REFUSED, UNKNOWN };
 mtype:state = { OFF, NEW, LIVE, DEAD, OVER, ENDED };         /* of a group: DEAD by Ray, OVER told so, ENDED with its run */
@@ -99,7 +99,7 @@ typedef Latest {                                             /* `proven`: the hi
 Latest L;                                                    /* attempt 0: there is no `latest` */
 unsigned manifest : 9; unsigned half1 : 9; unsigned half2 : 9; unsigned base : 9;
 unsigned fresh : 5;                                          /* processes that have read L since it was last written */
-mtype:kind hung = NOTHING; unsigned hung_c : 3; unsigned hung_x : 4; unsigned faults : 2 = FAULTS;
+mtype hung = NOTHING; unsigned hung_c : 3; unsigned hung_x : 4; unsigned faults : 2 = FAULTS;
 #ifdef COMPONENTS
 byte ref[NKEYS];                                             /* the directory that holds the base of a checkpoint */
 byte base_of[3];
@@ -262,7 +262,7 @@ inline decided(c) {                                          /* 2: GO swaps the 
 }
 
 proctype Network() {
-  mtype:kind kind;
+  mtype kind;
 end:
   do
   :: atomic { hung != NOTHING -> kind = hung; hung = NOTHING; printf("network: %e of %d by coordinator %d lands\n", kind, hung_x, hung_c);
