@@ -81,7 +81,7 @@ def claim(
 
     refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
     body = register.swap(decide, what=f"claim for group {group}")
-    if body.proven < body.attempt.number:
+    if body.proven != body.attempt.number:
         refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
         body = _prove(register, body.attempt)
     key = body.attempt.restore_key

@@ -69,7 +69,9 @@ def _born(entry: Entry, manifest: Manifest, *, run_id: str, now: float) -> Lates
         last_save=manifest.save,
         claimed_at=now,
     )
-    return Latest(run_id=run_id, counter=0, proven=0, owners=(owner,), attempts=(attempt,), head=entry.key, live=(entry,))
+    return Latest(
+        run_id=run_id, counter=0, proven=0, owners=(owner,), attempts=(attempt,), head=entry.key, live=(entry,)
+    )
 
 
 def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manifest:

@@ -24,10 +24,6 @@
  * the listing before a claim (the one after it is enough; the one before keeps a lost L from being written over), a sweep
  * that reads L only after it listed, a sweep that spares `evicted` (both dead for ever: comfort for readers), and that
  * retention spares the head (the head is the newest in every commit).
- *
- * Three rules are sharper here than in FORMAT.md's words, because the checker found the words wanting: SEEN compares the
- * run's id too; PROVEN writes the highest answered attempt into L, and a directory above it means that L was lost (10,
- * also for a sweep, 22); MOVED judges a rewind by the list of owners (31).
  */
 #define CAS         1   /* 3   PUT only onto the version that was read */
 #define EFFECT      2   /* 4   judge an unknown outcome by effect */

@@ -99,6 +99,30 @@ def test_retention_takes_the_abandoned_branch_in_the_order_of_commits(store: Sto
     assert store.list_names(layout.CHECKPOINTS_PREFIX) == sorted(item.key for item in body.live)
 
 
+def test_a_rewind_whose_answer_is_lost_leaves_the_driver_alone_that_came_after_it(store: Store) -> None:
+    run_of(store)
+
+    class Loses(Around):
+        is_done = False
+
+        def put_if_match(self, key: str, data: bytes, version: str) -> None:
+            self.inner.put_if_match(key, data, version)
+            if not self.is_done:
+                self.is_done = True
+                attempt, _ = bob.claim("h1")
+                bob.save(attempt.number, 1, step=40)
+                raise StoreError("the answer was lost")
+
+    bob = Driver(store, "bob")
+
+    body = rewind(Register(Loses(store)), "step-000000010-a1-s1")
+
+    assert (body.attempt.owner, body.head) == ("bob", "step-000000040-a3-s1")
+    assert [attempt.world_size for attempt in body.attempts] == [1, 0, 1]
+    assert bob.save(3, 2)
+    assert_invariants(store)
+
+
 def test_a_rewind_to_what_is_no_longer_live_changes_nothing(store: Store) -> None:
     run_of(store)
     before = everything(store)
@@ -341,8 +365,10 @@ def test_an_old_coordinator_cannot_commit_over_a_repair(store: Store) -> None:
     repair(store)
     late = write_checkpoint(store, attempt=1, save=4)
 
-    with pytest.raises(SupersededError):
+    with pytest.raises(CorruptError, match="that of another run"):
         ann.commit(late)
+    with pytest.raises(SupersededError):
+        Driver(store).commit(late)
 
     body = assert_invariants(store)
     assert body is not None
