@@ -64,15 +64,15 @@ class Tally:
 
 
 def explore(scenario: Scenario, *, depth: int = 1) -> Tally:
-    """Every single fault of the operation, and the restarts after it. depth 2: each first restart crashes, too, at
-    every call and with every write of it in the air, and is restarted."""
+    """Every single fault of the operation, and the restarts after it. depth 2: every crash of it, and the first restart
+    crashes, too, at every call and with every write of it in the air, and is restarted."""
     tally = Tally()
     plain = run(scenario.world(), scenario.work)
     tally.calls = len(plain.calls)
     assert_invariants(plain.world.inner)
-    restart_all(scenario, plain, tally, depth=1)
+    restart_all(scenario, plain, tally, depth=depth)
     for number, call in enumerate(plain.calls):
-        for mode in (None, *call.modes[1:]):
+        for mode in (None,) if depth > 1 else (None, *call.modes[1:]):
             for end in endings(scenario, number, mode, tally):
                 restart_all(scenario, end, tally, depth=depth)
     return tally
