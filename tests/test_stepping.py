@@ -4,8 +4,8 @@ import pytest
 
 from raycheck.bucket.store.base import Buffer
 from raycheck.errors import ConflictError, StoreError
+from tests.bucket.helpers import Driver
 from tests.bucket.interleaving import Orders
-from tests.bucket.test_interleavings import bob_claims, cyd_claims, next_group_claims
 from tests.dictstore import DictStore
 from tests.faulty import Call, Crashed, Mode, Wire, World
 from tests.invariants import assert_write
@@ -103,8 +103,9 @@ def test_every_order_of_two_claims_finds_a_store_that_swaps_blindly():
     def claimed() -> World:
         world = World(Blind())
         world.checks.append(assert_write)
-        next_group_claims(world.open())
+        Driver(world.open()).claim("g1")
         return world
 
+    works = tuple(lambda wire, owner=owner: Driver(wire, owner).claim("h1") for owner in ("bob", "cyd"))
     with simulated() as clock, pytest.raises(AssertionError):
-        list(Orders(claimed, (bob_claims, cyd_claims), clock).all())
+        list(Orders(claimed, works, clock).all())
