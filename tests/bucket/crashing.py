@@ -209,7 +209,10 @@ class Restarted:
 def restart(scenario: Scenario, world: World, owner: str, start: str, *, arrives: tuple[int, int] | None = None) -> End:
     """A new start of `owner`'s coordinator, to a committed checkpoint of its own, and what must be true of it. An owner
     that was fenced by what it now finds in the bucket is followed by one that nobody knows."""
+    body = load(world.bodies[-1]) if world.bodies else None
+    is_fenced = body is not None and owner in body.owners and body.attempt.owner != owner
     end = run(world, restarting(scenario, owner, start), arrives=arrives)
+    assert isinstance(end.outcome, FencedError) or not is_fenced, "another driver owns the run"
     if arrives and arrives[0] >= len(end.calls):
         while world.late:
             world.land()

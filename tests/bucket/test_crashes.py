@@ -23,7 +23,7 @@ from raycheck.errors import ConfigError, ConflictError, SaveFailedError, StoreEr
 from tests.bucket.conftest import share
 from tests.bucket.crashing import Restarted, Scenario, claim, explore, only_train, restarting, restore, run
 from tests.bucket.helpers import Driver, write_checkpoint
-from tests.bucket.runs import GRACE_S, B, F, current, damaged, lost, new, old, rolled_back
+from tests.bucket.runs import GRACE_S, TORN, WHOLE, B, F, current, damaged, lost, new, old, rolled_back
 from tests.faulty import Mode, Wire, World
 from tests.invariants import assert_invariants, assert_write
 from tests.stepping import Clock, simulated
@@ -191,6 +191,34 @@ def test_a_crash_or_a_fault_at_any_store_call_leaves_a_restorable_run(name, reco
 
     record_property("enumerated", str(tally))
     assert tally.restarts >= floor
+
+
+@pytest.mark.parametrize(
+    "work",
+    [claims(), claims("zoe", "z1"), sweeps, rewinds, forks],
+    ids=["claim", "new claim", "sweep", "rewind", "fork"],
+)
+@pytest.mark.parametrize("world", [lost, rolled_back, damaged])
+def test_without_its_latest_a_run_is_neither_begun_anew_nor_swept(world, work):
+    calls = run(world(), work).calls
+    faults = [(number, mode) for number, call in enumerate(calls) for mode in call.modes]
+
+    for fault in faults:
+        end = run(world(), work, fault=fault)
+        while end.world.late:
+            end.world.land()
+
+        assert end.world.bodies == []
+        assert not [key for key in end.world.deleted if not key.startswith("probes/")]
+
+
+def test_a_sweep_deletes_what_was_never_committed_and_leaves_the_evicted_their_grace():
+    world = old()
+
+    sweep(world.open())
+
+    assert {key.split("/")[1] for key in world.deleted} == {TORN, WHOLE}
+    assert [upload.id for upload in world.inner.uploads] == ["2"]
 
 
 def test_a_repair_ends_with_the_error_of_a_store_that_failed_and_leaves_nothing_out():

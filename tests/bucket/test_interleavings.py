@@ -84,6 +84,22 @@ def restarted_coordinator_takes_over(wire: Wire):
     return (manifest.key,)
 
 
+def restarted_coordinator_commits_the_next_save(wire: Wire):
+    driver = Driver(wire, coordinator="c2")
+    driver.take_over("g2")
+    manifest = write_checkpoint(wire, attempt=2, save=4)
+    assert driver.commit(manifest, keep_last=1)
+    return (manifest.key,)
+
+
+def a_save_comes_late(wire: Wire):
+    """Its reports are repeated to a coordinator that may have committed the next one."""
+    driver = Driver(wire, coordinator="c2")
+    driver.take_over("g2")
+    manifest = write_checkpoint(wire, attempt=2, save=3)
+    return (manifest.key,) if driver.commit(manifest, keep_last=1) else ()
+
+
 def prunes(wire: Wire):
     prune(Register(wire), grace_s=0.0)
     return ()
@@ -132,6 +148,7 @@ PAIRS = {
     "commit and another driver's claim and save": (commits, bob_claims_and_saves, ENDED),
     "commit and the next group's claim": (commits, next_group_claims, ENDED),
     "commit and take-over": (commits, restarted_coordinator_takes_over, ENDED),
+    "a save and the one before it": (restarted_coordinator_commits_the_next_save, a_save_comes_late, ()),
     "commit and prune": (commits, prunes, ()),
     "commit with prune and prune": (commits_and_prunes, prunes, ()),
     "commit with a reference and its eviction": (
