@@ -190,6 +190,9 @@ class Wire(Store):
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         return iter(self._read("list_uploads", prefix, lambda _: list(self.world.inner.list_uploads(prefix))))
 
+    def upload_bytes(self, upload: Upload) -> int:
+        return self._read("upload_bytes", upload.key, lambda _: self.world.inner.upload_bytes(upload))
+
     def put(self, key: str, data: Buffer) -> None:
         self._write("put", key, lambda: bytes(data))
 

@@ -117,7 +117,10 @@ def _assert_follows(before: Latest, after: Latest) -> None:
         assert new or after.head == before.head, "I4: head went back within an attempt"
         assert now.last_save > old.last_save if new else now.last_save == old.last_save
         assert (now.group, now.owner, now.restore_key) == (old.group, old.owner, old.restore_key)
-        assert not new or now.coordinator == old.coordinator, "I4: only the attempt's coordinator commits"
+        if new:
+            name = CheckpointName.parse(new[0])
+            assert (name.attempt, name.save) == (now.number, now.last_save), "I4: only the live attempt commits"
+            assert now.coordinator == old.coordinator, "I4: only its coordinator commits"
     assert after.head is not None or before.head is None, "I7: the head was forgotten"
 
 

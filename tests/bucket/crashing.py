@@ -64,15 +64,15 @@ class Tally:
 
 
 def explore(scenario: Scenario, *, depth: int = 1) -> Tally:
-    """Every single fault of the operation, and the restarts after it. depth 2: each first restart crashes, too, at
-    every call and with every write of it in the air, and is restarted."""
+    """Every single fault of the operation, and the restarts after it. depth 2: every crash of it, and the first restart
+    crashes, too, at every call and with every write of it in the air, and is restarted."""
     tally = Tally()
     plain = run(scenario.world(), scenario.work)
     tally.calls = len(plain.calls)
     assert_invariants(plain.world.inner)
-    restart_all(scenario, plain, tally, depth=1)
+    restart_all(scenario, plain, tally, depth=depth)
     for number, call in enumerate(plain.calls):
-        for mode in (None, *call.modes[1:]):
+        for mode in (None,) if depth > 1 else (None, *call.modes[1:]):
             for end in endings(scenario, number, mode, tally):
                 restart_all(scenario, end, tally, depth=depth)
     return tally
@@ -209,7 +209,10 @@ class Restarted:
 def restart(scenario: Scenario, world: World, owner: str, start: str, *, arrives: tuple[int, int] | None = None) -> End:
     """A new start of `owner`'s coordinator, to a committed checkpoint of its own, and what must be true of it. An owner
     that was fenced by what it now finds in the bucket is followed by one that nobody knows."""
+    body = load(world.bodies[-1]) if world.bodies else None
+    is_fenced = body is not None and owner in body.owners and body.attempt.owner != owner
     end = run(world, restarting(scenario, owner, start), arrives=arrives)
+    assert isinstance(end.outcome, FencedError) or not is_fenced, "another driver owns the run"
     if arrives and arrives[0] >= len(end.calls):
         while world.late:
             world.land()

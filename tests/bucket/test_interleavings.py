@@ -30,7 +30,8 @@ def commits(wire: Wire):
     """The live attempt's coordinator, keeping one."""
     driver = current(wire)
     manifest = write_checkpoint(wire, attempt=2, save=3)
-    return (manifest.key,) if driver.commit(manifest, keep_last=1) else ()
+    assert driver.commit(manifest, keep_last=1)
+    return (manifest.key,)
 
 
 def commits_with_a_reference(wire: Wire):
@@ -40,7 +41,8 @@ def commits_with_a_reference(wire: Wire):
         return ()
     base = only_train(Checkpoint(wire, pinned).manifest())
     manifest = write_checkpoint(wire, attempt=2, save=3, base=base)
-    return (manifest.key,) if driver.commit(manifest, keep_last=1) else ()
+    assert driver.commit(manifest, keep_last=1)
+    return (manifest.key,)
 
 
 def commits_and_prunes(wire: Wire):
@@ -60,7 +62,8 @@ def bob_claims_and_saves(wire: Wire):
     driver = Driver(wire, "bob")
     attempt, _ = claim(driver, "h1")
     manifest = write_checkpoint(wire, attempt=attempt.number, save=1)
-    return (manifest.key,) if driver.commit(manifest, keep_last=1) else ()
+    assert driver.commit(manifest, keep_last=1)
+    return (manifest.key,)
 
 
 def cyd_claims(wire: Wire):
@@ -74,6 +77,23 @@ def next_group_claims(wire: Wire):
 
 
 def restarted_coordinator_takes_over(wire: Wire):
+    driver = Driver(wire, coordinator="c2")
+    driver.take_over("g2")
+    manifest = write_checkpoint(wire, attempt=2, save=3)
+    assert driver.commit(manifest, keep_last=1)
+    return (manifest.key,)
+
+
+def restarted_coordinator_commits_the_next_save(wire: Wire):
+    driver = Driver(wire, coordinator="c2")
+    driver.take_over("g2")
+    manifest = write_checkpoint(wire, attempt=2, save=4)
+    assert driver.commit(manifest, keep_last=1)
+    return (manifest.key,)
+
+
+def a_save_comes_late(wire: Wire):
+    """Its reports are repeated to a coordinator that may have committed the next one."""
     driver = Driver(wire, coordinator="c2")
     driver.take_over("g2")
     manifest = write_checkpoint(wire, attempt=2, save=3)
@@ -128,6 +148,7 @@ PAIRS = {
     "commit and another driver's claim and save": (commits, bob_claims_and_saves, ENDED),
     "commit and the next group's claim": (commits, next_group_claims, ENDED),
     "commit and take-over": (commits, restarted_coordinator_takes_over, ENDED),
+    "a save and the one before it": (restarted_coordinator_commits_the_next_save, a_save_comes_late, ()),
     "commit and prune": (commits, prunes, ()),
     "commit with prune and prune": (commits_and_prunes, prunes, ()),
     "commit with a reference and its eviction": (
