@@ -1,8 +1,11 @@
 """What must hold in a bucket at any moment, as one function. Every test that touches a run ends with it."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
-from raycheck.bucket.latest import MAX_BYTES, Latest
+from raycheck.bucket.latest import MAX_BYTES, Entry, Latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError
@@ -38,3 +41,83 @@ def assert_invariants(store: Store, before: Latest | None = None) -> Latest | No
         assert not gone & {entry.key for entry in body.live}, "I4: an evicted entry came back"
     assert len(store.get(layout.LATEST_KEY).data) <= MAX_BYTES
     return body
+
+
+def assert_follows(before: Latest | None, after: Latest) -> None:
+    """I4, on two bodies of `latest` next to each other: one recorded decision lies between them, and no more."""
+    if before is None:
+        assert (after.counter, after.head, after.live, after.evicted) == (1, None, (), ()), "a run begins empty"
+        assert [attempt.number for attempt in after.attempts] == [1], "a run begins with attempt 1"
+        return
+    assert after.counter == before.counter + 1, "every swap counts one"
+    assert after.owners[: len(before.owners)] == before.owners, "owners are never taken off"
+    kept = [entry.key for entry in after.live if before.entry(entry.key) is not None]
+    gone = [entry.key for entry in before.live if after.entry(entry.key) is None]
+    new = [entry for entry in after.live if before.entry(entry.key) is None]
+    assert kept == [entry.key for entry in before.live if entry.key not in gone], "the order of commits changed"
+    assert [item.key for item in after.evicted if item not in before.evicted] == gone, "what leaves live is evicted"
+    assert not [key for key in gone if before.entry(key).pinned], "a pinned checkpoint was evicted"
+    assert not {item.key for item in before.evicted} & {entry.key for entry in new}, "an evicted entry came back"
+    forgotten = {item.key for item in before.evicted} - {item.key for item in after.evicted}
+    assert not forgotten & after.held(), "a name was forgotten whose objects a live entry holds"
+    if after.attempt.number == before.attempt.number:
+        _assert_same_attempt(before, after, new, gone)
+    else:
+        assert not new, "a claim commits nothing"
+        assert not gone, "a claim evicts nothing"
+        _assert_next_attempt(before, after)
+
+
+def _assert_same_attempt(before: Latest, after: Latest, new: list[Entry], gone: list[str]) -> None:
+    was, now = before.attempt, after.attempt
+    assert replace(now, coordinator=was.coordinator, last_save=was.last_save) == was, "an attempt never changes"
+    assert after.owners == before.owners, "only a claim brings a new owner"
+    if not new:
+        assert (after.head, now.last_save) == (before.head, was.last_save), "head moved without a decision"
+    else:
+        (entry,) = new
+        name = CheckpointName.parse(entry.key)
+        assert now.coordinator == was.coordinator, "a commit of a coordinator that the attempt does not name"
+        assert name.attempt == now.number, f"{entry.key} was committed in attempt {now.number}"
+        assert was.last_save < name.save == now.last_save, f"{entry.key} was committed after save {was.last_save}"
+        assert after.head == after.live[-1].key == entry.key, "a commit is the newest entry and the head"
+        assert set(entry.refs) <= before.held(), "a commit refers to what nobody held"
+    assert now.last_save or now.restore_key not in gone, "what the live attempt restores was evicted"
+
+
+def _assert_next_attempt(before: Latest, after: Latest) -> None:
+    was, now = before.attempt, after.attempt
+    assert now.number == was.number + 1, "attempts are numbered without gaps"
+    assert after.attempts[:-1] == before.attempts[-len(after.attempts) + 1 :], "an ended attempt changed"
+    assert now.group not in {attempt.group for attempt in before.attempts}, "a group that was replaced claimed again"
+    assert now.owner == was.owner or now.owner not in before.owners, "a fenced owner is back"
+    assert now.last_save == 0
+    assert now.restore_key == after.head, "an attempt restores the head"
+    assert after.head == before.head or now.owner != was.owner, "only a new owner moves the head by its claim"
+    assert (after.head is None) <= (not after.live), "I7: a fresh start over existing checkpoints"
+
+
+def assert_never_named_again(deleted: Iterable[str], body: Latest) -> None:
+    """I6: of what was ever deleted, `body` needs nothing. A manifest may go before objects that others refer to."""
+    live, held = {entry.key for entry in body.live}, body.held()
+    for key in deleted:
+        name = str(layout.checkpoint_of(key))
+        assert name not in (live if key == layout.manifest_key(name) else held), f"I6: {key} was deleted"
+
+
+def assert_same_bytes(store: Store, wrote: Mapping[str, bytes]) -> None:
+    """I2: no object but `latest` ever has other bytes than were first put there, though a torn upload has fewer."""
+    for item in store.list_objects(""):
+        if item.key != layout.LATEST_KEY and item.key in wrote:
+            data = store.get(item.key).data
+            assert wrote[item.key].startswith(data), f"I2: {item.key} changed"
+
+
+def assert_repaired(before: Latest, after: Latest) -> None:
+    """Step 32, on the last body before `latest` was lost: nothing that was live is lost, and nobody goes on as before.
+    Pins and evictions may be."""
+    missing = {entry.key for entry in before.live} - {entry.key for entry in after.live}
+    assert not missing, f"repair lost {sorted(missing)}"
+    assert after.attempt.number > before.attempt.number, "the attempts before a repair are over"
+    assert after.attempt.owner not in before.owners
+    assert after.attempt.restore_key == after.head is not None
