@@ -6,7 +6,7 @@ lands at any later rule. Nothing is mocked but the bucket; the ledger judges eve
 """
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raycheck.bucket.edits import pin
 from raycheck.bucket.latest import load_latest
@@ -58,6 +58,10 @@ class Histories(RuleBasedStateMachine):
         self.ledger = self.stage.ledger
 
     # --- drivers, coordinators, groups ---
+
+    @initialize(rules=RULES, fate=FATES)
+    def start_the_first_driver(self, rules: Retention, fate: Fate) -> None:
+        self.start_a_driver(rules, "auto", fate)
 
     @precondition(lambda self: len(self.running()) < MAX_DRIVERS)
     @rule(rules=RULES, resume=st.sampled_from(["auto", "auto", "auto", "must", "never", 10]), fate=FATES)
@@ -126,7 +130,7 @@ class Histories(RuleBasedStateMachine):
 
     # --- anybody ---
 
-    @precondition(lambda self: self.ledger.body)
+    @precondition(lambda self: self.ledger.body and not self.ledger.is_lost)
     @rule(pick=PICK, rules=RULES, grace_s=st.sampled_from([0.0, GRACE_S]), is_person=st.booleans(), fate=FATES)
     def prune(self, pick: int, rules: Retention, grace_s: float, is_person: bool, fate: Fate) -> None:
         """By a coordinator behind its commits, or by somebody beside it."""
@@ -140,7 +144,7 @@ class Histories(RuleBasedStateMachine):
     def sweep(self, only_torn: bool, fate: Fate) -> None:
         self.stage.run(Job(process=self.stage.person(), work=lambda wire: sweep(wire, only_torn=only_torn)), fate)
 
-    @precondition(lambda self: self.live())
+    @precondition(lambda self: self.live() and not self.ledger.is_lost)
     @rule(pick=PICK, pinned=st.sampled_from([True, True, False]), fate=FATES)
     def pin(self, pick: int, pinned: bool, fate: Fate) -> None:
         who, key = self.stage.person(), picked(self.live(), pick)

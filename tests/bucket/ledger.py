@@ -3,8 +3,6 @@
 The ledger sees each write at the moment it is applied, and judges it by the one before (tests/invariants.py).
 """
 
-from typing import Any
-
 from raycheck.bucket import layout
 from raycheck.bucket.latest import Attempt, Entry, Latest, load_latest
 from raycheck.bucket.manifest import Manifest, load_manifest
@@ -91,10 +89,12 @@ class Ledger:
             self.manifests[manifest.key] = manifest
 
     def _replaced(self, new: Latest, data: bytes) -> None:
-        if new.attempt.owner.startswith("repair-") and new.attempt.number not in self.attempts:
-            assert self.body is not None
-            assert_repaired(self.body, new)
+        if new.attempt.owner.startswith("repair-") and self.body and new.attempt.owner not in self.body.owners:
+            assert self.is_lost, "a sound latest was repaired"
+            assert_repaired(self.world.inner, self.body, new)
             self.is_lost = False
+            for name in new.held():  # what was deleted in part may be whole again: its last late writes landed
+                self._deleted.pop(name, None)
             self._superseded.clear()  # a whole checkpoint that was never committed is listed by a repair
             self._fenced.clear()
             self._checked = (0, None)
@@ -126,7 +126,3 @@ class Ledger:
 def directories(world: World) -> set[str]:
     """Every checkpoint's directory that has objects, committed or not."""
     return {str(name) for item in world.inner.list_objects("") if (name := layout.checkpoint_of(item.key))}
-
-
-def as_error(outcome: Any) -> Exception | None:
-    return outcome if isinstance(outcome, Exception) else None

@@ -152,7 +152,7 @@ class Stage:
         for job in [job for job in self.paused if job.process is process]:
             self.paused.remove(job)
             job.task.crash()
-        if isinstance(process, Coordinator) and process is process.driver.coordinators[-1]:
+        if isinstance(process, Coordinator) and not process.driver.is_over:
             process.driver.start_coordinator()
 
     def stop_everybody(self) -> None:
