@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -249,14 +249,10 @@ def read_whole(store: Store, entry: Entry) -> Manifest:
     return manifest
 
 
-def read_head(store: Store, pick: int) -> Manifest | None:
+def read_one(store: Store, pick: int) -> Manifest | None:
     """Any live checkpoint, as a tool outside of the run opens it. None: there is none yet."""
     live = catalog.read_latest(store).live
     return read_whole(store, live[-1 - pick % len(live)]) if live else None
-
-
-def unpinned(entry: Entry) -> Entry:
-    return replace(entry, pinned=False)
 
 
 def _shard(key: str) -> bytes:

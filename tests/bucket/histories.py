@@ -10,21 +10,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from raycheck.bucket.edits import pin
 from raycheck.bucket.latest import load_latest
-from raycheck.bucket.layout import CheckpointName
-from raycheck.bucket.register import Register
+from raycheck.bucket.layout import LATEST_KEY, CheckpointName
 from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
 from raycheck.bucket.sweep import GRACE_S, NO_RULES, plan_prune, plan_sweep, prune, sweep
 from raycheck.errors import ConfigError, ConflictError, NotFoundError, RaycheckError
 from raycheck.settings import Retention
-from tests.bucket.actors import WORLD_SIZE, Driver, Group, Process, Save, read_head
+from tests.bucket.actors import WORLD_SIZE, Driver, Group, Save, read_one
 from tests.bucket.ledger import directories
 from tests.bucket.stage import RUNS, Fate, Job, Stage, picked
-from tests.faulty import Mode, Wire
+from tests.faulty import Mode
 
 KINDS = (
-    *["runs"] * 4,
-    *["pauses"] * 4,
+    *["runs"] * 5,
+    *["pauses"] * 5,
     "crashes",
     Mode.LOSE_ANSWER,
     Mode.APPLY_LATE,
@@ -33,10 +32,12 @@ KINDS = (
     Mode.TRUNCATE,
     Mode.STALE_LISTING,
 )
-FATES = st.builds(Fate, st.sampled_from(KINDS), st.integers(0, 11))
-PICK = st.integers(0, 5)
+FATES = st.builds(Fate, st.sampled_from(KINDS), st.sampled_from((3, 4, 2, 5, 1, 0, 6, 9)))
+PICK, OLDER = st.integers(0, 5), st.sampled_from([0, 0, 1])
+STEPS, BASES, LOSSES = st.sampled_from([10, 10, 0]), st.integers(0, 3), st.integers(0, 5)
 RULES = st.sampled_from(
     [
+        Retention(keep_last=1),
         Retention(keep_last=1),
         Retention(keep_last=2),
         Retention(keep_last=3),
@@ -47,6 +48,7 @@ RULES = st.sampled_from(
     ]
 )
 MAX_DRIVERS = 3
+NOT_LIVE = str(CheckpointName(attempt=0, save=0, step=0))
 
 
 class Histories(RuleBasedStateMachine):
@@ -57,7 +59,7 @@ class Histories(RuleBasedStateMachine):
         self.stage = Stage()
         self.ledger = self.stage.ledger
 
-    # --- drivers, coordinators, groups ---
+    # --- rules: few, as hypothesis leaves some of them out of every history; `what` chooses inside of one ---
 
     @initialize(rules=RULES, fate=FATES)
     def start_the_first_driver(self, rules: Retention, fate: Fate) -> None:
@@ -71,134 +73,100 @@ class Histories(RuleBasedStateMachine):
         driver.start_coordinator()
         self.stage.claim(driver.start_group(), driver.coordinators[-1], fate)
 
-    @precondition(lambda self: self.running())
-    @rule(pick=PICK, fate=FATES)
-    def start_a_group(self, pick: int, fate: Fate) -> None:
-        """The old group's ranks may be dead, or still on their way: Ray cannot know."""
-        driver = picked(self.running(), pick)
-        self.stage.claim(driver.start_group(), driver.coordinators[-1], fate)
-
-    @precondition(lambda self: self.running())
-    @rule(pick=PICK)
-    def restart_a_coordinator(self, pick: int) -> None:
-        """The old one may be frozen, with its calls: it lives on."""
-        picked(self.running(), pick).start_coordinator()
-
-    @precondition(lambda self: self.running())
-    @rule(pick=PICK, group=st.sampled_from([0, 0, 1]), older=st.sampled_from([0, 0, 0, 1]), fate=FATES)
-    def claim_again(self, pick: int, group: int, older: int, fate: Fate) -> None:
-        """A rank 0 that got no answer asks again, and calls of groups that were replaced come late."""
-        driver = picked(self.running(), pick)
-        self.stage.claim(picked(driver.groups, group), picked(driver.coordinators, older), fate)
-
-    @precondition(lambda self: self.processes())
-    @rule(pick=PICK)
-    def crash(self, pick: int) -> None:
-        self.stage.kill(picked(self.processes(), pick))
-
-    # --- saves ---
+    @precondition(lambda self: self.groups())
+    @rule(steps=STEPS, base=BASES, loss=LOSSES, report=FATES)
+    def save(self, steps: int, base: int, loss: int, report: Fate) -> None:
+        """By the newest group; `report` is the fate of the coordinator's call once all ranks have reported."""
+        self.save_of(picked(self.groups(), 0), steps, base, loss, RUNS, report)
 
     @precondition(lambda self: self.groups())
+    @rule(pick=PICK, steps=STEPS, base=BASES, loss=LOSSES, upload=FATES, report=FATES)
+    def save_of_any(self, pick: int, steps: int, base: int, loss: int, upload: Fate, report: Fate) -> None:
+        """By a group that may have been replaced, or whose driver was; `upload` is the fate of one rank's call."""
+        self.save_of(picked(self.groups(), pick), steps, base, loss, upload, report)
+
+    @precondition(lambda self: self.running())
+    @rule(what=st.sampled_from(["group", "group", "restart", "claim", "report", "crash"]), pick=PICK, older=OLDER, fate=FATES)
+    def ray(self, what: str, pick: int, older: int, fate: Fate) -> None:
+        """Ray starts things anew, repeats calls, and loses processes. What it replaces may be frozen, and live on."""
+        driver = picked(self.running(), pick)
+        coordinator = picked(driver.coordinators, older)
+        if what == "group":
+            self.stage.claim(driver.start_group(), driver.coordinators[-1], fate)
+        elif what == "restart":
+            driver.start_coordinator()
+        elif what == "claim":
+            self.stage.claim(picked(driver.groups, pick % 2), coordinator, fate)
+        elif what == "report" and self.saves(driver):
+            self.stage.report(picked(self.saves(driver), pick), coordinator, fate)
+        elif what == "crash":
+            self.stage.kill(picked([coordinator, picked(driver.groups, older)], pick))
+
+    @precondition(lambda self: self.ledger.body)
     @rule(
+        what=st.sampled_from(["prune", "keep", "keep", "pin", "unpin", "sweep", "sweep torn", "read", "plan", "rewind"]),
         pick=PICK,
-        steps=st.sampled_from([10, 10, 0]),
-        base=st.integers(0, 3),
-        loss=st.integers(0, 5),
-        upload=FATES,
-        report=FATES,
+        rules=RULES,
+        grace_s=st.sampled_from([0.0, GRACE_S]),
+        fate=FATES,
     )
-    def save(self, pick: int, steps: int, base: int, loss: int, upload: Fate, report: Fate) -> None:
-        """upload: the fate of one rank's; report: of the coordinator's call once all ranks have reported."""
-        group = picked(self.groups(), pick)
-        if not group.is_restored:
-            self.stage.restore(group, group.entry, upload)
-            return
-        bases = [*([group.entry.key] if group.entry else []), *(it.key for it in group.saves if it.told == "committed")]
-        key = picked(bases, base - 1) if bases and base else None
-        save = group.begin_save(steps=steps, base=self.ledger.manifests.get(key), loss=float(loss))
-        for rank in range(WORLD_SIZE):
-            self.stage.upload(save, rank, upload if rank else RUNS)
-        if save.is_reported:
-            self.stage.report(save, group.driver.coordinators[-1], report)
-
-    @precondition(lambda self: self.saves())
-    @rule(pick=PICK, older=st.sampled_from([0, 0, 1]), fate=FATES)
-    def report_again(self, pick: int, older: int, fate: Fate) -> None:
-        """Ranks that were not told repeat their reports; others come from long ago."""
-        save = picked(self.saves(), pick)
-        self.stage.report(save, picked(save.group.driver.coordinators, older), fate)
-
-    # --- anybody ---
-
-    @precondition(lambda self: self.ledger.body and not self.ledger.is_lost)
-    @rule(pick=PICK, rules=RULES, grace_s=st.sampled_from([0.0, GRACE_S]), is_person=st.booleans(), fate=FATES)
-    def prune(self, pick: int, rules: Retention, grace_s: float, is_person: bool, fate: Fate) -> None:
-        """By a coordinator behind its commits, or by somebody beside it."""
-        awake = [item for driver in self.stage.drivers for item in driver.coordinators if not item.is_dead]
-        who = self.stage.person() if is_person or not awake else picked(awake, pick)
-        work = who.does(lambda: prune(who.register, rules if is_person else NO_RULES, grace_s=grace_s))
-        self.stage.run(Job(process=who, work=work), fate)
-
-    @precondition(lambda self: self.ledger.body)
-    @rule(only_torn=st.booleans(), fate=FATES)
-    def sweep(self, only_torn: bool, fate: Fate) -> None:
-        self.stage.run(Job(process=self.stage.person(), work=lambda wire: sweep(wire, only_torn=only_torn)), fate)
-
-    @precondition(lambda self: self.live() and not self.ledger.is_lost)
-    @rule(pick=PICK, pinned=st.sampled_from([True, True, False]), fate=FATES)
-    def pin(self, pick: int, pinned: bool, fate: Fate) -> None:
-        who, key = self.stage.person(), picked(self.live(), pick)
-        work = who.does(lambda: pin(who.register, key, pinned=pinned))
-        self.stage.run(Job(process=who, work=work, failed=only(NotFoundError)), fate)
-
-    @precondition(lambda self: self.live())
-    @rule(pick=PICK, fate=FATES)
-    def rewind(self, pick: int, fate: Fate) -> None:
-        who, key = self.stage.person(), picked(self.live(), pick)
-        work = who.does(lambda: rewind(who.register, key))
-        self.stage.run(Job(process=who, work=work, failed=only(NotFoundError), never=(Mode.STALE_LISTING,)), fate)
-
-    @precondition(lambda self: self.ledger.body)
-    @rule(pick=PICK, plans=st.booleans(), fate=FATES)
-    def read(self, pick: int, plans: bool, fate: Fate) -> None:
-        """I8 and step 25: what was live when it was opened is whole, or is no longer live."""
-
-        def work(wire: Wire) -> None:
-            if plans:
-                plan_prune(Register(wire), Retention(keep_last=1))
-                plan_sweep(wire)
-            read_head(wire, pick)
-
+    def person(self, what: str, pick: int, rules: Retention, grace_s: float, fate: Fate) -> None:
+        """Anybody with a tool, or a coordinator that prunes behind its commits."""
+        awake = [item for driver in self.running() for item in driver.coordinators if not item.is_dead]
+        who = picked(awake, pick) if what == "prune" and awake else self.stage.person()
+        key = picked(self.live(), pick) if self.live() else NOT_LIVE
+        store, register = who.store, who.register
+        works = {
+            "prune": lambda: prune(register, NO_RULES, grace_s=grace_s),
+            "keep": lambda: prune(register, rules, grace_s=grace_s),
+            "pin": lambda: pin(register, key),
+            "unpin": lambda: pin(register, key, pinned=False),
+            "sweep": lambda: sweep(store),
+            "sweep torn": lambda: sweep(store, only_torn=True),
+            "read": lambda: read_one(store, pick),
+            "plan": lambda: (plan_prune(register, rules), plan_sweep(store)),
+            "rewind": lambda: rewind(register, key),
+        }
+        if self.ledger.is_lost and what in ("prune", "keep", "pin", "unpin"):
+            return  # on what was rolled back: nobody can see it there
         self.stage.run(
-            Job(process=self.stage.person(), work=work, failed=only(NotFoundError), reads_only=True),
+            Job(
+                process=who,
+                work=who.does(works[what]),
+                failed=only(NotFoundError) if what in ("pin", "unpin", "read", "rewind") else only(),
+                reads_only=what in ("read", "plan"),
+                never=(Mode.STALE_LISTING,) if what == "rewind" else (),
+            ),
             fate,
         )
 
-    @precondition(lambda self: self.stage.paused)
-    @rule(pick=PICK, fate=FATES)
-    def wake(self, pick: int, fate: Fate) -> None:
-        job = picked(self.stage.paused, pick)
-        self.stage.paused.remove(job)
-        self.stage.wake(job, fate)
-
-    @precondition(lambda self: self.stage.world.late)
-    @rule(pick=PICK)
-    def land(self, pick: int) -> None:
-        with self.stage.judged():
-            self.stage.world.land(-1 - pick % len(self.stage.world.late))
+    @precondition(lambda self: self.stage.paused or self.stage.world.late)
+    @rule(what=st.sampled_from(["newest", "oldest", "land"]), pick=PICK, fate=FATES)
+    def go_on(self, what: str, pick: int, fate: Fate) -> None:
+        paused, late = self.stage.paused, self.stage.world.late
+        if late and (what == "land" or not paused):
+            with self.stage.judged():
+                self.stage.world.land(-1 - pick % len(late))
+        elif what == "oldest":
+            self.stage.wake(paused.pop(0), fate)
+        elif paused:
+            self.stage.wake(paused.pop(-1 - pick % len(paused)), fate)
 
     @rule(seconds=st.sampled_from([60.0, 300.0, 700.0]))
     def wait(self, seconds: float) -> None:
         self.stage.world.inner.at += seconds
 
-    # --- the loss of `latest` ---
+    @precondition(lambda self: self.live())
+    @rule(is_meant=st.booleans(), back=st.integers(0, 3), fate=FATES)
+    def lose_or_repair(self, is_meant: bool, back: int, fate: Fate) -> None:
+        """`latest` is deleted beside whoever runs, or put back to a body of an older attempt while nobody does; and the
+        next time it is repaired."""
+        if self.ledger.is_lost:
+            self.repair(fate)
+        elif is_meant:  # not too often: a history with a loss has less of the rest
+            self.lose(back)
 
-    @precondition(lambda self: self.live() and not self.ledger.is_lost)
-    @rule(back=st.integers(0, 9), is_meant=st.sampled_from([False, False, False, True]))
-    def lose_latest(self, back: int, is_meant: bool) -> None:
-        """Deleted beside whoever runs; or put back to a body of an older attempt while nobody does."""
-        if not is_meant:  # a history with a loss is a short one
-            return
+    def lose(self, back: int) -> None:
         newest = max(CheckpointName.parse(name) for name in directories(self.stage.world))
         older = [data for data in self.ledger.past if load_latest(data, what="past").attempt.number < newest.attempt]
         if back and older:
@@ -208,24 +176,32 @@ class Histories(RuleBasedStateMachine):
         # First claims that found no run are let go before: see test_lost_latest.py.
         for job in [job for job in self.stage.paused if job.process.register._seen == (0, 0)]:
             self.stage.kill(job.process)
-        self.stage.world.late = [write for write in self.stage.world.late if write.key != "latest"]
+        self.stage.world.late = [write for write in self.stage.world.late if write.key != LATEST_KEY]
         self.ledger.lose(None)
 
-    @precondition(lambda self: self.ledger.is_lost)
-    @rule(fate=FATES)
     def repair(self, fate: Fate) -> None:
         """By a person who has stopped everybody first."""
         self.stage.stop_everybody()
         if not self.ledger.is_lost:  # an earlier repair was only slow
             return
         failed = only(ConflictError, ConfigError) if isinstance(fate.kind, Mode) else only()
-        job = Job(
-            process=self.stage.person(),
-            work=repair,
-            failed=failed,
-            never=(Mode.TRUNCATE, Mode.STALE_LISTING),
-        )
+        never = (Mode.TRUNCATE, Mode.STALE_LISTING)
+        job = Job(process=self.stage.person(), work=repair, failed=failed, never=never)
         self.stage.run(job, RUNS if fate.kind == "pauses" else fate)
+
+    def save_of(self, group: Group, steps: int, base: int, loss: int, upload: Fate, report: Fate) -> None:
+        """Restored first, if it must; `base` is an earlier save that it refers to, or 0."""
+        if not group.is_restored:
+            self.stage.restore(group, group.entry, upload)
+        if not group.is_restored or group.is_dead:
+            return
+        bases = [*([group.entry.key] if group.entry else []), *(it.key for it in group.saves if it.told == "committed")]
+        key = picked(bases, base - 1) if bases and base else None
+        save = group.begin_save(steps=steps, base=self.ledger.manifests.get(key), loss=float(loss))
+        for rank in range(WORLD_SIZE):
+            self.stage.upload(save, rank, upload if rank else RUNS)
+        if save.is_reported:
+            self.stage.report(save, group.driver.coordinators[-1], report)
 
     # --- what must hold ---
 
@@ -253,12 +229,11 @@ class Histories(RuleBasedStateMachine):
             group = self.stage.drivers[-1].groups[-1]
             assert group.attempt, "nobody can claim any more"
             assert head == (group.entry.key if group.entry else None)
-            for _ in range(2 if group.entry else 1):  # the first one restores
-                self.save(0, 10, 0, 1, RUNS, RUNS)
+            self.save_of(group, 10, 0, 1, RUNS, RUNS)
             assert group.saves[-1].told == "committed", "nobody can save any more"
             assert self.ledger.body.head == group.saves[-1].key
-            self.prune(0, NO_RULES, GRACE_S, is_person=False, fate=RUNS)
-            self.sweep(only_torn=False, fate=RUNS)
+            self.person("prune", 0, NO_RULES, GRACE_S, RUNS)
+            self.person("sweep", 0, NO_RULES, GRACE_S, RUNS)
         self.ledger.check()
         body = self.ledger.body
         left = directories(self.stage.world) - body.held() - {item.key for item in body.evicted}
@@ -274,13 +249,9 @@ class Histories(RuleBasedStateMachine):
         known = [group for driver in self.stage.drivers for group in driver.groups[-3:]]
         return [group for group in known if group.attempt and not group.is_dead]
 
-    def saves(self) -> list[Save]:
-        known = [save for driver in self.stage.drivers for group in driver.groups[-3:] for save in group.saves[-3:]]
+    def saves(self, driver: Driver) -> list[Save]:
+        known = [save for group in driver.groups[-3:] for save in group.saves[-3:]]
         return [save for save in known if save.is_reported]
-
-    def processes(self) -> list[Process]:
-        known = [item for driver in self.running() for item in (*driver.groups[-2:], *driver.coordinators[-2:])]
-        return [process for process in known if not process.is_dead]
 
     def live(self) -> list[str]:
         return [entry.key for entry in self.ledger.body.live] if self.ledger.body else []
