@@ -97,6 +97,7 @@ class Ledger:
                 self._deleted.pop(name, None)
             self._superseded.clear()  # a whole checkpoint that was never committed is listed by a repair
             self._fenced.clear()
+            self.past.clear()  # what an older body evicted may be listed again; that body itself never is
             self._checked = (0, None)
         else:
             assert not self.is_lost, "latest was written although it was lost"

@@ -21,6 +21,7 @@ class Mutant:
     where: str
     old: str
     new: str
+    is_slow: bool = False
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Replace the function wherever a module of raycheck or of the tests holds it."""
