@@ -86,7 +86,12 @@ class Histories(RuleBasedStateMachine):
         self.save_of(picked(self.groups(), pick), steps, base, loss, upload, report)
 
     @precondition(lambda self: self.running())
-    @rule(what=st.sampled_from(["group", "group", "restart", "claim", "report", "crash"]), pick=PICK, older=OLDER, fate=FATES)
+    @rule(
+        what=st.sampled_from(["group", "group", "restart", "claim", "report", "crash"]),
+        pick=PICK,
+        older=OLDER,
+        fate=FATES,
+    )
     def ray(self, what: str, pick: int, older: int, fate: Fate) -> None:
         """Ray starts things anew, repeats calls, and loses processes. What it replaces may be frozen, and live on."""
         driver = picked(self.running(), pick)
@@ -104,7 +109,9 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ledger.body)
     @rule(
-        what=st.sampled_from(["prune", "keep", "keep", "pin", "unpin", "sweep", "sweep torn", "read", "plan", "rewind"]),
+        what=st.sampled_from(
+            ["prune", "keep", "keep", "pin", "unpin", "sweep", "sweep torn", "read", "plan", "rewind"]
+        ),
         pick=PICK,
         rules=RULES,
         grace_s=st.sampled_from([0.0, GRACE_S]),

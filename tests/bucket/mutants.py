@@ -33,7 +33,7 @@ class Mutant:
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.where} holds {self.old!r} {source.count(self.old)} times"
         names: dict[str, object] = {}
-        exec(compile(source.replace(self.old, self.new), f"<{self.lacks}>", "exec"), vars(module), names)  # noqa: S102
+        exec(compile(source.replace(self.old, self.new), f"<{self.lacks}>", "exec"), vars(module), names)
         patch.setattr(holder, name, names[name])
         for user in ("commit", "rewind", "sweep", "edits"):
             other = importlib.import_module(f"raycheck.bucket.{user}")
@@ -119,7 +119,7 @@ MUTANTS = (
             "from raycheck.bucket.latest import load_latest\n"
             "        found = register.read()\n"
             "        try:\n"
-            '            register._write(replace(decide(found[0], found[1].at), counter=found[0].counter + 1), found[1])\n'
+            "            register._write(replace(decide(found[0], found[1].at), counter=found[0].counter + 1), found[1])\n"
             "        except StoreError:\n"
             "            for key, _ in manifest.objects():\n"
             "                register.store.delete(key)\n"

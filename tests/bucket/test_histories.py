@@ -28,7 +28,7 @@ QUICK = settings(
     suppress_health_check=list(HealthCheck),
     phases=tuple(Phase) if os.environ.get("RAYCHECK_SHRINK") else (Phase.generate,),
 )
-LONG = settings(QUICK, max_examples=2, stateful_step_count=500, derandomize=False, print_blob=True)
+LONG = settings(QUICK, max_examples=8, stateful_step_count=500, derandomize=False, print_blob=True)
 
 
 @pytest.fixture(autouse=True)
