@@ -14,11 +14,11 @@ from raycheck.bucket.layout import LATEST_KEY, CheckpointName
 from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
 from raycheck.bucket.sweep import GRACE_S, NO_RULES, plan_prune, plan_sweep, prune, sweep
-from raycheck.errors import ConfigError, ConflictError, NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, ConflictError, NotFoundError
 from raycheck.settings import Retention
 from tests.bucket.actors import WORLD_SIZE, Driver, Group, Save, read_one
 from tests.bucket.ledger import directories
-from tests.bucket.stage import RUNS, Fate, Job, Stage, picked
+from tests.bucket.stage import RUNS, Fate, Job, Stage, only, picked
 from tests.faulty import Mode
 
 KINDS = (
@@ -32,7 +32,8 @@ KINDS = (
     Mode.TRUNCATE,
     Mode.STALE_LISTING,
 )
-FATES = st.builds(Fate, st.sampled_from(KINDS), st.sampled_from((3, 4, 2, 5, 1, 0, 6, 9)))
+AT = st.sampled_from((3, 4, 2, 5, 1, 0, 6, 9))
+FATES = st.builds(Fate, st.sampled_from(KINDS), AT)
 PICK, OLDER = st.integers(0, 5), st.sampled_from([0, 0, 1])
 STEPS, BASES, LOSSES = st.sampled_from([10, 10, 0]), st.integers(0, 3), st.integers(0, 5)
 RULES = st.sampled_from(
@@ -84,6 +85,34 @@ class Histories(RuleBasedStateMachine):
     def save_of_any(self, pick: int, steps: int, base: int, loss: int, upload: Fate, report: Fate) -> None:
         """By a group that may have been replaced, or whose driver was; `upload` is the fate of one rank's call."""
         self.save_of(picked(self.groups(), pick), steps, base, loss, upload, report)
+
+    @precondition(lambda self: self.running() and not self.ledger.is_lost)
+    @rule(
+        at=AT, base=BASES, what=st.sampled_from(["group", "save", "report", "driver", "keep"]), restarts=st.booleans()
+    )
+    def save_beside(self, at: int, base: int, what: str, restarts: bool) -> None:
+        """A coordinator stands still in a commit, somebody else acts, and it goes on: the order that breaks most."""
+        driver, paused = picked(self.running(), 0), len(self.stage.paused)
+        group = self.stage.live_group(driver)
+        if group is None:
+            return
+        self.save_of(group, 10, base, 2, RUNS, Fate("pauses", at))
+        if restarts:
+            driver.start_coordinator()
+        if what == "group" and not driver.is_over:
+            self.stage.claim(driver.start_group(), driver.coordinators[-1])
+            self.stage.claim(group, driver.coordinators[-1])  # its call comes late
+        elif what == "save" and not group.is_dead:
+            self.save_of(group, 10, 0, 1, RUNS, RUNS)
+        elif what == "report" and self.saves(driver):
+            self.stage.report(self.saves(driver)[-2:][0], driver.coordinators[-1])
+        elif what == "driver" and len(self.running()) < MAX_DRIVERS:
+            self.start_a_driver(driver.rules, "auto", RUNS)
+        elif what == "keep":
+            self.person(what, 0, driver.rules, 0.0, RUNS)
+        for job in self.stage.paused[paused:]:
+            self.stage.paused.remove(job)
+            self.stage.wake(job, RUNS)
 
     @precondition(lambda self: self.running())
     @rule(
@@ -263,12 +292,3 @@ class Histories(RuleBasedStateMachine):
 
     def live(self) -> list[str]:
         return [entry.key for entry in self.ledger.body.live] if self.ledger.body else []
-
-
-def only(*kinds: type[RaycheckError]):
-    """An answer to errors that takes these as a matter of course."""
-
-    def failed(error: RaycheckError) -> None:
-        assert isinstance(error, kinds), f"{type(error).__name__}: {error}"
-
-    return failed

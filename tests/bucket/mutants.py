@@ -53,6 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a commit does not look at the coordinator",
+        is_slow=True,
         where="commit:commit",
         old=" or current.coordinator != me.coordinator",
         new="",
@@ -65,12 +66,14 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a commit refers to what nobody holds",
+        is_slow=True,
         where="commit:commit",
         old="if missing:",
         new="if False:",
     ),
     Mutant(
         lacks="a commit is not judged by its effect",
+        is_slow=True,
         where="commit:commit",
         old="if body.entry(manifest.key) is not None:",
         new="if False:",
@@ -101,12 +104,14 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a swap sends its old decision again",
+        is_slow=True,
         where="register:Register.swap",
         old="new = decide(body, got.at if got else time.time())",
         new="new = sent = locals().get('sent') or decide(body, got.at if got else time.time())",
     ),
     Mutant(
         lacks="a swap puts without a condition",
+        is_slow=True,
         where="register:Register._write",
         old="self.store.put_if_match(layout.LATEST_KEY, data, got.version)",
         new="self.store.put(layout.LATEST_KEY, data)",
@@ -116,10 +121,11 @@ MUTANTS = (
         where="commit:commit",
         old='register.swap(decide, what=f"commit of {manifest.key}")',
         new=(
-            "from raycheck.bucket.latest import load_latest\n"
-            "        found = register.read()\n"
+            "found = register.read()\n"
+            "        new = decide(found[0], found[1].at) if found else None\n"
             "        try:\n"
-            "            register._write(replace(decide(found[0], found[1].at), counter=found[0].counter + 1), found[1])\n"
+            "            if new is not None:\n"
+            "                register._write(replace(new, counter=found[0].counter + 1), found[1])\n"
             "        except StoreError:\n"
             "            for key, _ in manifest.objects():\n"
             "                register.store.delete(key)\n"
@@ -140,18 +146,21 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a prune deletes what others refer to",
+        is_slow=True,
         where="sweep:prune",
         old="is_held=name in held",
         new="is_held=False",
     ),
     Mutant(
         lacks="a prune forgets what others refer to",
+        is_slow=True,
         where="sweep:prune",
         old="gone = tuple(name for name in ripe if name not in held)",
         new="gone = tuple(ripe)",
     ),
     Mutant(
         lacks="a sweep deletes of the attempt it reads",
+        is_slow=True,
         where="sweep:_garbage",
         old="if name.attempt < number and str(name) not in named:",
         new="if name.attempt <= number and str(name) not in named:",

@@ -115,6 +115,14 @@ class Stage:
         work = coordinator.does(lambda: coordinator.claim(group.name))
         self.run(Job(process=coordinator, work=work, then=then, failed=failed, never=(Mode.STALE_LISTING,)), fate)
 
+    def live_group(self, driver: Driver) -> Group | None:
+        """The driver's group that holds the live attempt, made now if there is none; None when that is not possible."""
+        group = driver.groups[-1]
+        if group.is_dead or not group.attempt or group.attempt.number != self.ledger.body.attempt.number:
+            group = driver.start_group()
+            self.claim(group, driver.coordinators[-1])
+        return group if group.attempt else None
+
     def restore(self, group: Group, entry: Entry, fate: Fate = RUNS) -> None:
         def then(_: Any) -> None:
             group.is_restored = True
@@ -233,6 +241,15 @@ class Stage:
 def picked(items: Sequence[T], pick: int) -> T:
     """The newest for 0, and so on."""
     return items[-1 - pick % len(items)]
+
+
+def only(*kinds: type[RaycheckError]) -> Callable[[RaycheckError], object]:
+    """An answer to errors that takes these as a matter of course."""
+
+    def failed(error: RaycheckError) -> None:
+        assert isinstance(error, kinds), f"{type(error).__name__}: {error}"
+
+    return failed
 
 
 def _befalls(kind: str | Mode | None, job: Job, call: Call) -> bool:

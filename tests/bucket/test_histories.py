@@ -59,4 +59,4 @@ def test_the_histories_notice_when(mutant: Mutant, monkeypatch):
     mutant.install(monkeypatch)
 
     with pytest.raises((AssertionError, RaycheckError)):
-        run_state_machine_as_test(Histories, settings=settings(QUICK, max_examples=160))
+        run_state_machine_as_test(Histories, settings=settings(QUICK, max_examples=300))
