@@ -4,6 +4,8 @@
 (faulty.py), whose memory it uses instead of the store, so that thousands of runs can be watched at every step.
 """
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from raycheck.bucket import layout
@@ -92,36 +94,12 @@ def _assert_swap(world: World) -> None:
             assert data is not None, f"I3: {key} of {entry.key} is missing"
             assert (len(data), crc32(data)) == wanted, f"I1: {key}"
     if len(world.bodies) > 1:
-        _assert_follows(load(world.bodies[-2]), body)
+        before = load(world.bodies[-2])
+        assert_went_on(before, body)
+        if not body.attempt.owner.startswith("repair-"):
+            assert_follows(before, body)
     back = {entry.key for entry in body.live} & set().union(*map(_evicted, world.bodies))
     assert not back, f"I4: {back} came back"
-
-
-def _assert_follows(before: Latest, after: Latest) -> None:
-    """`after` came from `before` by exactly one swap."""
-    assert_went_on(before, after)
-    assert after.counter > before.counter, "every write is a new one"
-    assert after.owners[: len(before.owners)] == before.owners
-    kept = {entry.key for entry in after.live}
-    lost = {entry.key for entry in before.live} - kept - {item.key for item in after.evicted}
-    assert not lost, f"{lost} left the list and was not evicted"
-    assert {entry.key for entry in before.live if entry.pinned} <= kept, "a pinned checkpoint was evicted"
-    new = [entry.key for entry in after.live if before.entry(entry.key) is None]
-    old, now = before.attempt, after.attempt
-    if now.number > old.number:
-        assert not new, "a claim commits nothing"
-        assert now.restore_key == after.head, "I7: an attempt restores the head"
-        assert now.last_save == 0
-    else:
-        assert new in ([], [after.head]), "a commit is the head"
-        assert new or after.head == before.head, "I4: head went back within an attempt"
-        assert now.last_save > old.last_save if new else now.last_save == old.last_save
-        assert (now.group, now.owner, now.restore_key) == (old.group, old.owner, old.restore_key)
-        if new:
-            name = CheckpointName.parse(new[0])
-            assert (name.attempt, name.save) == (now.number, now.last_save), "I4: only the live attempt commits"
-            assert now.coordinator == old.coordinator, "I4: only its coordinator commits"
-    assert after.head is not None or before.head is None, "I7: the head was forgotten"
 
 
 def _assert_delete(world: World, key: str) -> None:
@@ -172,3 +150,84 @@ def _objects(data: bytes) -> dict[str, tuple[int, int]]:
 @lru_cache(maxsize=20_000)
 def _evicted(data: bytes) -> frozenset[str]:
     return frozenset(item.key for item in load(data).evicted)
+
+
+def assert_follows(before: Latest | None, after: Latest) -> None:
+    """I4, on two bodies of `latest` next to each other: one recorded decision lies between them, and no more."""
+    if before is None:
+        assert (after.counter, after.head, after.live, after.evicted) == (1, None, (), ()), "a run begins empty"
+        assert [attempt.number for attempt in after.attempts] == [1], "a run begins with attempt 1"
+        return
+    assert after.counter == before.counter + 1, "every swap counts one"
+    assert after.owners[: len(before.owners)] == before.owners, "owners are never taken off"
+    kept = [entry.key for entry in after.live if before.entry(entry.key) is not None]
+    gone = [entry.key for entry in before.live if after.entry(entry.key) is None]
+    new = [entry for entry in after.live if before.entry(entry.key) is None]
+    assert kept == [entry.key for entry in before.live if entry.key not in gone], "the order of commits changed"
+    assert [item.key for item in after.evicted if item not in before.evicted] == gone, "what leaves live is evicted"
+    assert not [key for key in gone if before.entry(key).pinned], "a pinned checkpoint was evicted"
+    assert not {item.key for item in before.evicted} & {entry.key for entry in new}, "an evicted entry came back"
+    forgotten = {item.key for item in before.evicted} - {item.key for item in after.evicted}
+    assert not forgotten & after.held(), "a name was forgotten whose objects a live entry holds"
+    if after.attempt.number == before.attempt.number:
+        _assert_same_attempt(before, after, new, gone)
+    else:
+        assert not new, "a claim commits nothing"
+        assert not gone, "a claim evicts nothing"
+        _assert_next_attempt(before, after)
+
+
+def _assert_same_attempt(before: Latest, after: Latest, new: list[Entry], gone: list[str]) -> None:
+    was, now = before.attempt, after.attempt
+    assert replace(now, coordinator=was.coordinator, last_save=was.last_save) == was, "an attempt never changes"
+    assert after.owners == before.owners, "only a claim brings a new owner"
+    if not new:
+        assert (after.head, now.last_save) == (before.head, was.last_save), "head moved without a decision"
+    else:
+        (entry,) = new
+        name = CheckpointName.parse(entry.key)
+        assert now.coordinator == was.coordinator, "a commit of a coordinator that the attempt does not name"
+        assert name.attempt == now.number, f"{entry.key} was committed in attempt {now.number}"
+        assert was.last_save < name.save == now.last_save, f"{entry.key} was committed after save {was.last_save}"
+        assert after.head == after.live[-1].key == entry.key, "a commit is the newest entry and the head"
+        assert set(entry.refs) <= before.held(), "a commit refers to what nobody held"
+    assert now.last_save or now.restore_key not in gone, "what the live attempt restores was evicted"
+
+
+def _assert_next_attempt(before: Latest, after: Latest) -> None:
+    was, now = before.attempt, after.attempt
+    assert now.number == was.number + 1, "attempts are numbered without gaps"
+    assert after.attempts[:-1] == before.attempts[-len(after.attempts) + 1 :], "an ended attempt changed"
+    assert now.group not in {attempt.group for attempt in before.attempts}, "a group that was replaced claimed again"
+    assert now.owner == was.owner or now.owner not in before.owners, "a fenced owner is back"
+    assert now.last_save == 0
+    assert now.restore_key == after.head, "an attempt restores the head"
+    assert after.head == before.head or now.owner != was.owner, "only a new owner moves the head by its claim"
+    assert (after.head is None) <= (not after.live), "I7: a fresh start over existing checkpoints"
+
+
+def assert_never_named_again(deleted: Iterable[str], body: Latest) -> None:
+    """I6: of what was ever deleted, `body` needs nothing. A manifest may go before objects that others refer to."""
+    live, held = {entry.key for entry in body.live}, body.held()
+    for key in deleted:
+        name = str(layout.checkpoint_of(key))
+        assert name not in (live if key == layout.manifest_key(name) else held), f"I6: {key} was deleted"
+
+
+def assert_same_bytes(store: Store, wrote: Mapping[str, bytes]) -> None:
+    """I2: no object but `latest` ever has other bytes than were first put there, though a torn upload has fewer."""
+    for item in store.list_objects(""):
+        if item.key != layout.LATEST_KEY and item.key in wrote:
+            data = store.get(item.key).data
+            assert wrote[item.key].startswith(data), f"I2: {item.key} changed"
+
+
+def assert_repaired(store: Store, before: Latest, after: Latest) -> None:
+    """Step 32, on the last body before `latest` was lost: nothing that was live is lost, and nobody goes on as before.
+    Pins and evictions may be."""
+    missing = {entry.key for entry in before.live} - {entry.key for entry in after.live}
+    assert not missing, f"repair lost {sorted(missing)}"
+    names = [CheckpointName.parse(name) for name in store.list_names(layout.CHECKPOINTS_PREFIX)]
+    assert all(name.attempt < after.attempt.number for name in names if name), "an attempt before a repair goes on"
+    assert after.attempt.owner not in before.owners
+    assert after.attempt.restore_key == after.head is not None

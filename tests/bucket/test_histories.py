@@ -1,0 +1,62 @@
+"""No history of a run breaks an invariant: short ones in every run, 500 steps each with --all.
+
+A failure prints the steps of its history. `RAYCHECK_SHRINK=1` has hypothesis look for the shortest one, which takes
+minutes. The mutants prove that the machine can fail at all.
+"""
+
+import itertools
+import os
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from raycheck.errors import RaycheckError
+from tests import stepping
+from tests.bucket.histories import Histories
+from tests.bucket.mutants import MUTANTS, Mutant
+
+LONG_S = 200.0
+QUICK = settings(
+    max_examples=80,
+    stateful_step_count=50,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+    phases=tuple(Phase) if os.environ.get("RAYCHECK_SHRINK") else (Phase.generate,),
+)
+LONG = settings(QUICK, max_examples=8, stateful_step_count=500, derandomize=False, print_blob=True)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A call may stand still for as long as its history lasts."""
+    monkeypatch.setattr(stepping, "STEP_DEADLINE_S", 600.0)
+
+
+def test_no_history_of_50_steps_breaks_an_invariant():
+    run_state_machine_as_test(Histories, settings=QUICK)
+
+
+@pytest.mark.slow
+def test_no_history_of_500_steps_breaks_an_invariant():
+    end = time.monotonic() + LONG_S
+    for number in itertools.count(1):
+        run_state_machine_as_test(Histories, settings=LONG)
+        if time.monotonic() > end:
+            print(f"{number} times {LONG.max_examples} histories")
+            break
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(it, marks=[pytest.mark.slow] if it.is_slow else [], id=it.lacks.replace(" ", "-")) for it in MUTANTS],
+)
+def test_the_histories_notice_when(mutant: Mutant, monkeypatch):
+    mutant.install(monkeypatch)
+
+    with pytest.raises((AssertionError, RaycheckError)):
+        run_state_machine_as_test(Histories, settings=settings(QUICK, max_examples=300))
