@@ -181,8 +181,7 @@ class Histories(RuleBasedStateMachine):
     def go_on(self, what: str, pick: int, fate: Fate) -> None:
         paused, late = self.stage.paused, self.stage.world.late
         if late and (what == "land" or not paused):
-            with self.stage.judged():
-                self.stage.world.land(-1 - pick % len(late))
+            self.stage.land(-1 - pick % len(late))
         elif what == "oldest":
             self.stage.wake(paused.pop(0), fate)
         elif paused:

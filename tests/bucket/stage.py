@@ -172,7 +172,7 @@ class Stage:
         for job in self.paused[:]:
             self.kill(job.process)
         while self.world.late:
-            self.world.land()
+            self.land()
 
     def _fenced(self, driver: Driver) -> None:
         driver.is_over = True
@@ -222,7 +222,13 @@ class Stage:
                 is_pending, number = is_pending and not happens, number + 1
             self._ended(job, task.result())
 
+    def land(self, number: int = 0) -> None:
+        with self.judged():
+            self.ledger.writer = ""
+            self.world.land(number)
+
     def _look_at(self, job: Job, call: Call) -> None:
+        self.ledger.writer = job.process.name
         assert not (job.reads_only and call.is_write), f"I8: a reader is about to {call.verb} {call.key}"
 
     def _ended(self, job: Job, outcome: Any) -> None:
