@@ -20,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all the tests marked slow are deselected, which pytest counts in its summary; none is skipped."""
+    for item in items:  # one process each: a Ray of its own, a cluster of its own
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        if "ceph" in item.nodeid:
+            item.add_marker(pytest.mark.xdist_group("ceph"))
     if config.getoption("--all"):
         return
     slow = [item for item in items if "slow" in item.keywords]

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import Self
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_conditional_size, check_length
 from raycheck.errors import ConflictError, NotFoundError
@@ -21,8 +22,8 @@ class DictStore(Store):
         self.uploads = list(uploads)
         self.at = at
 
-    def copy(self) -> "DictStore":
-        return DictStore(self.objects.copy(), self.uploads, self.at)
+    def copy(self) -> Self:
+        return type(self)(self.objects.copy(), self.uploads, self.at)
 
     def get(self, key: str) -> Got:
         data = self._there(key)

@@ -56,7 +56,7 @@ class Rule:
     released: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
 
-    def wait(self, timeout_s: float = 60.0) -> str:
+    def wait(self, timeout_s: float = 150.0) -> str:
         """Until a request has met the rule; returns its path."""
         assert self.reached.wait(timeout_s), f"no {self.method} of {self.key} came within {timeout_s:.0f} s"
         return self.seen[0]

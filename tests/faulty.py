@@ -6,16 +6,17 @@ asked is in stepping.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeVar
 
 from raycheck.bucket import layout
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload
-from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.errors import ConflictError, NotFoundError, RaycheckError, StoreError
 from tests.dictstore import DictStore
 
 STALE_WRITES = 3
+Answer = TypeVar("Answer")
 
 
 class Mode(Enum):
@@ -26,7 +27,7 @@ class Mode(Enum):
     LOSE_ANSWER = auto()  # applied, or refused; StoreError in any case
     APPLY_LATE = auto()  # StoreError now; the request lies in `World.late`
     APPLY_TWICE = auto()  # applied and answered, and the same request lies in `World.late`, its condition with it
-    TRUNCATE = auto()  # half of a put's bytes are there, and StoreError; a get's answer breaks off
+    TRUNCATE = auto()  # half of a put's bytes are there, and StoreError
     STALE_LISTING = auto()  # a listing as it was before the last STALE_WRITES writes
 
 
@@ -50,8 +51,6 @@ class Call:
     @property
     def modes(self) -> tuple[Mode, ...]:
         """Every mode that makes a difference for this verb, APPLY first."""
-        if self.verb in ("get", "get_range"):
-            return (*READ_MODES, Mode.TRUNCATE)
         if self.verb.startswith("list_"):
             return LIST_MODES
         return BODY_MODES.get(self.verb, WRITE_MODES if self.is_write else READ_MODES)
@@ -95,14 +94,14 @@ class World:
         self.deleted: list[str] = []
         self.wrote: dict[str, bytes] = {}  # whole bytes first put under each key, deleted ones too
         self.checks: list[Callable[[World, Write], None]] = []  # called after every write that was applied
-        self._sizes: dict[str, int] = {}
-        self._past: list[tuple[str, int | None]] = []  # per write: the key's size before it
+        self.objects: dict[str, bytes] = {}  # what lies in `inner`, without asking it
+        self._past: list[tuple[str, bytes | None]] = []  # per write: what lay at the key before it
 
     def copy(self) -> "World":
         """An independent world in the same state. Only of a DictStore."""
         assert isinstance(self.inner, DictStore)
         other = World(self.inner.copy())
-        for name in ("late", "bodies", "deleted", "wrote", "checks", "_sizes", "_past"):
+        for name in ("late", "bodies", "deleted", "wrote", "checks", "objects", "_past"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
@@ -113,12 +112,13 @@ class World:
     def apply(self, write: Write, *, is_whole: bool = True) -> None:
         """Let a request through. Raises what the store answers."""
         write.apply(self.inner)
-        self._past.append((write.key, self._sizes.pop(write.key, None)))
+        self._past.append((write.key, self.objects.get(write.key)))
         if write.verb.startswith("put"):
-            self._sizes[write.key] = len(write.data)
+            self.objects[write.key] = write.data
             if is_whole:
                 self.wrote.setdefault(write.key, write.data)
         elif write.verb == "delete":
+            self.objects.pop(write.key, None)
             self.deleted.append(write.key)
         if write.key == layout.LATEST_KEY:
             self.bodies.append(write.data)
@@ -133,13 +133,24 @@ class World:
             return False
         return True
 
+    def would_change(self, write: Write) -> bool:
+        """Whether its arrival now would leave another bucket."""
+        there = self.objects.get(write.key)
+        if write.verb == "put_if_absent":
+            return there is None
+        if write.verb == "put_if_match":
+            return there is not None and self.inner.get(write.key).version == write.version
+        if write.verb == "delete":
+            return there is not None
+        return write.verb == "abort_upload" or there != write.data
+
     def listed(self, *, is_stale: bool) -> dict[str, int]:
         """Every key and its size, now or as it was before the last writes."""
         sizes = {item.key: item.size_bytes for item in self.inner.list_objects("")}
-        for key, size in reversed(self._past[-STALE_WRITES:] if is_stale else []):
+        for key, data in reversed(self._past[-STALE_WRITES:] if is_stale else []):
             sizes.pop(key, None)
-            if size is not None:
-                sizes[key] = size
+            if data is not None:
+                sizes[key] = len(data)
         return dict(sorted(sizes.items()))
 
 
@@ -150,33 +161,37 @@ class Wire(Store):
         self.uri = world.inner.uri
         self.world = world
         self.calls: list[Call] = []
+        self.heard: list[int] = []  # hashes of the answers: all that the process can know
         self._ask = ask
 
     def get(self, key: str) -> Got:
-        self._read("get", key, StoreError)
-        return self.world.inner.get(key)
+        return self._read("get", key, lambda _: self.world.inner.get(key))
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._read("get_range", key, CorruptError)
-        return self.world.inner.get_range(key, start, stop)
+        return self._read("get_range", key, lambda _: self.world.inner.get_range(key, start, stop))
 
     def head(self, key: str) -> int:
-        self._read("head", key)
-        return self.world.inner.head(key)
+        return self._read("head", key, lambda _: self.world.inner.head(key))
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
-        mode = self._read("list_objects", prefix)
-        sizes = self.world.listed(is_stale=mode is Mode.STALE_LISTING)
-        return iter([Listed(key, size) for key, size in sizes.items() if key.startswith(prefix)])
+        def objects(is_stale: bool) -> list[Listed]:
+            sizes = self.world.listed(is_stale=is_stale)
+            return [Listed(key, size) for key, size in sizes.items() if key.startswith(prefix)]
+
+        return iter(self._read("list_objects", prefix, objects))
 
     def list_names(self, prefix: str) -> list[str]:
-        mode = self._read("list_names", prefix)
-        keys = [key for key in self.world.listed(is_stale=mode is Mode.STALE_LISTING) if key.startswith(prefix)]
-        return sorted({name for name, slash, _ in (key[len(prefix) :].partition("/") for key in keys) if slash})
+        def names(is_stale: bool) -> list[str]:
+            keys = [key for key in self.world.listed(is_stale=is_stale) if key.startswith(prefix)]
+            return sorted({name for name, slash, _ in (key[len(prefix) :].partition("/") for key in keys) if slash})
+
+        return self._read("list_names", prefix, names)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        self._read("list_uploads", prefix)
-        return iter(list(self.world.inner.list_uploads(prefix)))
+        return iter(self._read("list_uploads", prefix, lambda _: list(self.world.inner.list_uploads(prefix))))
+
+    def upload_bytes(self, upload: Upload) -> int:
+        return self._read("upload_bytes", upload.key, lambda _: self.world.inner.upload_bytes(upload))
 
     def put(self, key: str, data: Buffer) -> None:
         self._write("put", key, lambda: bytes(data))
@@ -200,12 +215,17 @@ class Wire(Store):
     def abort_upload(self, upload: Upload) -> None:
         self._write("abort_upload", upload.key, bytes, upload.id)
 
-    def _read(self, verb: str, key: str, cut: type[RaycheckError] = StoreError) -> Mode:
-        """cut: what the store's contract says of an answer that breaks off."""
+    def _read(self, verb: str, key: str, read: Callable[[bool], Answer]) -> Answer:
         mode = self._asked(verb, key)
-        if mode in (Mode.APPLY, Mode.STALE_LISTING, Mode.APPLY_TWICE):
-            return mode
-        raise (cut if mode is Mode.TRUNCATE else StoreError)(f"{verb} {key}: {mode.name}")
+        if mode not in (Mode.APPLY, Mode.STALE_LISTING):
+            raise StoreError(f"{verb} {key}: {mode.name}")
+        try:
+            answer = read(mode is Mode.STALE_LISTING)
+        except RaycheckError as error:
+            self.heard.append(hash(type(error)))
+            raise
+        self.heard.append(hash(tuple(answer) if isinstance(answer, list) else answer))
+        return answer
 
     def _write(self, verb: str, key: str, data: Callable[[], bytes], version: str = "") -> None:
         mode = self._asked(verb, key)
@@ -216,13 +236,16 @@ class Wire(Store):
             self.world.apply(Write("put", key, write.data[: len(write.data) // 2]), is_whole=False)
         if mode in (Mode.APPLY_LATE, Mode.APPLY_TWICE):
             self.world.late.append(write)
-        if mode in (Mode.APPLY, Mode.APPLY_TWICE):
-            self.world.apply(write)
-            return
-        if mode is Mode.LOSE_ANSWER:
-            with suppress(ConflictError, NotFoundError):
+        if mode in (Mode.APPLY, Mode.APPLY_TWICE, Mode.LOSE_ANSWER):
+            try:
                 self.world.apply(write)
-        raise StoreError(f"{verb} {key}: {mode.name}")
+                self.heard.append(0)
+            except (ConflictError, NotFoundError) as error:
+                self.heard.append(hash(type(error)))
+                if mode is not Mode.LOSE_ANSWER:
+                    raise
+        if mode not in (Mode.APPLY, Mode.APPLY_TWICE):
+            raise StoreError(f"{verb} {key}: {mode.name}")
 
     def _asked(self, verb: str, key: str) -> Mode:
         call = Call(verb, key)

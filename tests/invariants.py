@@ -1,14 +1,22 @@
-"""What must hold in a bucket at any moment, as one function. Every test that touches a run ends with it."""
+"""What must hold in a bucket at any moment, as functions. Every test that touches a run ends with `assert_invariants`.
+
+`assert_write` says the same of one write, right after it, and more: what may follow on what. It is for a World
+(faulty.py), whose memory it uses instead of the store, so that thousands of runs can be watched at every step.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
-from raycheck.bucket.latest import MAX_BYTES, Entry, Latest
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.latest import MAX_BYTES, Entry, Latest, load_latest
 from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.manifest import Manifest, load_manifest
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError
+from tests.faulty import World, Write
 
 
 def assert_invariants(store: Store, before: Latest | None = None) -> Latest | None:
@@ -21,26 +29,149 @@ def assert_invariants(store: Store, before: Latest | None = None) -> Latest | No
     for checkpoint in (Checkpoint(store, entry) for entry in body.live):
         bad = [finding for finding in checkpoint.verify() if finding.problem]
         assert not bad, f"I1, I3: {bad}"
-        manifest = checkpoint.manifest()
-        assert set(manifest.refs) == set(checkpoint.entry.refs), "I3: references"
-        assert set(manifest.refs) <= body.held(), "I3: a referenced directory is not held"
-        name = CheckpointName.parse(checkpoint.entry.key)
-        assert (name.step, name.attempt, name.save) == (manifest.step, manifest.attempt, manifest.save), "I2"
+        assert_manifest(checkpoint.manifest(), checkpoint.entry, body)
+    assert_body(body)
+    if before is not None:
+        assert_went_on(before, body)
+    assert len(store.get(layout.LATEST_KEY).data) <= MAX_BYTES
+    return body
+
+
+def assert_body(body: Latest) -> None:
+    """What one body of `latest` must be in itself."""
     numbers = [attempt.number for attempt in body.attempts]
     assert numbers == sorted(set(numbers)), "attempts are numbered upwards"
-    assert all(CheckpointName.parse(entry.key).attempt <= body.attempt.number for entry in body.live), "I4"
     order = [CheckpointName.parse(entry.key) for entry in body.live]
+    assert all(name.attempt <= body.attempt.number for name in order), "I4"
     assert [(n.attempt, n.save) for n in order] == sorted((n.attempt, n.save) for n in order), "order of commit"
     assert not {entry.key for entry in body.live} & {item.key for item in body.evicted}, "I4: evicted and live"
     assert body.attempt.owner in body.owners
-    if before is not None:
-        assert body.counter >= before.counter, "the write counter only grows"
-        assert body.attempt.number >= before.attempt.number, "I4: attempts only grow"
-        assert set(before.owners) <= set(body.owners), "owners are never taken off"
-        gone = {item.key for item in before.evicted}
-        assert not gone & {entry.key for entry in body.live}, "I4: an evicted entry came back"
-    assert len(store.get(layout.LATEST_KEY).data) <= MAX_BYTES
-    return body
+    restore = body.attempt.restore_key
+    assert restore is None or body.attempt.last_save or body.entry(restore), "the restore source is kept"
+
+
+def assert_manifest(manifest: Manifest, entry: Entry, body: Latest) -> None:
+    assert manifest.key == entry.key, "I3"
+    assert set(manifest.refs) == set(entry.refs), "I3: references"
+    assert set(manifest.refs) <= body.held(), "I3: a referenced directory is not held"
+    name = CheckpointName.parse(entry.key)
+    assert (name.step, name.attempt, name.save) == (manifest.step, manifest.attempt, manifest.save), "I2"
+
+
+def assert_went_on(before: Latest, after: Latest) -> None:
+    """`after` came from `before` by any number of swaps."""
+    assert after.counter >= before.counter, "the write counter only grows"
+    assert after.attempt.number >= before.attempt.number, "I4: attempts only grow"
+    assert set(before.owners) <= set(after.owners), "owners are never taken off"
+    gone = {item.key for item in before.evicted}
+    assert not gone & {entry.key for entry in after.live}, "I4: an evicted entry came back"
+
+
+def assert_write(world: World, write: Write) -> None:
+    """I1 to I6 after one write."""
+    if write.key == layout.LATEST_KEY:
+        _assert_swap(world)
+    elif write.verb == "delete":
+        _assert_delete(world, write.key)
+    elif write.verb == "abort_upload":
+        name = layout.checkpoint_of(write.key)
+        assert name is not None, write
+        assert name.attempt < load(world.bodies[-1]).attempt.number, f"I6: aborted {write.key}"
+    elif not write.key.startswith("probes/"):
+        assert world.wrote.get(write.key, write.data) == write.data, f"I2: {write.key} has other bytes now"
+
+
+def _assert_swap(world: World) -> None:
+    body = load(world.bodies[-1])
+    assert_body(body)
+    assert world.objects[layout.LATEST_KEY] == world.bodies[-1]
+    for entry in body.live:
+        assert_manifest(manifest_of(world, entry), entry, body)
+        for key, wanted in needed(world, entry).items():
+            data = world.objects.get(key)
+            assert data is not None, f"I3: {key} of {entry.key} is missing"
+            assert (len(data), crc32(data)) == wanted, f"I1: {key}"
+    if len(world.bodies) > 1:
+        _assert_follows(load(world.bodies[-2]), body)
+    back = {entry.key for entry in body.live} & set().union(*map(_evicted, world.bodies))
+    assert not back, f"I4: {back} came back"
+
+
+def _assert_follows(before: Latest, after: Latest) -> None:
+    """`after` came from `before` by exactly one swap."""
+    assert_went_on(before, after)
+    assert after.counter > before.counter, "every write is a new one"
+    assert after.owners[: len(before.owners)] == before.owners
+    kept = {entry.key for entry in after.live}
+    lost = {entry.key for entry in before.live} - kept - {item.key for item in after.evicted}
+    assert not lost, f"{lost} left the list and was not evicted"
+    assert {entry.key for entry in before.live if entry.pinned} <= kept, "a pinned checkpoint was evicted"
+    new = [entry.key for entry in after.live if before.entry(entry.key) is None]
+    old, now = before.attempt, after.attempt
+    if now.number > old.number:
+        assert not new, "a claim commits nothing"
+        assert now.restore_key == after.head, "I7: an attempt restores the head"
+        assert now.last_save == 0
+    else:
+        assert new in ([], [after.head]), "a commit is the head"
+        assert new or after.head == before.head, "I4: head went back within an attempt"
+        assert now.last_save > old.last_save if new else now.last_save == old.last_save
+        assert (now.group, now.owner, now.restore_key) == (old.group, old.owner, old.restore_key)
+        if new:
+            name = CheckpointName.parse(new[0])
+            assert (name.attempt, name.save) == (now.number, now.last_save), "I4: only the live attempt commits"
+            assert now.coordinator == old.coordinator, "I4: only its coordinator commits"
+    assert after.head is not None or before.head is None, "I7: the head was forgotten"
+
+
+def _assert_delete(world: World, key: str) -> None:
+    name = layout.checkpoint_of(key)
+    if name is None:
+        assert key.startswith("probes/"), f"I6: {key} lies outside of checkpoints/"
+        return
+    body = load(world.bodies[-1])
+    was_evicted = any(str(name) in _evicted(data) for data in world.bodies)
+    assert was_evicted or name.attempt < body.attempt.number, f"I6: {key} could still be committed"
+    for entry in body.live:
+        is_needed = key == layout.manifest_key(entry.key) or key in needed(world, entry)
+        assert not is_needed, f"I6: {key} is needed by {entry.key}"
+
+
+def manifest_of(world: World, entry: Entry) -> Manifest:
+    return _manifest(_manifest_bytes(world, entry))
+
+
+def needed(world: World, entry: Entry) -> dict[str, tuple[int, int]]:
+    """Every object of a checkpoint besides its manifest: size and checksum."""
+    return _objects(_manifest_bytes(world, entry))
+
+
+def _manifest_bytes(world: World, entry: Entry) -> bytes:
+    data = world.objects.get(layout.manifest_key(entry.key))
+    assert data is not None, f"I3: {entry.key} has no manifest"
+    assert crc32(data) == entry.manifest_crc32, f"I1: manifest of {entry.key}"
+    return data
+
+
+@lru_cache(maxsize=20_000)
+def load(data: bytes) -> Latest:
+    """A body that a world remembers."""
+    return load_latest(data, what="latest")
+
+
+@lru_cache(maxsize=5_000)
+def _manifest(data: bytes) -> Manifest:
+    return load_manifest(data, what="manifest")
+
+
+@lru_cache(maxsize=5_000)
+def _objects(data: bytes) -> dict[str, tuple[int, int]]:
+    return {key: (record.size_bytes, record.crc32) for key, record in _manifest(data).objects()}
+
+
+@lru_cache(maxsize=20_000)
+def _evicted(data: bytes) -> frozenset[str]:
+    return frozenset(item.key for item in load(data).evicted)
 
 
 def assert_follows(before: Latest | None, after: Latest) -> None:

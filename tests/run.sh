@@ -6,5 +6,5 @@ cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-case " $* " in *" --all "*) "$python" -m tests.bucket.ministack ;; esac # its own environment, made once
+case " $* " in *" --all "*) "$python" -m tests.bucket.ministack; "$python" -m tests.bucket.ceph ;; esac # made once
 exec "$python" -m pytest "$@"

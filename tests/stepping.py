@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
+from uuid import UUID
 
 import pytest
 
-from raycheck.bucket import commit, register, sweep
+from raycheck.bucket import commit, probe, register, repair, rewind, sweep
 from raycheck.errors import RaycheckError
 from tests.faulty import Call, Crashed, Mode, Wire, World
 
@@ -118,10 +119,15 @@ class Task:
 
 
 class Clock:
-    """Host time that passes only in sleeps: what `time` is to the protocol's modules under `simulated`."""
+    """Host time that passes only in sleeps, and ids that are counted: what `time` and `uuid4` are under `simulated`."""
 
     def __init__(self) -> None:
         self.now = 1e6
+        self.next_id = 1  # set back, a run is repeated to the byte; two processes in one bucket must not get the same
+
+    def uuid4(self) -> UUID:
+        self.next_id += 1
+        return UUID(int=self.next_id << 80)  # its first digits, which some take alone, are the number
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -152,5 +158,7 @@ def simulated() -> Iterator[Clock]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(register, "time", clock)
         patch.setattr(commit, "time", clock)
+        for module in (probe, rewind, repair):
+            patch.setattr(module, "uuid4", clock.uuid4)
         patch.setattr(sweep, "ThreadPoolExecutor", InOrder)
         yield clock

@@ -13,7 +13,7 @@ from raycheck.bucket.index import Index, load_index
 from raycheck.bucket.latest import Entry, Latest, load_latest
 from raycheck.bucket.manifest import Manifest, load_manifest
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, NotFoundError, RaycheckError
+from raycheck.errors import CorruptError, NotFoundError
 
 READ_BYTES = 16 * 1024 * 1024
 
@@ -61,7 +61,7 @@ class Checkpoint:
         key = layout.manifest_key(self.entry.key)
         try:
             manifest = self.manifest()
-        except RaycheckError as error:
+        except (NotFoundError, CorruptError) as error:  # a store that is away proves nothing
             yield Finding(key=key, size_bytes=0, problem=str(error))
             return
         yield Finding(key=key, size_bytes=self.store.head(key), problem="")

@@ -248,7 +248,9 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
         if newest is None or (before is not None and newest.attempt < known + (mine is None)):
             return
         now = register.read()
-        if mine is not None and now is not None and now[0].attempt.number > mine.number:
-            raise SupersededError(f"attempt {now[0].attempt.number} was claimed meanwhile")
+        if mine is not None and now is not None and now[0].attempt.number >= mine.number:
+            there = now[0].attempt
+            if there.number > mine.number or there.coordinator != mine.coordinator:
+                raise SupersededError(f"attempt {there.number} was claimed or taken over meanwhile")
         if (now[0].attempt.number if now else 0) == known:  # else: others went on while we listed; look again
             raise lost(register.store.uri, f"is older than the checkpoint {newest}")

@@ -13,6 +13,8 @@ from raycheck.errors import ConfigError, CorruptError
 
 MAX_BYTES = 256 * 1024
 """Room for more than a thousand checkpoints."""
+COMMIT_BYTES = MAX_BYTES * 7 // 8
+"""No commit fills more: a claim must always find room, else a run would be lost for want of a name."""
 MAX_ATTEMPTS_LISTED = 50
 MAX_METRICS_LISTED = 32
 
@@ -101,11 +103,15 @@ class Latest(Document):
 def dump_latest(body: Latest) -> bytes:
     data = dump(body)
     if len(data) > MAX_BYTES:
-        raise ConfigError(
-            f"latest would have {len(data)} bytes, more than {MAX_BYTES}: it lists {len(body.live)} checkpoints. Keep "
-            "fewer: 'raycheck prune' and 'raycheck unpin' make room at once, also beside a run; then SaveSettings"
-        )
+        raise _full(body, len(data), MAX_BYTES)
     return data
+
+
+def _full(body: Latest, size: int, bound: int) -> ConfigError:
+    return ConfigError(
+        f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints. Keep fewer: "
+        "'raycheck prune' and 'raycheck unpin' make room at once, also beside a run; then change SaveSettings"
+    )
 
 
 def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[str, float]:
@@ -115,15 +121,24 @@ def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[
 
 
 def fitted(body: Latest, *, needed: str | None) -> Latest:
-    """`body`, when it grows full with fewer metrics in its oldest entries; their manifests hold them all."""
+    """`body`, when it grows full with fewer metrics in its oldest entries; their manifests hold them all.
+
+    Raises ConfigError that says how to make room when that is not enough.
+    """
     excess = len(dump(body)) - MAX_BYTES * 3 // 4
+    if excess <= 0:
+        return body
     live = list(body.live)
     for place, entry in enumerate(live):
-        if excess <= 0:
-            break
         live[place] = replace(entry, metrics={name: value for name, value in entry.metrics.items() if name == needed})
         excess -= len(dump(entry)) - len(dump(live[place]))
-    return replace(body, live=tuple(live))
+        if excess <= 0:
+            break
+    slim = replace(body, live=tuple(live))
+    size = len(dump(slim))
+    if size > COMMIT_BYTES:
+        raise _full(body, size, COMMIT_BYTES)
+    return slim
 
 
 def load_latest(data: bytes, *, what: str) -> Latest:

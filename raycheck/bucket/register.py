@@ -49,6 +49,13 @@ class Register:
         self._seen = max(self._seen, now)
         return body, got
 
+    def look(self) -> tuple[Latest, Got]:
+        """`read`, of a run that must be there. Raises NotFoundError when it is not."""
+        found = self.read()
+        if found is None:
+            raise NotFoundError(f"{self.store.uri}: no run here (no object named latest)")
+        return found
+
     def swap(self, decide: Decide, *, what: str) -> Latest:
         """Steps 1 to 5. Returns the body in which the effect of `decide` stands."""
         deadline = self._monotonic() + SWAP_DEADLINE_S

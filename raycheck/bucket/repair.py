@@ -12,7 +12,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import NewerFormatError
-from raycheck.bucket.latest import Attempt, Entry, Latest, dump_latest, load_latest
+from raycheck.bucket.latest import Attempt, Entry, Latest, dump_latest, fitted, listed_metrics, load_latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import load_manifest
 from raycheck.bucket.record import load_record
@@ -20,7 +20,7 @@ from raycheck.bucket.rewind import by_hand
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
-MAX_LISTED = 100
+MAX_LISTED = 1000
 """So many of the newest checkpoints are listed again: `latest` has a size bound."""
 COUNTER_STRIDE = 1_000_000
 
@@ -53,7 +53,7 @@ def repair(store: Store) -> Repaired:
             left_out.append((str(name), f"the newest {MAX_LISTED} are listed"))
             continue
         try:
-            live.insert(0, _verified(store, name, is_head=not live))
+            live.insert(0, _verified(store, name, old, is_head=not live))
         except NewerFormatError:
             raise
         except (NotFoundError, CorruptError) as error:  # nothing else is proof: a store that is away says nothing
@@ -65,7 +65,7 @@ def repair(store: Store) -> Repaired:
     owner = f"repair-{uuid4().hex[:12]}"
     owners = dict.fromkeys([*(old.owners if old else ()), *(record.owner for record in records), owner])
     head = _head(live, records)
-    new = Latest(
+    rebuilt = Latest(
         run_id=old.run_id if old else uuid4().hex,
         # Unknown when the body is: far above any that an old coordinator may have seen, so that it reads on.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
@@ -75,6 +75,7 @@ def repair(store: Store) -> Repaired:
         live=tuple(live),
         evicted=old.evicted if old else (),
     )
+    new = fitted(rebuilt, needed=None)
     if got is None:
         store.put_if_absent(layout.LATEST_KEY, dump_latest(new))
     else:
@@ -96,22 +97,25 @@ def _old(store: Store) -> tuple[Got | None, Latest | None]:
         return got, None
 
 
-def _verified(store: Store, name: CheckpointName, *, is_head: bool) -> Entry:
-    """The entry behind a directory. Raises for one that is not whole."""
+def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> Entry:
+    """The entry behind a directory, pinned and expiring as the old body said. Raises for one that is not whole."""
     key = layout.manifest_key(str(name))
     try:
         got = store.get(key)
     except NotFoundError:
         raise NotFoundError("it has no manifest: its save was never finished, or it was being deleted") from None
     manifest = load_manifest(got.data, what=key)
+    before = old.entry(str(name)) if old else None
     entry = Entry(
         key=manifest.key,
         refs=manifest.refs,
         step=manifest.step,
         committed_at=got.at,
         size_bytes=manifest.size_bytes,
-        metrics=manifest.metrics,
+        metrics=listed_metrics(manifest.metrics, needed=None),
         manifest_crc32=crc32(got.data),
+        pinned=before.pinned if before else False,
+        expires_at=before.expires_at if before else None,
     )
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")

@@ -53,9 +53,9 @@ def prune(
     Returns the names that are gone. A crash anywhere: the next prune goes on. Raises NotFoundError without a run.
     """
     evict(register, rules)
-    body, now = _read(register)
+    body, got = register.look()
     held = body.held()
-    ripe = [name for name, wait_s in _waits(body, now, grace_s) if not wait_s and name not in spare]
+    ripe = [name for name, wait_s in _waits(body, got.at, grace_s) if not wait_s and name not in spare]
     for name in ripe:
         _delete_checkpoint(register.store, name, is_held=name in held)
     gone = tuple(name for name in ripe if name not in held)
@@ -67,10 +67,10 @@ def prune(
 
 def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Waste, ...]:
     """What `prune` would delete now or after the grace. Writes nothing."""
-    body, now = _read(register)
-    verdicts = judge(body, rules, now=now)
+    body, got = register.look()
+    verdicts = judge(body, rules, now=got.at)
     held = {name for item in verdicts if item.is_kept for name in (item.entry.key, *item.entry.refs)}
-    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, now, grace_s)]
+    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s)]
     due += [(item.entry.key, item.reason, grace_s) for item in verdicts if not item.is_kept]
     return tuple(
         _waste(register.store, name, f"{why}; others refer to its objects" if name in held else why, wait_s, held)
@@ -89,22 +89,16 @@ def sweep(store: Store, *, only_torn: bool = False) -> tuple[Waste, ...]:
     swept, uploads = _garbage(store, only_torn=only_torn)
     for item in swept:
         _delete_checkpoint(store, item.name, is_held=False)
+    aborted = [_unfinished(store, upload) for upload in uploads]
     for upload in uploads:
         store.abort_upload(upload)
-    return (*swept, *map(_unfinished, uploads))
+    return (*swept, *aborted)
 
 
 def plan_sweep(store: Store) -> tuple[Waste, ...]:
     """What `sweep` would delete. Writes nothing."""
     swept, uploads = _garbage(store, only_torn=False)
-    return (*swept, *map(_unfinished, uploads))
-
-
-def _read(register: Register) -> tuple[Latest, float]:
-    found = register.read()
-    if found is None:
-        return read_latest(register.store), 0.0  # raises NotFoundError that says there is no run
-    return found[0], found[1].at
+    return (*swept, *(_unfinished(store, upload) for upload in uploads))
 
 
 def _waits(body: Latest, now: float, grace_s: float) -> Iterator[tuple[str, float]]:
@@ -141,8 +135,9 @@ def _garbage(store: Store, *, only_torn: bool) -> tuple[list[Waste], list[Upload
     return found, [upload for upload in uploads if (name := layout.checkpoint_of(upload.key)) and name.attempt < number]
 
 
-def _unfinished(upload: Upload) -> Waste:
-    return Waste(name=upload.key, num_objects=0, size_bytes=0, reason="an upload that never ended")
+def _unfinished(store: Store, upload: Upload) -> Waste:
+    size_bytes = store.upload_bytes(upload)
+    return Waste(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
 
 
 def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Waste:

@@ -186,7 +186,7 @@ def _result(where: str, run: Run, events: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _epilogue(screen: Console, run: Run, result: dict[str, Any], *, folder: Path, text: str, steps: int) -> None:
-    from raycheck.cli import size
+    from raycheck.cli.common import size
 
     table = Table("step", "attempt", "size", "training blocked", "upload", "MB/s per worker", box=None, pad_edge=False)
     for checkpoint in run.checkpoints:

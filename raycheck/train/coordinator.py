@@ -20,13 +20,13 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
-from raycheck.bucket.latest import Attempt, Entry
+from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.probe import probe
 from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.sweep import GRACE_S, prune
+from raycheck.bucket.sweep import GRACE_S, prune, sweep
 from raycheck.errors import (
     CorruptError,
     FencedError,
@@ -72,9 +72,10 @@ class Coordinator:
         self._saves: dict[tuple[str, int], PendingSave] = {}
         self._agreements: dict[tuple[str, int], Meeting] = {}
         self._probed = False
-        self._next_prune_at = float("-inf")
+        self._next_tidy_at = float("-inf")
+        self._must_sweep = False
         self._exports = Exports(uri)
-        self._pruning: asyncio.Task[None] | None = None
+        self._tidying: asyncio.Task[None] | None = None
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Make `group` the live attempt. All its ranks may call; they get one answer."""
@@ -84,7 +85,8 @@ class Coordinator:
                 self._claims = {group: await asyncio.to_thread(self._claim, group, world_size)}
                 self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
                 self._agreements.clear()
-                self._start_prune()
+                self._must_sweep = True
+                self._start_tidying()
             return self._claims[group]
 
     async def report(self, report: Report) -> Outcome:
@@ -100,7 +102,7 @@ class Coordinator:
         pending = self._saves.setdefault(at, PendingSave())
         pending.reports.setdefault(report.rank, report)
         if not pending.is_started and (report.failure or len(pending.reports) == report.world_size):
-            pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._start_prune)
+            pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._start_tidying)
         await asyncio.wait([pending.outcome], timeout=WAIT_S)
         if pending.outcome.done():
             self._forget_before(report)
@@ -152,10 +154,10 @@ class Coordinator:
         for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 1]:
             del self._saves[key]
 
-    def _start_prune(self) -> None:
-        """Delete what retention dropped, behind everybody's back and one at a time."""
-        if self._pruning is None or self._pruning.done():
-            self._pruning = asyncio.create_task(asyncio.to_thread(self._prune))
+    def _start_tidying(self) -> None:
+        """Delete what retention dropped and torn saves left, behind everybody's back and one at a time."""
+        if self._tidying is None or self._tidying.done():
+            self._tidying = asyncio.create_task(asyncio.to_thread(self._tidy))
 
     # --- below: in threads ---
 
@@ -167,6 +169,8 @@ class Coordinator:
         )
         if before is not None and before[0].attempt.number < attempt.number:
             self._record_end(before[0].attempt, attempt)
+        if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
+            logger.warning("run %s: latest is nearly full; keep fewer checkpoints (raycheck prune)", self._uri)
         logger.info(
             "run %s attempt %d: %d ranks, %s",
             self._uri,
@@ -251,14 +255,18 @@ class Coordinator:
         except RaycheckError as error:
             logger.warning("run %s: %s is committed, but was not exported: %s", self._uri, key, error)
 
-    def _prune(self) -> None:
-        if time.monotonic() < self._next_prune_at:
+    def _tidy(self) -> None:
+        if time.monotonic() < self._next_tidy_at and not self._must_sweep:
             return
-        self._next_prune_at = time.monotonic() + GRACE_S / 4
+        self._next_tidy_at = time.monotonic() + GRACE_S / 4
         try:
             prune(self._register, spare=self._exports.keys)
+            if self._must_sweep:
+                self._must_sweep = False
+                for item in sweep(self._store, only_torn=True):
+                    logger.info("run %s: deleted %s (%s)", self._uri, item.name, item.reason)
         except RaycheckError as error:
-            logger.warning("run %s: dropped checkpoints could not be deleted yet: %s", self._uri, error)
+            logger.warning("run %s: what is no longer needed could not be deleted yet: %s", self._uri, error)
 
     def _look(self, group: str) -> None:
         found = self._register.read()

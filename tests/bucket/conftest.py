@@ -11,6 +11,7 @@ import pytest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store import s3 as s3_module
 from raycheck.bucket.store.s3 import S3Store
+from tests.bucket.ceph import ceph_server
 from tests.bucket.ministack import ministack_server
 
 
@@ -29,6 +30,18 @@ def ministack() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def ministack_client(ministack: str):
     return made_by_s3fs(ministack)
+
+
+@pytest.fixture(scope="session")
+def ceph() -> Iterator[str]:
+    """URI of a bucket on Ceph RGW, its objects in memory; with --all only."""
+    with ceph_server("memstore") as cluster:
+        yield cluster.uri
+
+
+@pytest.fixture(scope="session")
+def ceph_client(ceph: str):
+    return made_by_s3fs(ceph)
 
 
 @pytest.fixture(scope="session")

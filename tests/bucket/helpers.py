@@ -117,10 +117,10 @@ class Driver:
         rules = Retention(keep_last=keep_last, **rules)
         return commit.commit(self.register, self.me, manifest, dump(manifest), rules)
 
-    def save(self, attempt: int, save: int, *, keep_last: int = 10, **more: Any) -> Manifest:
-        """Write and commit; the commit must be the first of this save."""
+    def save(self, attempt: int, save: int, *, keep_last: int | None = 10, rules: Any = None, **more: Any) -> Manifest:
+        """Write and commit; the commit must be the first of this save. rules: further ones of Retention."""
         manifest = write_checkpoint(self.store, attempt=attempt, save=save, **more)
-        assert self.commit(manifest, keep_last=keep_last)
+        assert self.commit(manifest, keep_last=keep_last, **rules or {})
         return manifest
 
     def look(self) -> Latest:

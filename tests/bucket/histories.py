@@ -220,8 +220,7 @@ class Histories(RuleBasedStateMachine):
         if not self.ledger.is_lost:  # an earlier repair was only slow
             return
         failed = only(ConflictError, ConfigError) if isinstance(fate.kind, Mode) else only()
-        # FAIL_BEFORE: see test_lost_latest.py. An answer that breaks off or a stale listing looks like damage to it.
-        never = (Mode.FAIL_BEFORE, Mode.TRUNCATE, Mode.STALE_LISTING)
+        never = (Mode.TRUNCATE, Mode.STALE_LISTING)  # both are damage, for all that it can know
         job = Job(process=self.stage.person(), work=repair, failed=failed, never=never)
         self.stage.run(job, RUNS if fate.kind == "pauses" else fate)
 

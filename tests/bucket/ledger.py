@@ -51,8 +51,10 @@ class Ledger:
         self.is_lost = True
         if body is None:
             self.world.inner.delete(layout.LATEST_KEY)
+            self.world.objects.pop(layout.LATEST_KEY, None)
         else:
             self.world.inner.put(layout.LATEST_KEY, body)
+            self.world.objects[layout.LATEST_KEY] = body
 
     # --- what people are told ---
 

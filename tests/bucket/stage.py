@@ -104,10 +104,9 @@ class Stage:
             if isinstance(error, FencedError):
                 self._fenced(group.driver)
             elif isinstance(error, SupersededError):
-                assert self.ledger.is_lost or self.ledger.body.attempt.group != group.name, "the live group is refused"
-            elif isinstance(error, CorruptError):
-                # Of a call that nobody waits for: its successor answered, and the group has saved since.
-                assert group.attempt, f"{group.name}: {error}"
+                live = self.ledger.body.attempt
+                is_current = (live.group, live.coordinator) == (group.name, coordinator.name)
+                assert self.ledger.is_lost or not is_current, "the live group is refused"
             else:
                 assert isinstance(error, ConfigError), error
                 assert group.driver.resume != "auto", error

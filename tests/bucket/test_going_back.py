@@ -6,6 +6,7 @@ import pytest
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.edits import pin
 from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair
@@ -212,6 +213,21 @@ def test_a_repair_goes_to_where_the_run_was_rewound_and_keeps_its_driver_out(sto
     assert done.latest.head == first
     with pytest.raises(FencedError):
         Driver(store, ann.me.owner).claim("g9")
+    assert_invariants(store)
+
+
+def test_a_repair_keeps_the_pins_that_an_old_body_still_knows(store: Store) -> None:
+    driver = run_of(store)
+    first = driver.look().live[0]
+    pin(driver.register, first.key)
+    rolled_back = store.get(layout.LATEST_KEY).data
+    Driver(store).claim("g2")
+    write_checkpoint(store, attempt=2, save=1)
+    store.put(layout.LATEST_KEY, rolled_back)
+
+    repaired = repair(store).latest
+
+    assert [entry.pinned for entry in repaired.live] == [True, False, False, False]
     assert_invariants(store)
 
 

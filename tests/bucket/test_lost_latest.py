@@ -122,7 +122,6 @@ def test_repair_lists_nothing_when_the_first_read_of_a_manifest_fails():
     assert layout.LATEST_KEY not in store.objects
 
 
-@to_be_mended
 def test_repair_leaves_no_checkpoint_out_because_the_store_fails_in_its_verification():
     store = a_run_without_its_latest()
 

@@ -1,22 +1,34 @@
 """Retention, pins, prune and sweep: what stays, what goes, and that nothing goes which anybody may still need."""
 
 from dataclasses import replace
+from uuid import uuid4
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycheck.bucket import layout
-from raycheck.bucket.edits import pin
-from raycheck.bucket.latest import Attempt, Entry, Latest
+from raycheck.bucket.edits import evict, pin
+from raycheck.bucket.latest import (
+    COMMIT_BYTES,
+    MAX_BYTES,
+    MAX_METRICS_LISTED,
+    Attempt,
+    Entry,
+    Latest,
+    dump_latest,
+    fitted,
+    listed_metrics,
+)
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.register import Register
-from raycheck.bucket.retention import dropped
-from raycheck.bucket.store import Got, Store
-from raycheck.bucket.sweep import GRACE_S, prune
-from raycheck.errors import StoreError, SupersededError
-from raycheck.settings import Retention
-from tests.bucket.helpers import Around, Driver, everything
+from raycheck.bucket.retention import dropped, judge
+from raycheck.bucket.store import Got, Store, Upload, open_store
+from raycheck.bucket.sweep import GRACE_S, plan_prune, plan_sweep, prune, sweep
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError, SupersededError
+from raycheck.settings import Retention, SaveSettings
+from tests.bucket.helpers import Around, Driver, everything, write_checkpoint
+from tests.bucket.test_store import begin_upload
 from tests.invariants import assert_invariants
 
 
@@ -88,31 +100,261 @@ def test_an_evicted_checkpoint_never_comes_back(store):
     assert keys(after.evicted) == [evicted.key]
 
 
-entries = st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=12).map(
+def entry(save: int, step: int, *, pinned: bool = False, expires_at: float | None = None, **metrics: float) -> Entry:
+    return Entry(
+        key=str(CheckpointName(attempt=1, save=save, step=step)),
+        step=step,
+        committed_at=0.0,
+        size_bytes=0,
+        metrics=metrics,
+        manifest_crc32=0,
+        pinned=pinned,
+        expires_at=expires_at,
+    )
+
+
+losses = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, -2.0]))
+entries = st.lists(st.tuples(st.integers(0, 60), st.booleans(), losses), min_size=1, max_size=12).map(
     lambda items: [
-        Entry(
-            key=str(CheckpointName(attempt=1, save=save, step=step)),
-            step=step,
-            committed_at=0.0,
-            size_bytes=0,
-            metrics={},
-            manifest_crc32=0,
-            pinned=pinned,
-        )
-        for save, (step, pinned) in enumerate(items)
+        entry(save, step, pinned=pinned, **({} if loss is None else {"loss": loss}))
+        for save, (step, pinned, loss) in enumerate(items)
     ]
 )
+rules = st.builds(
+    Retention,
+    keep_last=st.none() | st.integers(1, 12),
+    keep_every_steps=st.none() | st.integers(1, 30),
+    keep_best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
+)
+
+
+def steps_kept(live: list[Entry], given: Retention, *, now: float = 0.0) -> list[int]:
+    body = body_of(live, live[-1].key)
+    return [verdict.entry.step for verdict in judge(body, given, now=now) if verdict.is_kept]
 
 
 @settings(max_examples=100, deadline=None)
 @given(entries, st.integers(1, 12), st.data())
-def test_retention_keeps_the_head_the_pinned_and_the_newest_and_drops_the_rest(live, keep_last, data):
+def test_the_newest_the_head_and_the_pinned_stay_and_the_rest_goes(live, keep_last, data):
     head = data.draw(st.sampled_from(live)).key
 
     gone = set(dropped(body_of(live, head), Retention(keep_last=keep_last), now=0.0))
 
-    kept = {entry.key for entry in live if entry.pinned or entry.key == head} | set(keys(live[-keep_last:]))
+    kept = {item.key for item in live if item.pinned or item.key == head} | set(keys(live[-keep_last:]))
     assert gone == set(keys(live)) - kept
+
+
+@settings(max_examples=200, deadline=None)
+@given(entries, rules)
+def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rules):
+    body = body_of(live, live[-1].key)
+    gone = dropped(body, given_rules, now=0.0)
+
+    left = replace(body, live=tuple(item for item in body.live if item.key not in gone))
+
+    assert dropped(left, given_rules, now=0.0) == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(entries, rules)
+def test_an_entry_goes_only_when_every_rule_lets_it_go(live, given_rules):
+    body = body_of(live, live[-1].key)
+    names = [name for name in ("keep_last", "keep_every_steps", "keep_best") if getattr(given_rules, name)]
+    alone = [dropped(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
+
+    gone = dropped(body, given_rules, now=0.0)
+
+    assert set(gone) == (set.intersection(*map(set, alone)) if alone else set())
+
+
+def test_one_checkpoint_stays_per_span_of_steps_the_lowest_at_or_after_its_multiple():
+    live = [entry(save, step) for save, step in enumerate([90, 100, 110, 190, 203, 230, 290, 310])]
+
+    assert steps_kept(live, Retention(keep_every_steps=100)) == [100, 203, 310]
+
+
+def test_of_a_step_that_was_trained_twice_the_newer_branch_stays():
+    live = [entry(save, step) for save, step in enumerate([100, 200, 100, 200, 250])]
+
+    kept = [
+        item.entry.key
+        for item in judge(body_of(live, live[-1].key), Retention(keep_every_steps=100), now=0.0)
+        if item.is_kept
+    ]
+
+    assert kept == keys([live[2], live[3], live[4]])
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("min", [30, 50, 60]), ("max", [10, 20, 60])])
+def test_the_best_stay_and_of_equals_the_newer(mode, kept):
+    live = [
+        entry(1, 10, loss=9.0),
+        entry(2, 20, loss=3.0),
+        entry(3, 30, loss=1.0),
+        entry(4, 40, other=0.0),
+        entry(5, 50, loss=1.0),
+        entry(6, 60, loss=2.0),
+    ]
+
+    assert steps_kept(live, Retention(keep_best=("loss", mode, 2))) == kept
+
+
+def test_without_a_rule_all_stay_and_only_the_expired_go():
+    live = [entry(1, 10, expires_at=100.0), entry(2, 20, expires_at=100.0, pinned=True), entry(3, 30), entry(4, 40)]
+
+    assert steps_kept(live, Retention(), now=99.9) == [10, 20, 30, 40]
+    assert steps_kept(live, Retention(), now=100.0) == [20, 30, 40]
+
+
+def test_what_expired_goes_although_a_rule_would_keep_it_but_never_the_head():
+    live = [entry(save, save, expires_at=50.0, loss=0.0) for save in (1, 2, 3)]
+
+    kept = steps_kept(live, Retention(keep_last=3, keep_best=("loss", "min", 3)), now=60.0)
+
+    assert kept == [3]
+
+
+def test_what_the_live_attempt_is_still_restoring_stays_until_its_first_commit():
+    live = [entry(1, 10), entry(2, 20), entry(3, 30)]
+    body = body_of(live, live[2].key)
+    restoring = replace(body.attempt, restore_key=live[0].key, last_save=0)
+
+    before = dropped(replace(body, attempts=(restoring,)), Retention(keep_last=1), now=0.0)
+    after = dropped(replace(body, attempts=(replace(restoring, last_save=1),)), Retention(keep_last=1), now=0.0)
+
+    assert before == (live[1].key,)
+    assert after == (live[0].key, live[1].key)
+
+
+def test_an_entry_carries_when_it_expires_by_the_buckets_clock(store):
+    ann = Driver(store)
+    ann.claim("g1")
+    ann.save(1, 1, rules={"expire_after_s": 1000.0})
+    ann.save(1, 2)
+
+    first, second = ann.look().live
+    evict(aged(ann, 900), Retention())
+    assert keys(ann.look().live) == [first.key, second.key]
+    evict(aged(ann, 1100), Retention())
+
+    assert first.expires_at == first.committed_at + 1000.0
+    assert second.expires_at is None
+    assert keys(assert_invariants(store).live) == [second.key]
+
+
+def test_a_commit_ranks_by_its_own_metric_too(store):
+    ann = Driver(store)
+    ann.claim("g1")
+
+    for save in (1, 2, 3):  # helpers: the loss falls with the step
+        ann.save(1, save, keep_last=None, rules={"keep_best": ("loss", "max", 1)})
+
+    assert [item.step for item in assert_invariants(store).live] == [10, 30]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_last": 0},
+        {"keep_last": True},
+        {"keep_every_steps": 1.5},
+        {"expire_after_s": -1},
+        {"expire_after_s": float("inf")},
+        {"expire_after_s": float("nan")},
+        {"keep_best": ("loss", "least", 3)},
+        {"keep_best": ("loss", "min", 0)},
+        {"keep_best": ("", "min", 1)},
+        {"keep_best": ("loss", "min")},
+        {"keep_best": "loss"},
+        {"keep_best": ("loss", "min", True)},
+    ],
+)
+@pytest.mark.parametrize("kind", [Retention, SaveSettings])
+def test_a_rule_that_cannot_work_is_refused_by_name(kind, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        kind(**wrong)
+
+
+# --- pins ---
+
+
+def test_a_pin_and_its_end_change_nothing_else(store):
+    ann = Driver(store)
+    ann.claim("g1")
+    saved = ann.save(1, 1)
+    before = ann.look()
+
+    pinned = pin(Register(store), saved.key)
+    same = pin(Register(store), saved.key)
+    after = pin(Register(store), saved.key, pinned=False)
+
+    assert pinned.entry(saved.key).pinned
+    assert same.counter == pinned.counter
+    assert replace(after, counter=before.counter) == before
+    ann.save(1, 2)
+    assert_invariants(store, before)
+
+
+def test_what_is_not_live_cannot_be_pinned(store):
+    ann = Driver(store)
+    with pytest.raises(NotFoundError, match="no run here"):
+        pin(Register(store), "step-000000010-a1-s1")
+    ann.claim("g1")
+    gone = ann.save(1, 1)
+    ann.save(1, 2, keep_last=1)
+
+    for key in (gone.key, "step-000000099-a9-s9"):
+        with pytest.raises(NotFoundError, match="no longer live"):
+            pin(Register(store), key)
+
+
+# --- the size of latest ---
+
+
+def full_body(count: int) -> Latest:
+    live = [entry(save, 10 * save, **{f"metric/{i}": 0.123456789 * i for i in range(32)}) for save in range(count)]
+    return body_of(live, live[-1].key)
+
+
+def test_old_entries_give_up_metrics_before_latest_grows_full_but_not_the_one_that_ranks():
+    body = full_body(600)
+
+    slim = fitted(body, needed="metric/7")
+
+    assert len(dump_latest(slim)) <= MAX_BYTES * 3 // 4
+    assert slim.live[0].metrics == {"metric/7": 0.123456789 * 7}
+    assert slim.live[-1] == body.live[-1]
+    assert keys(slim.live) == keys(body.live)
+    assert fitted(full_body(20), needed=None) == full_body(20)
+
+
+def test_an_entry_lists_the_metric_that_ranks_and_the_first_others():
+    metrics = {f"m{i}": float(i) for i in range(100)}
+
+    listed = listed_metrics(metrics, needed="m99")
+
+    assert list(listed) == ["m99", *(f"m{i}" for i in range(MAX_METRICS_LISTED - 1))]
+
+
+def test_a_full_latest_refuses_the_commit_and_a_prune_beside_the_run_makes_room():
+    store = open_store("memory://a-full-latest")
+    ann = Driver(store)
+    ann.claim("g1")
+    full = fitted(full_body(1000), needed=None)
+    ann.register.swap(lambda body, _: replace(body, live=full.live, head=full.head), what="fill")
+    late = write_checkpoint(store, attempt=1, save=5000)
+    room = COMMIT_BYTES - len(store.get(layout.LATEST_KEY).data)
+    ann.register.swap(lambda body, _: replace(body, unknown={"x": "y" * (room - 50)}), what="fill the rest")
+
+    with pytest.raises(ConfigError, match="raycheck prune"):
+        ann.commit(late, keep_last=None)
+    bob = Driver(store, "bob")
+    attempt, restored = bob.claim("h1")  # a run is never lost for want of room
+    evict(Register(store), Retention(keep_last=5))
+
+    assert restored.key == full.head
+    assert bob.commit(write_checkpoint(store, attempt=attempt.number, save=1), keep_last=None)
+    assert len(bob.look().live) == 6
 
 
 # --- prune ---
@@ -234,3 +476,203 @@ def test_a_prune_that_nobody_needs_writes_nothing(store):
 
     assert everything(store) == before
     assert_invariants(store)
+
+
+def test_a_prune_that_anybody_makes_leaves_a_running_driver_alone(store):
+    ann, bob = Driver(store), Driver(store, "bob")
+    ann.claim("g1")
+    bob.claim("h1")
+    for save in (1, 2, 3):
+        bob.save(2, save)
+
+    gone = prune(Register(store), Retention(keep_last=1), grace_s=0)  # also by ann, who is fenced
+
+    assert gone == ("step-000000010-a2-s1", "step-000000020-a2-s2")
+    assert bob.save(2, 4)
+    assert [item.step for item in assert_invariants(store).live] == [30, 40]
+
+
+def test_a_dry_run_names_exactly_what_a_prune_then_deletes_and_writes_nothing(store):
+    ann = Driver(store)
+    ann.claim("g1")
+    base = ann.save(1, 1)
+    ann.save(1, 2, keep_last=1)
+    user = ann.save(1, 3)
+    before = everything(store)
+    sizes = {key: len(data) for key, data in before.items()}
+
+    now, later = plan_prune(Register(store), Retention(keep_last=1), grace_s=0), plan_prune(ann.register)
+
+    assert everything(store) == before
+    assert [(item.name, item.reason, item.wait_s) for item in now] == [
+        (base.key, "evicted", 0.0),
+        ("step-000000020-a1-s2", "no rule keeps it", 0.0),
+    ]
+    assert [item.name for item in later] == [base.key]
+    assert 0 < later[0].wait_s <= GRACE_S
+    assert set(prune(ann.register, Retention(keep_last=1), grace_s=0)) == {item.name for item in now}
+    left = everything(store)
+    assert sum(item.num_objects for item in now) == len(set(before) - set(left))
+    assert sum(item.size_bytes for item in now) == sum(sizes[key] for key in set(before) - set(left))
+    assert [item.key for item in assert_invariants(store).live] == [user.key]
+
+
+def test_a_dry_run_counts_only_the_manifest_of_what_others_refer_to(store):
+    ann = Driver(store)
+    ann.claim("g1")
+    base = ann.save(1, 1)
+    ann.save(1, 2, base=base, keep_last=1)
+
+    (waste,) = plan_prune(ann.register, grace_s=0)
+
+    assert (waste.name, waste.num_objects) == (base.key, 1)
+    assert waste.size_bytes == len(store.get(layout.manifest_key(base.key)).data)
+    assert "refer" in waste.reason
+
+
+def test_pruning_where_no_run_is_says_so(store):
+    for call in (prune, plan_prune):
+        with pytest.raises(NotFoundError, match="no run here"):
+            call(Register(store))
+
+
+# --- sweep ---
+
+
+def directories(store: Store) -> set[str]:
+    return {name.split("/")[1] for name in everything(store) if name.startswith("checkpoints/")}
+
+
+def leave_garbage(store: Store) -> tuple[Driver, str, str]:
+    """A run of three attempts. Returns its driver, a torn save of attempt 1, and a whole one that was never listed."""
+    ann = Driver(store)
+    ann.claim("g1")
+    ann.save(1, 1)
+    whole = write_checkpoint(store, attempt=1, save=2)
+    torn = write_checkpoint(store, attempt=1, save=3)
+    store.delete(layout.manifest_key(torn.key))
+    ann.claim("g2")
+    base = ann.save(2, 1)
+    ann.save(2, 2, base=base)
+    evict(ann.register, Retention(keep_last=1))
+    ann.claim("g3")
+    return ann, torn.key, whole.key
+
+
+def test_a_sweep_takes_what_earlier_attempts_left_and_nothing_else(store):
+    ann, torn, whole = leave_garbage(store)
+    pending = write_checkpoint(store, attempt=3, save=1)
+    store.put("checkpoints/step-000000010-a1-s9.bak/file", b"not ours")
+    store.put("checkpoints/notes.txt", b"not ours")
+    store.put("ray/step-000000030-a1-s3/pointer.json", b"{}")
+    before, body = everything(store), ann.look()
+
+    planned = plan_sweep(store)
+    assert everything(store) == before
+    swept = sweep(store)
+
+    assert swept == planned
+    assert {item.name for item in swept} == {torn, whole}
+    gone = set(before) - set(everything(store))
+    assert {key.split("/")[1] for key in gone} == {torn, whole}
+    assert sum(item.num_objects for item in swept) == len(gone)
+    assert sum(item.size_bytes for item in swept) == sum(len(before[key]) for key in gone)
+    assert ann.look() == body
+    assert ann.commit(pending)
+    assert_invariants(store, body)
+    assert sweep(store) == ()
+
+
+def test_a_sweep_of_torn_saves_leaves_what_is_whole_to_a_person(store):
+    _, torn, whole = leave_garbage(store)
+
+    swept = sweep(store, only_torn=True)
+
+    assert [item.name for item in swept] == [torn]
+    assert whole in directories(store)
+    assert_invariants(store)
+
+
+def test_a_sweep_without_a_run_or_under_an_old_latest_deletes_nothing(store):
+    leave_garbage(store)
+    body = store.get(layout.LATEST_KEY).data
+    write_checkpoint(store, attempt=4, save=1)
+    before = everything(store)
+
+    with pytest.raises(CorruptError, match="is older than the checkpoint step-000000010-a4-s1"):
+        sweep(store)
+    store.put(layout.LATEST_KEY, b"{")
+    with pytest.raises(CorruptError):
+        sweep(store)
+    store.delete(layout.LATEST_KEY)
+    with pytest.raises(NotFoundError, match="no run here"):
+        sweep(store)
+
+    store.put(layout.LATEST_KEY, body)
+    assert everything(store) == before
+
+
+def test_a_sweep_that_died_is_finished_by_the_next_and_never_leaves_a_manifest_without_its_shards(store):
+    class Dies(Around):
+        left = 0
+
+        def delete(self, key: str) -> None:
+            if self.left == 0:
+                raise StoreError("the process is gone")
+            self.left -= 1
+            self.inner.delete(key)
+
+    _, torn, whole = leave_garbage(store)
+
+    for left in range(3):
+        dying = Dies(store)
+        dying.left = left
+        with pytest.raises(StoreError):
+            sweep(dying)
+        has_manifest = layout.manifest_key(whole) in everything(store)
+        assert not has_manifest or layout.shard_key(whole, "train", 0) in everything(store)
+        assert_invariants(store)
+    sweep(store)
+
+    assert not {torn, whole} & directories(store)
+
+
+@pytest.mark.parametrize("uri", ["file", "s3"], indirect=True)
+def test_a_sweep_ends_uploads_of_earlier_attempts_and_leaves_the_live_ones(store):
+    ann = Driver(store)
+    ann.claim("g1")
+    saved = ann.save(1, 1)
+    ann.claim("g2")
+    begin = begin_local_upload if store.uri.startswith("file") else lambda store, key: begin_upload(store, key)[0]
+    torn, again = (begin(store, layout.shard_key(name, "train", 5)) for name in ("step-000000090-a1-s9", saved.key))
+    live = begin(store, layout.shard_key("step-000000090-a2-s1", "train", 0))
+    foreign = begin(store, "checkpoints/notes/mine")
+
+    planned = plan_sweep(store)
+    swept = sweep(store)
+
+    assert swept == planned
+    assert {item.name for item in swept} == {torn.key, again.key}
+    assert set(store.list_uploads("checkpoints/")) == {live, foreign}
+    assert_invariants(store)
+
+
+def begin_local_upload(store: Store, key: str) -> Upload:
+    path = store._path(key).with_name(f".raycheck-{uuid4().hex}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half")
+    return Upload(path.relative_to(store._root).as_posix(), path.name)
+
+
+def test_a_late_commit_of_a_swept_save_is_refused(store):
+    """Why it is safe to delete: nothing of an earlier attempt can become live again, whenever it wakes up."""
+    zombie = Driver(store)
+    zombie.claim("g1")
+    pending = write_checkpoint(store, attempt=1, save=1)
+    Driver(store).claim("g2")
+    sweep(store)
+
+    with pytest.raises(SupersededError):
+        zombie.commit(pending)
+
+    assert assert_invariants(store).live == ()

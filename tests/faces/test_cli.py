@@ -156,6 +156,72 @@ def test_rewind_makes_an_earlier_checkpoint_the_head(run) -> None:
     assert_invariants(store)
 
 
+def test_pin_keeps_a_checkpoint_from_prune_and_ls_shows_it(run) -> None:
+    uri, store = run
+    pinned, wrong = raycheck("pin", uri, "3"), raycheck("pin", uri, "4")
+
+    pruned = raycheck("prune", uri, "--keep-last", "1")
+    listed = raycheck("ls", uri)
+    unpinned = raycheck("unpin", uri, "step-000000003-a1-s1")
+
+    assert (pinned.returncode, wrong.returncode, pruned.returncode, unpinned.returncode) == (0, 2, 0, 0)
+    assert "there are: 3, 6" in wrong.stderr
+    assert "pinned" in listed.stdout
+    assert [entry.step for entry in read_latest(store).live] == [3, 6]
+    assert not read_latest(store).live[0].pinned
+    assert_invariants(store)
+
+
+def test_prune_shows_bytes_and_reasons_first_and_deletes_after_the_grace(run) -> None:
+    uri, store = run
+    before = sorted(item.key for item in store.list_objects(""))
+
+    dry = raycheck("prune", uri, "--keep-last", "1", "--dry-run", "--json")
+    table = raycheck("prune", uri, "--keep-best", "loss:min:1", "--dry-run")
+    assert sorted(item.key for item in store.list_objects("")) == before
+    first = raycheck("prune", uri, "--keep-last", "1")
+    second = raycheck("prune", uri, "--grace", "0", "--json")
+
+    (found,) = json.loads(dry.stdout)["found"]
+    assert json.loads(dry.stdout)["kept"] == {"step-000000006-a1-s2": "head"}
+    assert (found["name"], found["reason"], found["wait_s"]) == ("step-000000003-a1-s1", "no rule keeps it", 600)
+    assert found["size_bytes"] > 4 * 40 * 30
+    assert "no rule keeps it" in table.stdout
+    assert "would be deleted" in table.stdout
+    assert "0 B deleted" in first.stdout
+    assert "after that time" in first.stdout
+    assert json.loads(second.stdout)["deleted"] == ["step-000000003-a1-s1"]
+    assert not list(store.list_objects("checkpoints/step-000000003-a1-s1/"))
+    assert [entry.step for entry in assert_invariants(store).live] == [6]
+
+
+def test_prune_without_a_rule_drops_nothing_and_a_wrong_one_is_named(run) -> None:
+    uri, store = run
+
+    done, wrong = raycheck("prune", uri), raycheck("prune", uri, "--keep-best", "loss")
+
+    assert (done.returncode, wrong.returncode) == (0, 2)
+    assert "keep_best" in wrong.stderr
+    assert len(assert_invariants(store).live) == 2
+
+
+def test_sweep_deletes_what_a_dead_attempt_left(run) -> None:
+    uri, store = run
+    store.put("checkpoints/step-000000009-a1-s3/train/__0_0.distcp", b"x" * 1000)
+    nothing = raycheck("sweep", uri, "--json")
+    raycheck("rewind", uri, "6")
+
+    dry = raycheck("sweep", uri, "--dry-run")
+    done = raycheck("sweep", uri, "--json")
+
+    assert json.loads(nothing.stdout) == {"found": [], "deleted": [], "kept": {}}
+    assert "1.0 kB would be deleted" in dry.stdout
+    assert "attempt 1 ended before it was whole" in dry.stdout
+    assert json.loads(done.stdout)["deleted"] == ["step-000000009-a1-s3"]
+    assert not list(store.list_objects("checkpoints/step-000000009-a1-s3/"))
+    assert len(assert_invariants(store).live) == 2
+
+
 def test_repair_rebuilds_a_lost_latest_and_only_that(run) -> None:
     uri, store = run
     sound = raycheck("repair", uri)

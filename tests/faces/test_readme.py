@@ -17,8 +17,9 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 @pytest.mark.ray
 def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
-    script, settings = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    script, rules, settings = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert isinstance(given(settings)["storage"], raycheck.StorageSettings)
+    given(rules)
     storage = f"file://{tmp_path}/runs"
     path = tmp_path / "train.py"
     path.write_text(script.replace("s3://bucket/runs", storage))

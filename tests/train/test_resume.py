@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import raycheck
+from raycheck.bucket import layout
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.faultproxy import fault_proxy
@@ -102,10 +103,11 @@ def test_a_worker_killed_in_the_middle_of_its_upload_leaves_no_half_checkpoint(j
         os.kill(story(tmp_path, "start", rank=1)[0]["pid"], signal.SIGKILL)
         fitting.join()
 
-        listed = {checkpoint.entry.key for checkpoint in raycheck.open_run(join_uri(storage, "run")).checkpoints}
+        store = open_store(join_uri(storage, "run"))
+        listed = [entry.key for entry in assert_invariants(store).live]
         assert story(tmp_path, "start")[1]["at"] == 8
         assert not any("-a1-s3" in key for key in listed)
-        assert_invariants(open_store(join_uri(storage, "run")))
+        assert store.list_names(layout.CHECKPOINTS_PREFIX) == sorted(listed), "torn objects were swept"
 
 
 def test_a_worker_killed_after_every_report_loses_nothing(job, s3: str, tmp_path: Path) -> None:

@@ -101,6 +101,11 @@ class Store(ABC):
         del prefix
         return iter(())
 
+    def upload_bytes(self, upload: Upload) -> int:
+        """What an unfinished upload holds; 0 when it is gone."""
+        del upload
+        return 0
+
     def abort_upload(self, upload: Upload) -> None:
         """End one of `list_uploads` for good, and free what it holds; aborting what is gone is fine."""
         del upload

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_conditional_size, check_length
 from raycheck.errors import ConflictError, NotFoundError, StoreError
 
 _HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
+_LOCK = f"{_HIDDEN}lock"
 
 
 class LocalStore(Store):
@@ -106,6 +107,22 @@ class LocalStore(Store):
                     break
                 folder.rmdir()
 
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        """Temporaries, which a killed writer leaves beside its object; their keys are their own paths."""
+        for folder, _, names in os.walk(self._path(prefix)):
+            for name in names:
+                if name.startswith(_HIDDEN) and name != _LOCK:
+                    yield Upload(Path(folder, name).relative_to(self._root).as_posix(), name)
+
+    def upload_bytes(self, upload: Upload) -> int:
+        try:
+            return self.head(upload.key)
+        except NotFoundError:
+            return 0
+
+    def abort_upload(self, upload: Upload) -> None:
+        self.delete(upload.key)
+
     def _path(self, key: str) -> Path:
         return self._root / key
 
@@ -143,7 +160,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self._root / f"{_HIDDEN}lock").open("wb") as lock:
+        with (self._root / _LOCK).open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

@@ -21,6 +21,8 @@ _PERMISSIONS = {
     "GetObject": "s3:GetObject",
     "HeadObject": "s3:GetObject",
     "ListObjectsV2": "s3:ListBucket",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "ListParts": "s3:ListMultipartUploadParts",
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore.store import S3Store as Client
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_length
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.settings import StorageSettings
 
@@ -91,6 +91,15 @@ class FastS3Store(Store):
 
     def delete(self, key: str) -> None:
         self.through_s3fs.delete(key)
+
+    def list_uploads(self, prefix: str) -> Iterator[Upload]:
+        return self.through_s3fs.list_uploads(prefix)
+
+    def upload_bytes(self, upload: Upload) -> int:
+        return self.through_s3fs.upload_bytes(upload)
+
+    def abort_upload(self, upload: Upload) -> None:
+        self.through_s3fs.abort_upload(upload)
 
     @cached_property
     def _chain(self) -> "Chain":

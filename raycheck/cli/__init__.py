@@ -1,0 +1,93 @@
+"""The command line: look at runs, verify them, keep and drop, go back, repair, see the demo. Browsing imports neither
+torch nor ray.
+
+Exit codes: 0 fine, 1 something is damaged, 2 the command could not be carried out (the message says why).
+"""
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size
+from raycheck.cli.keep import COMMANDS as KEEPING
+from raycheck.cli.look import COMMANDS as LOOKING
+from raycheck.errors import RaycheckError
+
+app = typer.Typer(
+    help="Checkpoints of Ray Train runs in a bucket: look, verify, keep and drop, go back, repair.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+for command in LOOKING + KEEPING:
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; typed errors become one line and exit code 2."""
+    try:
+        app()
+    except RaycheckError as error:
+        print(f"raycheck: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+@app.command("export-hf")
+def export_hf(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    dest: Annotated[str, typer.Argument(help="A new or empty folder, or a free place in a bucket.")],
+    step: Step = None,
+    entry: Annotated[str | None, typer.Option(help="The model's name in the state, when there are several.")] = None,
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Merge a LoRA adapter into its model.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. bfloat16.")] = None,
+    config_from: Annotated[str | None, typer.Option(help="A folder with config.json, for a model without one.")] = None,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Write a checkpoint (the head, or --step) as a Hugging Face directory."""
+    from raycheck.run import export_hf as export
+
+    began = time.monotonic()
+    written = export(
+        uri,
+        dest,
+        storage=settings_of(storage),
+        step=step,
+        entry=entry,
+        merge_lora=merge_lora,
+        dtype=dtype,
+        config_from=config_from,
+    )
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({"dest": written.uri, "files": dict(written.files), "bytes": written.size_bytes, "seconds": seconds})
+        return
+    table = Table("file", "size", box=None, pad_edge=False)
+    for name, count in written.files.items():
+        table.add_row(Text(name), Text(size(count)))
+    out.print(table)
+    out.print(
+        Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"),
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def demo(  # noqa: PLR0917  typer makes options of them
+    root: Annotated[
+        str | None, typer.Option(help="Bucket or folder for the run; default: an embedded S3 server.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Ray Train workers.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps in all.")] = 40,
+    kill_step: Annotated[int, typer.Option(help="SIGKILL one worker after this step; 0: none.")] = 23,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between saves.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Train a small Llama on Ray, save to a bucket, kill a worker, go on."""
+    from raycheck.demo import run_demo
+
+    run_demo(root=root, workers=workers, steps=steps, kill_step=kill_step, save_every=save_every, as_json=as_json)

@@ -1,0 +1,126 @@
+"""Looking at a run: what is committed, what is in it, is it whole. Writes nothing (I8)."""
+
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from raycheck.bucket.catalog import Checkpoint
+from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size, time_of
+from raycheck.errors import NotFoundError
+from raycheck.run import Run, open_run
+
+
+def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
+    """List a run's committed checkpoints."""
+    run = open_run(uri, settings_of(storage))
+    if as_json:
+        print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
+        return
+    table = Table("", "step", "checkpoint", "size", "committed (UTC)", "metrics", box=None, pad_edge=False)
+    for checkpoint in run.checkpoints:
+        entry = checkpoint.entry
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(entry.metrics.items()))
+        mark = " ".join(_marks(run, checkpoint))
+        row = (mark, str(entry.step), entry.key, size(entry.size_bytes), time_of(entry.committed_at), metrics)
+        table.add_row(*map(Text, row))
+    out.print(table)
+
+
+def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
+    """Show a run and one checkpoint of it (the head, or --step)."""
+    run = open_run(uri, settings_of(storage))
+    checkpoint = run.head if step is None else run.at_step(step)
+    attempts = [
+        {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
+        for item in run.latest.attempts
+    ]
+    facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head, "attempts": attempts}
+    if checkpoint is not None:
+        facts["checkpoint"] = _facts(run, checkpoint) | _details(checkpoint)
+    if as_json:
+        print_json(facts)
+        return
+    out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints\n"))
+    table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", box=None, pad_edge=False)
+    for item in run.latest.attempts:
+        ranks = item.world_size or "by hand"
+        row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, time_of(item.claimed_at))
+        table.add_row(*(Text(str(cell)) for cell in row))
+    out.print(table)
+    if checkpoint is not None:
+        out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
+        for name, value in facts["checkpoint"].items():
+            out.print(Text(f"  {name:<14} {value if not isinstance(value, list) else ', '.join(map(str, value))}"))
+
+
+def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
+    """Read every object of every checkpoint (or of --step) and compare size and checksum."""
+    run = open_run(uri, settings_of(storage))
+    checkpoints = run.checkpoints if step is None else (run.at_step(step),)
+    if not checkpoints:
+        raise NotFoundError(f"{uri}: the run has no committed checkpoint to verify")
+    found = [(item.entry.key, finding) for item in checkpoints for finding in item.verify()]
+    bad = [finding for _, finding in found if finding.problem]
+    if as_json:
+        print_json(
+            {
+                "checkpoints": [item.entry.key for item in checkpoints],
+                "objects": len(found),
+                "bytes": sum(finding.size_bytes for _, finding in found),
+                "problems": [asdict(finding) for finding in bad],
+            }
+        )
+    else:
+        for key in dict.fromkeys(key for key, _ in found):
+            own = [finding for name, finding in found if name == key]
+            problems = [finding for finding in own if finding.problem]
+            total = size(sum(finding.size_bytes for finding in own))
+            out.print(Text(f"{'BAD' if problems else 'ok '}  {key}  {len(own)} objects, {total}"))
+            for finding in problems:
+                out.print(Text(f"     {finding.key}: {finding.problem}"))
+    if bad:
+        raise typer.Exit(1)
+
+
+def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:
+    entry = checkpoint.entry
+    return ["head"] * (entry.key == run.latest.head) + ["pinned"] * entry.pinned
+
+
+def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
+    entry = checkpoint.entry
+    return {
+        "key": entry.key,
+        "step": entry.step,
+        "is_head": entry.key == run.latest.head,
+        "size_bytes": entry.size_bytes,
+        "committed_at": entry.committed_at,
+        "expires_at": entry.expires_at,
+        "is_pinned": entry.pinned,
+        "metrics": dict(entry.metrics),
+        "refs": list(entry.refs),
+    }
+
+
+def _details(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest()
+    index = checkpoint.index(manifest)
+    return {
+        "epoch": manifest.epoch,
+        "samples": manifest.samples,
+        "attempt": manifest.attempt,
+        "world_size": manifest.world_size,
+        "restored_from": manifest.restored_from,
+        "tensors": len(index.tensors),
+        "entries": sorted(set(index.values) - {"assets", "progress"}),
+        "components": [part.name for part in manifest.components],
+        "objects": sum(1 for _ in manifest.objects()) + 1,
+        "blocked_s": max((rank.blocked_s for rank in manifest.ranks), default=0.0),
+        "upload_s": max((rank.upload_s for rank in manifest.ranks), default=0.0),
+    }
+
+
+COMMANDS = (ls, show, verify)

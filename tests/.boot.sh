@@ -1,2 +1,0 @@
-extras=train,demo,dev
-. cluster/bootstrap.sh
