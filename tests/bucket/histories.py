@@ -208,7 +208,7 @@ class Histories(RuleBasedStateMachine):
             self.stage.stop_everybody()
             self.ledger.lose(picked(older, back))
             return
-        # First claims that found no run are let go before: see test_lost_latest.py.
+        # First claims that found no run are let go before: see test_findings.py.
         for job in [job for job in self.stage.paused if job.process.register._seen == (0, 0)]:
             self.stage.kill(job.process)
         self.stage.world.late = [write for write in self.stage.world.late if write.key != LATEST_KEY]

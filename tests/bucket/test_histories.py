@@ -17,7 +17,7 @@ from tests import stepping
 from tests.bucket.histories import Histories
 from tests.bucket.mutants import MUTANTS, Mutant
 
-LONG_S = 200.0
+LONG_S = 180.0
 QUICK = settings(
     max_examples=80,
     stateful_step_count=50,
@@ -28,7 +28,7 @@ QUICK = settings(
     suppress_health_check=list(HealthCheck),
     phases=tuple(Phase) if os.environ.get("RAYCHECK_SHRINK") else (Phase.generate,),
 )
-LONG = settings(QUICK, max_examples=8, stateful_step_count=500, derandomize=False, print_blob=True)
+LONG = settings(QUICK, max_examples=4, stateful_step_count=500, derandomize=False, print_blob=True)
 
 
 @pytest.fixture(autouse=True)

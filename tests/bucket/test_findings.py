@@ -1,7 +1,7 @@
-"""A run whose `latest` was deleted: what the histories of test_histories.py found, as the shortest stories.
+"""What the histories of test_histories.py found, as the shortest stories that tell it.
 
-Each ends in silence where an error is due. They are expected to fail until the protocol knows better; whoever mends it
-takes the mark off, and with it the exception that histories.py makes for it.
+Those that are marked are expected to fail until the protocol knows better. Whoever mends it takes the mark off, and
+with it the exception that histories.py or stage.py makes for it.
 """
 
 from collections.abc import Callable
@@ -129,3 +129,14 @@ def test_repair_leaves_no_checkpoint_out_because_the_store_fails_in_its_verifica
         repair(FailsOnce(store, 2))
 
     assert layout.LATEST_KEY not in store.objects
+
+
+@to_be_mended
+def test_a_claim_that_is_repeated_after_its_restore_source_was_evicted_is_no_lost_latest():
+    ann = Driver(DictStore())
+    ann.claim("g1")
+    ann.save(1, 1)
+    attempt, _ = ann.claim("g2")
+    ann.save(2, 1, keep_last=1)
+
+    assert ann.claim("g2")[0].number == attempt.number  # CorruptError ends the run, and nothing is corrupt
