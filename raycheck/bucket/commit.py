@@ -88,6 +88,8 @@ def claim(
     entry = None
     if key is not None:
         entry = body.entry(key)
+        if entry is None and body.attempt.last_save:
+            raise SupersededError(f"attempt {body.attempt.number} was answered long ago; {key} is no longer needed")
         if entry is None:
             raise lost(register.store.uri, f"restores {key}, which it does not list")
     return body.attempt, entry  # 11

@@ -1,8 +1,9 @@
 """What to keep: a pure decision on a body of `latest`, taken inside the very swap that acts on it.
 
 Entries stand in the order of their commits, which is the only order that counts here: after a rewind steps repeat.
-The head, pinned entries and what the live attempt is still restoring are never dropped, not even by the clock. What a
-kept entry refers to may leave the list; its objects stay as long as somebody holds them (sweep.py).
+The head and pinned entries are never dropped, not even by the clock; the head is also what the live attempt restores,
+until its first commit moves it. What a kept entry refers to may leave the list; its objects stay as long as somebody
+holds them (sweep.py).
 """
 
 import math
@@ -46,8 +47,6 @@ def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now:
 
 def _protected(body: Latest) -> Iterator[tuple[str, str]]:
     """(key, reason) whatever the rules say; a later reason stands over an earlier one."""
-    if body.attempt.restore_key is not None and not body.attempt.last_save:
-        yield body.attempt.restore_key, "the live attempt restores it"
     for entry in body.live:
         if entry.pinned:
             yield entry.key, "pinned"

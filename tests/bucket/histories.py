@@ -181,8 +181,7 @@ class Histories(RuleBasedStateMachine):
     def go_on(self, what: str, pick: int, fate: Fate) -> None:
         paused, late = self.stage.paused, self.stage.world.late
         if late and (what == "land" or not paused):
-            with self.stage.judged():
-                self.stage.world.land(-1 - pick % len(late))
+            self.stage.land(-1 - pick % len(late))
         elif what == "oldest":
             self.stage.wake(paused.pop(0), fate)
         elif paused:
@@ -209,7 +208,7 @@ class Histories(RuleBasedStateMachine):
             self.stage.stop_everybody()
             self.ledger.lose(picked(older, back))
             return
-        # First claims that found no run are let go before: see test_lost_latest.py.
+        # First claims that found no run are let go before: test_findings.py and the model have these.
         for job in [job for job in self.stage.paused if job.process.register._seen == (0, 0)]:
             self.stage.kill(job.process)
         self.stage.world.late = [write for write in self.stage.world.late if write.key != LATEST_KEY]
@@ -221,8 +220,7 @@ class Histories(RuleBasedStateMachine):
         if not self.ledger.is_lost:  # an earlier repair was only slow
             return
         failed = only(ConflictError, ConfigError) if isinstance(fate.kind, Mode) else only()
-        # FAIL_BEFORE: see test_lost_latest.py. An answer that breaks off or a stale listing looks like damage to it.
-        never = (Mode.FAIL_BEFORE, Mode.TRUNCATE, Mode.STALE_LISTING)
+        never = (Mode.TRUNCATE, Mode.STALE_LISTING)  # both are damage, for all that it can know
         job = Job(process=self.stage.person(), work=repair, failed=failed, never=never)
         self.stage.run(job, RUNS if fate.kind == "pauses" else fate)
 

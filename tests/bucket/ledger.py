@@ -26,6 +26,7 @@ class Ledger:
         self.body: Latest | None = None
         self.past: list[bytes] = []
         self.is_lost = False
+        self.writer = ""  # the process that is at the store, unless it is a late write of one
         self.attempts: dict[int, Attempt] = {}
         self.manifests: dict[str, Manifest] = {}
         self.committed: set[str] = set()
@@ -50,8 +51,10 @@ class Ledger:
         self.is_lost = True
         if body is None:
             self.world.inner.delete(layout.LATEST_KEY)
+            self.world.objects.pop(layout.LATEST_KEY, None)
         else:
             self.world.inner.put(layout.LATEST_KEY, body)
+            self.world.objects[layout.LATEST_KEY] = body
 
     # --- what people are told ---
 
@@ -102,6 +105,8 @@ class Ledger:
         else:
             assert not self.is_lost, "latest was written although it was lost"
             assert_follows(self.body, new)
+            is_commit = self.body is not None and len({entry.key for entry in new.live} - self.committed)
+            assert not is_commit or self.writer in ("", new.attempt.coordinator), f"a commit by {self.writer}"
         for name in new.held():
             assert_never_named_again(self._deleted.get(name, ()), new)
         live = {entry.key for entry in new.live}

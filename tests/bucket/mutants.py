@@ -66,14 +66,12 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a commit refers to what nobody holds",
-        is_slow=True,
         where="commit:commit",
         old="if missing:",
         new="if False:",
     ),
     Mutant(
         lacks="a commit is not judged by its effect",
-        is_slow=True,
         where="commit:commit",
         old="if body.entry(manifest.key) is not None:",
         new="if False:",
@@ -104,14 +102,12 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a swap sends its old decision again",
-        is_slow=True,
         where="register:Register.swap",
         old="new = decide(body, got.at if got else time.time())",
         new="new = sent = locals().get('sent') or decide(body, got.at if got else time.time())",
     ),
     Mutant(
         lacks="a swap puts without a condition",
-        is_slow=True,
         where="register:Register._write",
         old="self.store.put_if_match(layout.LATEST_KEY, data, got.version)",
         new="self.store.put(layout.LATEST_KEY, data)",
@@ -134,6 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         lacks="retention drops the pinned",
+        is_slow=True,
         where="retention:_protected",
         old="if entry.pinned:",
         new="if False:",
@@ -146,14 +143,12 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a prune deletes what others refer to",
-        is_slow=True,
         where="sweep:prune",
         old="is_held=name in held",
         new="is_held=False",
     ),
     Mutant(
         lacks="a prune forgets what others refer to",
-        is_slow=True,
         where="sweep:prune",
         old="gone = tuple(name for name in ripe if name not in held)",
         new="gone = tuple(ripe)",

@@ -104,10 +104,13 @@ class Stage:
             if isinstance(error, FencedError):
                 self._fenced(group.driver)
             elif isinstance(error, SupersededError):
-                assert self.ledger.is_lost or self.ledger.body.attempt.group != group.name, "the live group is refused"
+                live = self.ledger.body.attempt
+                is_current = (live.group, live.coordinator) == (group.name, coordinator.name)
+                assert self.ledger.is_lost or not is_current, "the live group is refused"
             elif isinstance(error, CorruptError):
-                # Of a call that nobody waits for: its successor answered, and the group has saved since.
+                # A call that nobody waits for: another was answered, and what was restored is evicted by now.
                 assert group.attempt, f"{group.name}: {error}"
+                assert not self.ledger.body.entry(group.attempt.restore_key), f"{group.name}: {error}"
             else:
                 assert isinstance(error, ConfigError), error
                 assert group.driver.resume != "auto", error
@@ -172,7 +175,7 @@ class Stage:
         for job in self.paused[:]:
             self.kill(job.process)
         while self.world.late:
-            self.world.land()
+            self.land()
 
     def _fenced(self, driver: Driver) -> None:
         driver.is_over = True
@@ -222,7 +225,13 @@ class Stage:
                 is_pending, number = is_pending and not happens, number + 1
             self._ended(job, task.result())
 
+    def land(self, number: int = 0) -> None:
+        with self.judged():
+            self.ledger.writer = ""
+            self.world.land(number)
+
     def _look_at(self, job: Job, call: Call) -> None:
+        self.ledger.writer = job.process.name
         assert not (job.reads_only and call.is_write), f"I8: a reader is about to {call.verb} {call.key}"
 
     def _ended(self, job: Job, outcome: Any) -> None:

@@ -214,18 +214,6 @@ def test_what_expired_goes_although_a_rule_would_keep_it_but_never_the_head():
     assert kept == [3]
 
 
-def test_what_the_live_attempt_is_still_restoring_stays_until_its_first_commit():
-    live = [entry(1, 10), entry(2, 20), entry(3, 30)]
-    body = body_of(live, live[2].key)
-    restoring = replace(body.attempt, restore_key=live[0].key, last_save=0)
-
-    before = dropped(replace(body, attempts=(restoring,)), Retention(keep_last=1), now=0.0)
-    after = dropped(replace(body, attempts=(replace(restoring, last_save=1),)), Retention(keep_last=1), now=0.0)
-
-    assert before == (live[1].key,)
-    assert after == (live[0].key, live[1].key)
-
-
 def test_an_entry_carries_when_it_expires_by_the_buckets_clock(store):
     ann = Driver(store)
     ann.claim("g1")

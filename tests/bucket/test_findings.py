@@ -1,6 +1,6 @@
-"""A run whose `latest` was deleted: what the histories of test_histories.py found, as the shortest stories.
+"""What the histories of test_histories.py found, as the shortest stories that tell it.
 
-Each ended in silence where an error is due, until `latest` said which attempts were answered (step 10).
+Most ended in silence where an error is due, until `latest` said which attempts were answered (step 10).
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 from raycheck.bucket import layout
 from raycheck.bucket.repair import repair
 from raycheck.bucket.store import Got, Store
-from raycheck.errors import CorruptError, StoreError
+from raycheck.errors import CorruptError, StoreError, SupersededError
 from tests.bucket.helpers import Around, Driver
 from tests.dictstore import DictStore
 
@@ -122,3 +122,14 @@ def test_repair_leaves_no_checkpoint_out_because_the_store_fails_in_its_verifica
         repair(FailsOnce(store, 2))
 
     assert layout.LATEST_KEY not in store.objects
+
+
+def test_a_claim_that_is_repeated_after_its_restore_source_was_evicted_is_no_lost_latest():
+    ann = Driver(DictStore())
+    ann.claim("g1")
+    ann.save(1, 1)
+    ann.claim("g2")
+    ann.save(2, 1, keep_last=1)
+
+    with pytest.raises(SupersededError, match="was answered"):  # CorruptError would end the run
+        ann.claim("g2")
