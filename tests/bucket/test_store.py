@@ -3,8 +3,6 @@
 The protocol in commit.py stands on these verbs alone; a new backend is done when it passes this file.
 """
 
-import multiprocessing
-import os
 import random
 import signal
 import subprocess
@@ -12,7 +10,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from uuid import uuid4
 
 import pytest
@@ -619,54 +616,6 @@ def test_of_racing_threads_exactly_one_creates_and_exactly_one_swaps(store):
 
             assert (created, swapped) == (1, 1)
             assert store.get(key).data.startswith(b"new")
-
-
-def test_of_racing_processes_exactly_one_creates_and_exactly_one_swaps(tmp_path):
-    uri = f"file://{tmp_path}/run"
-    spawn = multiprocessing.get_context("spawn")
-    pipes = [spawn.Pipe() for _ in range(4)]
-    racers = [spawn.Process(target=_race, args=(uri, inner), daemon=True) for _, inner in pipes]
-    ours = [outer for outer, _ in pipes]
-
-    def race(*order: str) -> int:
-        for pipe in ours:
-            pipe.send(order)
-        return sum(_answer(pipe) for pipe in ours)
-
-    for racer in racers:
-        racer.start()
-    for pipe in ours:
-        assert _answer(pipe) == 0, "ready"
-    store = open_store(uri)
-    for i in range(10):
-        key = f"race/{i}"
-
-        created = race(key)
-        swapped = race(key, store.get(key).version)
-
-        assert (created, swapped) == (1, 1)
-        assert store.get(key).data.startswith(b"new")
-    for pipe, racer in zip(ours, racers, strict=True):
-        pipe.send(None)
-        racer.join(WAIT_S)
-        assert racer.exitcode == 0
-
-
-def _answer(pipe: Connection) -> int:
-    assert pipe.poll(WAIT_S), "a racing process does not answer"
-    return pipe.recv()
-
-
-def _race(uri: str, pipe: Connection) -> None:
-    """One racing process: on (key) create it, on (key, version) swap it; answer whether that was won."""
-    store = open_store(uri)
-    me = str(os.getpid()).encode()
-    pipe.send(0)
-    while order := pipe.recv():
-        if len(order) == 1:
-            pipe.send(wins(store, lambda order=order: store.put_if_absent(order[0], me)))
-        else:
-            pipe.send(wins(store, lambda order=order: store.put_if_match(order[0], b"new" + me, order[1])))
 
 
 def test_writes_and_deletes_in_one_folder_do_not_disturb_each_other(store):
