@@ -246,9 +246,9 @@ def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
             return
         now = register.read()
         if mine is not None and now is not None:
-            _check_still(now[0], mine)
+            _check_still(register, now[0], mine)
         if (now and (now[0].proven,)) == (before and (before[0].proven,)):  # else: others went on while we listed
-            raise lost(register.store.uri, f"is older than the checkpoint {newest}")
+            raise lost(register.store.uri, f"{'does not know' if now else 'is missing beside'} the checkpoint {newest}")
 
 
 def _prove(register: Register, mine: Attempt) -> Latest:
@@ -257,14 +257,15 @@ def _prove(register: Register, mine: Attempt) -> Latest:
     def decide(body: Latest | None, now: float) -> Latest | None:
         del now
         body = _there(register, body)
-        _check_still(body, mine)
+        _check_still(register, body, mine)
         return None if body.proven == mine.number else replace(body, proven=mine.number)
 
     return register.swap(decide, what=f"answer to the claim of attempt {mine.number}")
 
 
-def _check_still(body: Latest, mine: Attempt) -> None:
-    """Raises SupersededError when the claim `mine` was overtaken before it was answered."""
+def _check_still(register: Register, body: Latest, mine: Attempt) -> None:
+    """Raises FencedError or SupersededError when the claim `mine` was overtaken before it was answered."""
+    check_owner(register, body, Identity(owner=mine.owner, coordinator=mine.coordinator))
     there = body.attempt
     if (there.number, there.coordinator) != (mine.number, mine.coordinator):
         raise SupersededError(f"attempt {there.number} was claimed or taken over meanwhile")

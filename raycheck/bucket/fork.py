@@ -16,7 +16,7 @@ from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import Blob, Manifest, ShardRecord
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, NotFoundError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
 
 def fork(source: Store, target: Store, *, run_id: str) -> None:
@@ -26,7 +26,10 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
     Raises NotFoundError when the source has no checkpoint, CorruptError when its bytes are not what they should be.
     """
     register = Register(target)
-    if register.read() is not None:
+    there = register.read()
+    if there is not None and there[0].head is None:
+        raise ConfigError(f"{target.uri}: the run has begun already, without a checkpoint. Give it another name")
+    if there is not None:
         return
     names = [CheckpointName.parse(name) for name in target.list_names(layout.CHECKPOINTS_PREFIX)]
     ours = [name for name in names if name is not None]

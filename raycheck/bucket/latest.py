@@ -101,8 +101,10 @@ class Latest(Document):
         return next((entry for entry in self.live if entry.key == key), None)
 
     def knows(self, name: CheckpointName) -> bool:
-        """Whether a directory of that name may be there."""
-        return self.proven is not None and name.attempt <= self.proven
+        """Whether a directory of that name may be there. A body that lists checkpoints and nothing proven was written
+        before there was `proven`."""
+        proven = self.attempt.number if self.proven is None and self.live else self.proven
+        return proven is not None and name.attempt <= proven
 
     def held(self) -> set[str]:
         """Checkpoint directories that a live entry holds, as its own or by reference."""
@@ -118,8 +120,9 @@ def dump_latest(body: Latest) -> bytes:
 
 def _full(body: Latest, size: int, bound: int) -> ConfigError:
     return ConfigError(
-        f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints. Keep fewer: "
-        "'raycheck prune' and 'raycheck unpin' make room at once, also beside a run; then change SaveSettings"
+        f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
+        f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also beside a run, for "
+        "what is not pinned; then change SaveSettings"
     )
 
 

@@ -5,14 +5,14 @@ was the last thing that happened. Objects are looked at again all the same, and 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.document import NewerFormatError
-from raycheck.bucket.latest import Attempt, Entry, Latest, dump_latest, fitted, listed_metrics, load_latest
+from raycheck.bucket.document import NewerFormatError, dump
+from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry, Latest, dump_latest, listed_metrics, load_latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import load_manifest
 from raycheck.bucket.record import load_record
@@ -20,8 +20,6 @@ from raycheck.bucket.rewind import by_hand
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
-MAX_LISTED = 1000
-"""So many of the newest checkpoints are listed again: `latest` has a size bound."""
 COUNTER_STRIDE = 1_000_000
 
 
@@ -41,16 +39,13 @@ def repair(store: Store) -> Repaired:
     """
     got, old = _old(store)
     names = sorted(name for item in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(item)))
-    if old is not None and all(old.knows(name) for name in names):
+    if old is not None and all(old.knows(name) for name in names) and _has_its_head(store, old):
         raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
     live: list[Entry] = []
     left_out: list[tuple[str, str]] = []
     for name in reversed(names):
         if str(name) in gone:
-            continue
-        if len(live) == MAX_LISTED:
-            left_out.append((str(name), f"the newest {MAX_LISTED} are listed"))
             continue
         try:
             live.insert(0, _verified(store, name, old, is_head=not live))
@@ -65,7 +60,7 @@ def repair(store: Store) -> Repaired:
     owner = f"repair-{uuid4().hex[:12]}"
     owners = dict.fromkeys([*(old.owners if old else ()), *(record.owner for record in records), owner])
     head = _head(live, records)
-    rebuilt = Latest(
+    new = Latest(
         run_id=old.run_id if old else uuid4().hex,
         # Unknown when the body is: far above any that an old coordinator may have seen, so that it reads on.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
@@ -76,7 +71,9 @@ def repair(store: Store) -> Repaired:
         live=tuple(live),
         evicted=old.evicted if old else (),
     )
-    new = fitted(rebuilt, needed=None)
+    while len(dump(new)) > COMMIT_BYTES:
+        left_out.append((new.live[0].key, "latest is full"))
+        new = replace(new, live=new.live[1:])
     if got is None:
         store.put_if_absent(layout.LATEST_KEY, dump_latest(new))
     else:
@@ -98,6 +95,12 @@ def _old(store: Store) -> tuple[Got | None, Latest | None]:
         return got, None
 
 
+def _has_its_head(store: Store, old: Latest) -> bool:
+    """Put back to an older state of the same attempt it would name what was deleted since."""
+    head = old.entry(old.head) if old.head else None
+    return head is None or not any(finding.problem for finding in Checkpoint(store, head).verify(reads=False))
+
+
 def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> Entry:
     """The entry behind a directory, pinned and expiring as the old body said. Raises for one that is not whole."""
     key = layout.manifest_key(str(name))
@@ -113,7 +116,7 @@ def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head
         step=manifest.step,
         committed_at=got.at,
         size_bytes=manifest.size_bytes,
-        metrics=listed_metrics(manifest.metrics, needed=None),
+        metrics=before.metrics if before else listed_metrics(manifest.metrics, needed=None),
         manifest_crc32=crc32(got.data),
         pinned=before.pinned if before else False,
         expires_at=before.expires_at if before else None,

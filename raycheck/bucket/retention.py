@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from raycheck.bucket.latest import Entry, Latest
+from raycheck.bucket.layout import CheckpointName
 from raycheck.settings import Retention
 
 
@@ -26,7 +27,7 @@ class Verdict:
 def judge(body: Latest, rules: Retention, *, now: float) -> tuple[Verdict, ...]:
     """One verdict per live entry, in their order. now: bucket time, for what expires."""
     protected = dict(_protected(body))
-    kept = dict(_kept(body.live, rules))
+    kept = dict(_kept(body, rules))
     return tuple(_verdict(entry, protected, kept, now) for entry in body.live)
 
 
@@ -54,35 +55,55 @@ def _protected(body: Latest) -> Iterator[tuple[str, str]]:
         yield body.head, "head"
 
 
-def _kept(live: tuple[Entry, ...], rules: Retention) -> Iterator[tuple[str, str]]:
-    if rules.keep_last is None and rules.keep_every_steps is None and rules.keep_best is None:
-        yield from ((entry.key, "no rule was given") for entry in live)
+def _kept(body: Latest, rules: Retention) -> Iterator[tuple[str, str]]:
+    left = _left_behind(body)
+    best: list[Entry] = []
     if rules.keep_best is not None:
         metric, mode, count = rules.keep_best
-        yield from ((entry.key, f"among the best {count} by {metric}") for entry in _best(live, metric, mode, count))
+        best = _best(body.live, metric, mode, count)
+        yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
+    if rules.keep_last is None and rules.keep_every_steps is None and not best:  # a metric that is nowhere is no rule
+        yield from ((entry.key, "no rule applies") for entry in body.live)
     if rules.keep_every_steps is not None:
         every = rules.keep_every_steps
-        yield from ((entry.key, f"one per {every} steps") for entry in _milestones(live, every))
+        yield from ((entry.key, f"one per {every} steps") for entry in _milestones(body.live, every, left))
     if rules.keep_last is not None:
-        yield from ((entry.key, f"among the newest {rules.keep_last}") for entry in live[-rules.keep_last :])
+        line = [entry for entry in body.live if entry.key not in left]
+        newest = (*body.live[-rules.keep_last :], *line[-rules.keep_last :])
+        yield from ((entry.key, f"among the newest {rules.keep_last}") for entry in newest)
+
+
+def _left_behind(body: Latest) -> set[str]:
+    """What a later attempt went back behind: it restored an earlier checkpoint than these."""
+    found = set()
+    for entry in body.live:
+        name = CheckpointName.parse(entry.key)
+        for attempt in body.attempts:
+            source = CheckpointName.parse(attempt.restore_key or "")
+            if name and source and source < name and name.attempt < attempt.number:
+                found.add(entry.key)
+    return found
 
 
 def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
     """The newer of equals first: it is the one that training went on from. Without a finite value: never."""
     sign = -1.0 if mode == "max" else 1.0
     scored = [
-        (sign * entry.metrics[metric], -place, entry) for place, entry in enumerate(live) if metric in entry.metrics
+        (sign * entry.metrics[metric], -place, entry)
+        for place, entry in enumerate(live)
+        if math.isfinite(entry.metrics.get(metric, math.nan))
     ]
-    ranked = sorted((item for item in scored if math.isfinite(item[0])), key=lambda item: item[:2])
-    return [entry for _, _, entry in ranked[:count]]
+    return [entry for _, _, entry in sorted(scored, key=lambda item: item[:2])[:count]]
 
 
-def _milestones(live: Iterable[Entry], every: int) -> list[Entry]:
-    """Of each span [k x every, (k + 1) x every) from k = 1 on the lowest step, and of equal steps the newest commit:
-    after a rewind the new branch's. A save that the clock or a notice asked for may stand in for a missing multiple."""
+def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry]:
+    """Of each span [k x every, (k + 1) x every) from k = 1 on the lowest step, and of equal steps the newest commit;
+    what was left behind only where nothing else is. A save that the clock or a notice asked for may stand in for a
+    missing multiple."""
     found: dict[int, Entry] = {}
-    for entry in live:
+    for entry in sorted(live, key=lambda entry: entry.key not in left):  # left behind first
         span = entry.step // every
-        if span and (span not in found or entry.step <= found[span].step):
+        there = found.get(span)
+        if span and (there is None or there.key in left or entry.step <= there.step):
             found[span] = entry
     return list(found.values())

@@ -21,6 +21,7 @@ from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import judge
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import Upload
+from raycheck.errors import StoreError
 from raycheck.settings import Retention
 
 GRACE_S = 600.0
@@ -52,17 +53,25 @@ def prune(
 
     Returns the names that are gone. A crash anywhere: the next prune goes on. Raises NotFoundError without a run.
     """
+    crowded = _crowded(register.look()[0])
     evict(register, rules)
     body, got = register.look()
     held = body.held()
-    ripe = [name for name, wait_s in _waits(body, got.at, grace_s) if not wait_s and name not in spare]
-    for name in ripe:
-        _delete_checkpoint(register.store, name, is_held=name in held)
-    gone = tuple(name for name in ripe if name not in held)
+    gone, failures = [], []
+    for name, wait_s in _waits(body, got.at, grace_s, crowded):
+        if not wait_s and name not in spare:
+            try:
+                _delete_checkpoint(register.store, name, is_held=name in held)
+            except StoreError as error:  # one object that cannot go must not keep the others
+                failures.append(error)
+                continue
+            if name not in held:
+                gone.append(name)  # else its objects stay, and it stays in `evicted`, until nobody refers to it
     if gone:
-        # A directory that a live entry still refers to keeps its objects and stays in `evicted` until it is free.
         forget(register, frozenset(gone))
-    return gone
+    if failures:
+        raise failures[0]
+    return tuple(gone)
 
 
 def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Waste, ...]:
@@ -70,7 +79,7 @@ def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: floa
     body, got = register.look()
     verdicts = judge(body, rules, now=got.at)
     held = {name for item in verdicts if item.is_kept for name in (item.entry.key, *item.entry.refs)}
-    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s)]
+    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
     due += [(item.entry.key, item.reason, grace_s) for item in verdicts if not item.is_kept]
     return tuple(
         _waste(register.store, name, f"{why}; others refer to its objects" if name in held else why, wait_s, held)
@@ -78,15 +87,15 @@ def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: floa
     )
 
 
-def sweep(store: Store, *, only_torn: bool = False) -> tuple[Waste, ...]:
+def sweep(store: Store, *, also_whole: bool = False) -> tuple[Waste, ...]:
     """Steps 22 and 23: delete what saves of earlier attempts left without becoming a checkpoint, and abort their
     uploads. Returns what is gone; a crash anywhere: the next sweep goes on.
 
-    only_torn: leave directories that have a manifest. They are whole, so should `latest` ever have been rolled back
-    unseen, a person can still decide what they are. Raises NotFoundError without a run, CorruptError when `latest` is
-    older than a directory: nothing is deleted then.
+    also_whole: directories that have a manifest, too. They could be restored, so should `latest` ever have been put
+    back to an older state unseen, only a person can tell what they are. Raises NotFoundError without a run,
+    CorruptError when `latest` is older than a directory: nothing is deleted then.
     """
-    swept, uploads = _garbage(store, only_torn=only_torn)
+    swept, uploads = _garbage(store, also_whole=also_whole)
     for item in swept:
         _delete_checkpoint(store, item.name, is_held=False)
     aborted = [_unfinished(store, upload) for upload in uploads]
@@ -95,35 +104,38 @@ def sweep(store: Store, *, only_torn: bool = False) -> tuple[Waste, ...]:
     return (*swept, *aborted)
 
 
-def plan_sweep(store: Store) -> tuple[Waste, ...]:
+def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Waste, ...]:
     """What `sweep` would delete. Writes nothing."""
-    swept, uploads = _garbage(store, only_torn=False)
+    swept, uploads = _garbage(store, also_whole=also_whole)
     return (*swept, *(_unfinished(store, upload) for upload in uploads))
 
 
-def _waits(body: Latest, now: float, grace_s: float) -> Iterator[tuple[str, float]]:
-    """Evicted checkpoints, and how long readers still have each. `latest` has a size bound: a reader's grace ends
-    before a run does."""
-    crowded = body.evicted[:-MAX_EVICTED]
+def _crowded(body: Latest) -> set[str]:
+    """What is evicted beyond the newest: `latest` has a size bound, and a reader's grace ends before a run does."""
+    return {item.key for item in body.evicted[:-MAX_EVICTED]}
+
+
+def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Iterator[tuple[str, float]]:
+    """Evicted checkpoints, and how long readers still have each."""
     for item in body.evicted:
-        yield item.key, 0.0 if item in crowded else max(0.0, grace_s - (now - item.at))
+        yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
 
 
-def _garbage(store: Store, *, only_torn: bool) -> tuple[list[Waste], list[Upload]]:
+def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Waste], list[Upload]]:
     """Listed first, judged by the `latest` read after it: else a claim in between would look like a lost `latest`."""
     names = [name for text in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(text))]
-    uploads = list(store.list_uploads(layout.CHECKPOINTS_PREFIX))
+    uploads = _uploads(store)
     body = read_latest(store)
     number = body.attempt.number
     if not all(body.knows(name) for name in names):
-        raise lost(store.uri, f"is older than the checkpoint {max(names)}")
+        raise lost(store.uri, f"does not know the checkpoint {max(names)}")
     named = body.held() | {item.key for item in body.evicted}
     found = []
     for name in sorted(names):
         if name.attempt < number and str(name) not in named:
             objects = {item.key: item.size_bytes for item in store.list_objects(layout.checkpoint_prefix(str(name)))}
             is_whole = layout.manifest_key(str(name)) in objects
-            if not (is_whole and only_torn):
+            if also_whole or not is_whole:
                 found.append(
                     Waste(
                         name=str(name),
@@ -133,6 +145,16 @@ def _garbage(store: Store, *, only_torn: bool) -> tuple[list[Waste], list[Upload
                     )
                 )
     return found, [upload for upload in uploads if (name := layout.checkpoint_of(upload.key)) and name.attempt < number]
+
+
+def _uploads(store: Store) -> list[Upload]:
+    """None where listing them needs a permission that is not there: the rest can be swept all the same."""
+    try:
+        return list(store.list_uploads(layout.CHECKPOINTS_PREFIX))
+    except StoreError as error:
+        if error.is_denied:
+            return []
+        raise
 
 
 def _unfinished(store: Store, upload: Upload) -> Waste:

@@ -11,6 +11,7 @@ from rich.text import Text
 from raycheck.bucket import edits
 from raycheck.bucket import sweep as deletes
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.latest import Latest
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair as repair_run
 from raycheck.bucket.retention import judge
@@ -18,6 +19,7 @@ from raycheck.bucket.rewind import rewind as rewind_run
 from raycheck.bucket.store import open_store
 from raycheck.bucket.sweep import GRACE_S, Waste
 from raycheck.cli.common import Json, Storage, Uri, out, print_json, settings_of, size
+from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention, StorageSettings
 
@@ -49,19 +51,25 @@ def prune(  # noqa: PLR0917  typer makes options of them
 
     Without a rule all stay but the expired. The head and pinned ones always stay. A running training goes on.
     """
-    rules = Retention(keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=_best(keep_best))
     register = Register(open_store(uri, settings_of(storage)))
     body, got = register.look()
+    rules = _rules(body, keep_last, keep_every_steps, keep_best)
     kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
     _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
 
 
-def sweep(uri: Uri, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
+def sweep(
+    uri: Uri,
+    whole: Annotated[bool, typer.Option("--whole", help="Also whole checkpoints that the run does not list.")] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
     """Delete what earlier attempts left without a commit: torn saves, and uploads that never ended."""
     store = open_store(uri, settings_of(storage))
-    found = deletes.plan_sweep(store) if dry_run else deletes.sweep(store)
+    found = (deletes.plan_sweep if dry_run else deletes.sweep)(store, also_whole=whole)
     _tell(found, () if dry_run else [item.name for item in found], {}, dry_run=dry_run, as_json=as_json)
 
 
@@ -77,7 +85,7 @@ def rewind(
 
 
 def repair(uri: Uri, storage: Storage = None) -> None:
-    """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop the run first."""
+    """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop the run, prunes and sweeps first."""
     done = repair_run(open_store(uri, settings_of(storage)))
     for entry in done.latest.live:
         out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}{'  pinned' if entry.pinned else ''}"))
@@ -97,12 +105,17 @@ def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) 
     out.print(Text(f"{checkpoint.entry.key} is {'pinned' if pinned else 'left to retention'}"))
 
 
-def _best(text: str | None) -> Any:
-    """METRIC:MODE:COUNT apart; a metric may hold colons. What is wrong with it, Retention says."""
-    if text is None:
-        return None
-    metric, mode, count = ["", "", *text.rsplit(":", 2)][-3:]
-    return metric, mode, int(count) if count.isdecimal() else count
+def _rules(run: Latest, keep_last: int | None, keep_every_steps: int | None, keep_best: str | None) -> Retention:
+    best: Any = None
+    if keep_best is not None:
+        metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
+        if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
+            raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
+        known = sorted({name for entry in run.live for name in entry.metrics})
+        if metric not in known:  # then nothing would be the best, and all would go
+            raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
+        best = (metric, mode, int(count))
+    return Retention(keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=best)
 
 
 def _tell(

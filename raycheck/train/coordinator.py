@@ -71,8 +71,8 @@ class Coordinator:
         self._agreements: dict[tuple[str, int], Meeting] = {}
         self._probed = False
         self._next_tidy_at = float("-inf")
-        self._must_sweep = False
         self._untidied = 0
+        self._must_sweep = False
         self._exports = Exports(uri)
         self._tidying: asyncio.Task[None] | None = None
 
@@ -252,12 +252,16 @@ class Coordinator:
         self._next_tidy_at = time.monotonic() + GRACE_S / 4
         try:
             prune(self._register, spare=self._exports.keys)
-            if self._must_sweep:
-                self._must_sweep = False
-                for item in sweep(self._store, only_torn=True):
-                    logger.info("run %s: deleted %s (%s)", self._uri, item.name, item.reason)
         except RaycheckError as error:
-            logger.warning("run %s: what is no longer needed could not be deleted yet: %s", self._uri, error)
+            logger.warning("run %s: dropped checkpoints could not be deleted yet: %s", self._uri, error)
+        if not self._must_sweep:
+            return
+        self._must_sweep = False
+        try:
+            for item in sweep(self._store):
+                logger.info("run %s: deleted %s (%s)", self._uri, item.name, item.reason)
+        except RaycheckError as error:
+            logger.warning("run %s: what torn saves left could not be deleted: %s", self._uri, error)
 
     def _look(self, group: str) -> None:
         found = self._register.read()

@@ -76,7 +76,7 @@ class Rhythm:
 
     def wants_news(self) -> bool:
         """Whether Ray can soon be told of a save that begins now, if rank 0 asks."""
-        return self._news is None and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
+        return self._news in (None, self._word.news) and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
 
     def committed(self, pointed: str | None) -> None:
         """A save of this rank was committed. pointed: what Ray can be told of by now."""

@@ -228,6 +228,11 @@ def _tell_of(uri: str, report: Report) -> None:
     )
 
 
+def detached(metrics: Mapping[str, object]) -> dict[str, object]:
+    """To be read later, perhaps, without holding what they were computed from."""
+    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+
+
 def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():

@@ -29,7 +29,7 @@ from raycheck.train.data import Batches
 from raycheck.train.group import Group
 from raycheck.train.log import logger, show_log
 from raycheck.train.rhythm import Rhythm
-from raycheck.train.saver import Saver
+from raycheck.train.saver import Saver, detached
 
 CLAIM_TIMEOUT_S = 300.0
 EXPORTS_TIMEOUT_S = 3600.0
@@ -90,6 +90,7 @@ class Checkpointer:
         self._rhythm = Rhythm(self.settings, self._group)
         self._saver: Saver | None = None
         self._step = 0
+        self._metrics: dict[str, object] = {}
         self._over: RaycheckError | None = None
         self._closed = threading.Event()
         self._be_the_only_one()
@@ -184,6 +185,7 @@ class Checkpointer:
         """
         saver = self._claimed()
         self._step += 1
+        self._metrics = detached(metrics or {})
         for data in self._data:
             data.end_step()
         self._hear_of(saver.poll())
@@ -207,7 +209,7 @@ class Checkpointer:
             return
         try:
             if self._saver is not None and self._over is None:
-                self.save()
+                self.save(self._metrics)
                 self._saver.finish(self._step)
                 self._saver.point_ray_to_newest()
                 self._rhythm.committed(self._saver.pointed)

@@ -262,7 +262,7 @@ def restarting(scenario: Scenario, owner: str, start: str) -> Work:
         manifest = write_checkpoint(wire, attempt=attempt.number, save=1, base=base)
         assert driver.commit(manifest, keep_last=1)
         prune(driver.register, grace_s=0.0)
-        sweep(wire)
+        sweep(wire, also_whole=True)
         return Restarted(head_before=before, restored=restored, saved=manifest.key)
 
     return work

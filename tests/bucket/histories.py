@@ -157,10 +157,10 @@ class Histories(RuleBasedStateMachine):
             "keep": lambda: prune(register, rules, grace_s=grace_s),
             "pin": lambda: pin(register, key),
             "unpin": lambda: pin(register, key, pinned=False),
-            "sweep": lambda: sweep(store),
-            "sweep torn": lambda: sweep(store, only_torn=True),
+            "sweep": lambda: sweep(store, also_whole=True),
+            "sweep torn": lambda: sweep(store),
             "read": lambda: read_one(store, pick),
-            "plan": lambda: (plan_prune(register, rules), plan_sweep(store)),
+            "plan": lambda: (plan_prune(register, rules), plan_sweep(store, also_whole=True)),
             "rewind": lambda: rewind(register, key),
         }
         if self.ledger.is_lost and what in ("prune", "keep", "pin", "unpin"):

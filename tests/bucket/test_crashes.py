@@ -92,7 +92,7 @@ def prunes(wire: Wire) -> tuple[str, ...]:
 
 
 def sweeps(wire: Wire) -> tuple[str, ...]:
-    twice(lambda: sweep(wire))
+    twice(lambda: sweep(wire, also_whole=True))
     return ()
 
 
@@ -129,7 +129,7 @@ def lives(wire: Wire) -> tuple[str, ...]:
         with suppress(StoreError):
             prune(bob.register, grace_s=0.0)
     with suppress(StoreError):
-        sweep(wire)
+        sweep(wire, also_whole=True)
     return tuple(done)
 
 
@@ -216,7 +216,7 @@ def test_a_sweep_deletes_what_was_never_committed_and_leaves_the_evicted_their_g
     world = old()
     Driver(world.open()).claim("g3")  # from now on the attempt of E is over, too
 
-    sweep(world.open())
+    sweep(world.open(), also_whole=True)
 
     assert {key.split("/")[1] for key in world.deleted} == {TORN, WHOLE}
     assert world.inner.uploads == []

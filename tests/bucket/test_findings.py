@@ -47,14 +47,14 @@ def bob_creates_latest_over_anns_checkpoints(store: Store, *, is_lost: bool = Fa
 def test_a_first_claim_whose_answer_is_lost_still_looks_for_what_it_may_have_overwritten():
     bob = bob_creates_latest_over_anns_checkpoints(DictStore(), is_lost=True)
 
-    with pytest.raises(CorruptError, match="older than the checkpoint"):
+    with pytest.raises(CorruptError, match="does not know the checkpoint"):
         bob.claim("h1")
 
 
 def test_a_claim_that_was_refused_over_a_lost_latest_is_refused_when_it_is_repeated():
     store = DictStore()
     bob = bob_creates_latest_over_anns_checkpoints(store)
-    with pytest.raises(CorruptError, match="older than the checkpoint"):
+    with pytest.raises(CorruptError, match="does not know the checkpoint"):
         bob.claim("h1")
 
     for again in (bob, Driver(store, "bob", "c2")):
@@ -65,7 +65,7 @@ def test_a_claim_that_was_refused_over_a_lost_latest_is_refused_when_it_is_repea
 def test_nobody_starts_fresh_after_a_claim_that_was_refused_over_a_lost_latest():
     store = DictStore()
     bob = bob_creates_latest_over_anns_checkpoints(store)
-    with pytest.raises(CorruptError, match="older than the checkpoint"):
+    with pytest.raises(CorruptError, match="does not know the checkpoint"):
         bob.claim("h1")
 
     with pytest.raises(CorruptError):

@@ -11,7 +11,7 @@ from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
-from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.sweep import prune
 from raycheck.errors import (
     ConfigError,
@@ -237,6 +237,36 @@ def test_a_repair_goes_to_where_the_run_was_rewound_and_keeps_its_driver_out(sto
     assert done.latest.head == first
     with pytest.raises(FencedError):
         Driver(store, ann.me.owner).claim("g9")
+    assert_invariants(store)
+
+
+def test_a_run_of_more_checkpoints_than_latest_can_list_is_repaired_with_the_newest() -> None:
+    store = open_store("memory://a-long-run")
+    Driver(store).claim("g1")
+    for save in range(1, 1031):
+        write_checkpoint(store, attempt=1, save=save)
+    store.delete(layout.LATEST_KEY)
+
+    done = repair(store)
+
+    assert done.latest.head == "step-000010300-a1-s1030"
+    assert len(done.latest.live) + len(done.left_out) == 1030
+    assert done.left_out[0] == ("step-000000010-a1-s1", "latest is full")
+    attempt, entry = Driver(store, "bob").claim("h1")
+    assert entry.key == done.latest.head
+    assert Driver(store, "bob").commit(write_checkpoint(store, attempt=attempt.number, save=1))
+
+
+def test_a_latest_put_back_to_a_state_whose_head_is_gone_is_repaired(store: Store) -> None:
+    ann = Driver(store)
+    ann.claim("g1")
+    ann.save(1, 1)
+    old = store.get(layout.LATEST_KEY).data
+    newest = [ann.save(1, save, keep_last=1) for save in (2, 3)][-1]
+    prune(ann.register, grace_s=0)
+    store.put(layout.LATEST_KEY, old)
+
+    assert repair(store).latest.head == newest.key
     assert_invariants(store)
 
 

@@ -113,7 +113,7 @@ def unpins_and_prunes(wire: Wire):
 
 
 def sweeps(wire: Wire):
-    sweep(wire)
+    sweep(wire, also_whole=True)
     return ()
 
 

@@ -24,7 +24,7 @@ from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.register import Register
 from raycheck.bucket.retention import dropped, judge
 from raycheck.bucket.store import Got, Store, Upload, open_store
-from raycheck.bucket.sweep import GRACE_S, plan_prune, plan_sweep, prune, sweep
+from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError, SupersededError
 from raycheck.settings import Retention, SaveSettings
 from tests.bucket.helpers import Around, Driver, everything, write_checkpoint
@@ -159,6 +159,7 @@ def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rule
 @given(entries, rules)
 def test_an_entry_goes_only_when_every_rule_lets_it_go(live, given_rules):
     body = body_of(live, live[-1].key)
+    given_rules = given_rules if any("loss" in item.metrics for item in live) else replace(given_rules, keep_best=None)
     names = [name for name in ("keep_last", "keep_every_steps", "keep_best") if getattr(given_rules, name)]
     alone = [dropped(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
 
@@ -197,6 +198,40 @@ def test_the_best_stay_and_of_equals_the_newer(mode, kept):
     ]
 
     assert steps_kept(live, Retention(keep_best=("loss", mode, 2))) == kept
+
+
+def test_a_metric_that_no_checkpoint_has_drops_nothing_by_itself():
+    live = [entry(save, 10 * save, loss=1.0) for save in range(1, 5)]
+
+    assert steps_kept(live, Retention(keep_best=("los", "min", 1))) == [10, 20, 30, 40]
+    assert steps_kept(live, Retention(keep_best=("los", "min", 1), keep_last=2)) == [30, 40]
+
+
+def gone_back(live: list[Entry], *, to: Entry) -> Latest:
+    """Attempt 1 saved `live`; attempt 2 went back to one of them and saved steps of its own."""
+    body = body_of(live, live[-1].key)
+    second = replace(body.attempt, number=2, restore_key=to.key, last_save=9)
+    return replace(body, attempts=(body.attempt, second))
+
+
+def test_what_a_run_went_back_to_stays_with_the_new_branch_and_not_only_what_it_left():
+    old = [entry(save, 10 * save) for save in (3, 4, 5)]
+    new = replace(entry(1, 40), key="step-000000040-a2-s1")
+    body = replace(gone_back([*old, new], to=old[0]), head=new.key)
+
+    kept = [item.entry.key for item in judge(body, Retention(keep_last=3), now=0.0) if item.is_kept]
+
+    assert kept == keys([*old, new])
+
+
+def test_a_span_is_kept_on_the_new_branch_although_the_left_one_has_a_lower_step_in_it():
+    old = [entry(1, 1003), entry(2, 2004), entry(3, 3001)]
+    new = [replace(entry(save, step), key=f"step-{step:09d}-a2-s{save}") for save, step in ((1, 2010), (2, 2500))]
+    body = replace(gone_back([*old, *new], to=old[0]), head=new[-1].key)
+
+    kept = [item.entry.step for item in judge(body, Retention(keep_every_steps=1000), now=0.0) if item.is_kept]
+
+    assert kept == [1003, 3001, 2010, 2500]
 
 
 def test_without_a_rule_all_stay_and_only_the_expired_go():
@@ -518,6 +553,36 @@ def test_a_dry_run_counts_only_the_manifest_of_what_others_refer_to(store):
     assert "refer" in waste.reason
 
 
+def test_one_object_that_cannot_be_deleted_keeps_no_other_from_going(store):
+    class Holds(Around):
+        def delete(self, key: str) -> None:
+            if held in key:
+                raise StoreError("object lock")
+            self.inner.delete(key)
+
+    ann = Driver(store)
+    ann.claim("g1")
+    held, other, newest = (ann.save(1, save).key for save in (1, 2, 3))
+
+    with pytest.raises(StoreError, match="object lock"):
+        prune(Register(Holds(store)), Retention(keep_last=1), grace_s=0)
+
+    assert keys(assert_invariants(store).evicted) == [held]
+    assert directories(store) >= {held, newest}
+    assert other not in directories(store)
+
+
+def test_a_prune_of_many_gives_all_readers_their_grace():
+    store = open_store("memory://a-prune-of-many")
+    body = fitted(full_body(MAX_EVICTED + 50), needed=None)
+    ann = Driver(store)
+    ann.claim("g1")
+    ann.register.swap(lambda old, _: replace(old, live=body.live, head=body.head), what="fill")
+
+    assert all(item.wait_s for item in plan_prune(ann.register, Retention(keep_last=1)))
+    assert prune(ann.register, Retention(keep_last=1)) == ()
+
+
 def test_pruning_where_no_run_is_says_so(store):
     for call in (prune, plan_prune):
         with pytest.raises(NotFoundError, match="no run here"):
@@ -555,9 +620,9 @@ def test_a_sweep_takes_what_earlier_attempts_left_and_nothing_else(store):
     store.put("ray/step-000000030-a1-s3/pointer.json", b"{}")
     before, body = everything(store), ann.look()
 
-    planned = plan_sweep(store)
+    planned = plan_sweep(store, also_whole=True)
     assert everything(store) == before
-    swept = sweep(store)
+    swept = sweep(store, also_whole=True)
 
     assert swept == planned
     assert {item.name for item in swept} == {torn, whole}
@@ -568,13 +633,13 @@ def test_a_sweep_takes_what_earlier_attempts_left_and_nothing_else(store):
     assert ann.look() == body
     assert ann.commit(pending)
     assert_invariants(store, body)
-    assert sweep(store) == ()
+    assert sweep(store, also_whole=True) == ()
 
 
 def test_a_sweep_of_torn_saves_leaves_what_is_whole_to_a_person(store):
     _, torn, whole = leave_garbage(store)
 
-    swept = sweep(store, only_torn=True)
+    swept = sweep(store)
 
     assert [item.name for item in swept] == [torn]
     assert whole in directories(store)
@@ -587,14 +652,14 @@ def test_a_sweep_without_a_run_or_under_an_old_latest_deletes_nothing(store):
     write_checkpoint(store, attempt=4, save=1)
     before = everything(store)
 
-    with pytest.raises(CorruptError, match="is older than the checkpoint step-000000010-a4-s1"):
-        sweep(store)
+    with pytest.raises(CorruptError, match="does not know the checkpoint step-000000010-a4-s1"):
+        sweep(store, also_whole=True)
     store.put(layout.LATEST_KEY, b"{")
     with pytest.raises(CorruptError):
-        sweep(store)
+        sweep(store, also_whole=True)
     store.delete(layout.LATEST_KEY)
     with pytest.raises(NotFoundError, match="no run here"):
-        sweep(store)
+        sweep(store, also_whole=True)
 
     store.put(layout.LATEST_KEY, body)
     assert everything(store) == before
@@ -616,11 +681,11 @@ def test_a_sweep_that_died_is_finished_by_the_next_and_never_leaves_a_manifest_w
         dying = Dies(store)
         dying.left = left
         with pytest.raises(StoreError):
-            sweep(dying)
+            sweep(dying, also_whole=True)
         has_manifest = layout.manifest_key(whole) in everything(store)
         assert not has_manifest or layout.shard_key(whole, "train", 0) in everything(store)
         assert_invariants(store)
-    sweep(store)
+    sweep(store, also_whole=True)
 
     assert not {torn, whole} & directories(store)
 
@@ -636,8 +701,8 @@ def test_a_sweep_ends_uploads_of_earlier_attempts_and_leaves_the_live_ones(store
     live = begin(store, layout.shard_key("step-000000090-a2-s1", "train", 0))
     foreign = begin(store, "checkpoints/notes/mine")
 
-    planned = plan_sweep(store)
-    swept = sweep(store)
+    planned = plan_sweep(store, also_whole=True)
+    swept = sweep(store, also_whole=True)
 
     assert swept == planned
     assert {item.name for item in swept} == {torn.key, again.key}
@@ -658,7 +723,7 @@ def test_a_late_commit_of_a_swept_save_is_refused(store):
     zombie.claim("g1")
     pending = write_checkpoint(store, attempt=1, save=1)
     Driver(store).claim("g2")
-    sweep(store)
+    sweep(store, also_whole=True)
 
     with pytest.raises(SupersededError):
         zombie.commit(pending)

@@ -199,9 +199,11 @@ def test_prune_without_a_rule_drops_nothing_and_a_wrong_one_is_named(run) -> Non
     uri, store = run
 
     done, wrong = raycheck("prune", uri), raycheck("prune", uri, "--keep-best", "loss")
+    nowhere = raycheck("prune", uri, "--keep-best", "accuracy:max:1")
 
-    assert (done.returncode, wrong.returncode) == (0, 2)
-    assert "keep_best" in wrong.stderr
+    assert (done.returncode, wrong.returncode, nowhere.returncode) == (0, 2, 2)
+    assert "METRIC:min:COUNT" in wrong.stderr
+    assert "no checkpoint has that metric; there are: loss" in nowhere.stderr
     assert len(assert_invariants(store).live) == 2
 
 

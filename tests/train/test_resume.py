@@ -126,6 +126,7 @@ def test_a_worker_killed_after_every_report_loses_nothing(job, s3: str, tmp_path
         assert_invariants(open_store(join_uri(storage, "run")))
 
 
+@pytest.mark.slow
 def test_a_worker_killed_after_its_own_report_but_before_the_others_resumes_before(
     job, s3: str, tmp_path: Path
 ) -> None:
