@@ -359,14 +359,14 @@ def test_a_manifest_that_names_what_is_no_key_of_a_run_is_corrupt(where):
         list(as_manifest(json.dumps(tree).encode()).objects())
 
 
-def test_latest_may_have_64_kib_and_no_byte_more():
+def test_latest_may_have_256_kib_and_no_byte_more():
     body = a_latest()
     room = MAX_BYTES - len(dump(replace(body, unknown={"x": ""})))
     largest = replace(body, unknown={"x": "y" * room})
 
     assert len(dump_latest(largest)) == MAX_BYTES
     assert as_latest(dump_latest(largest)) == largest
-    with pytest.raises(ConfigError, match="Keep fewer"):
+    with pytest.raises(ConfigError, match="keep-last N"):
         dump_latest(replace(body, unknown={"x": "y" * (room + 1)}))
     with pytest.raises(CorruptError, match=str(MAX_BYTES)):
         as_latest(dump_latest(largest) + b" ")
