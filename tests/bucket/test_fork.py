@@ -45,6 +45,16 @@ def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store
     assert_invariants(store, before)
 
 
+def test_a_run_that_began_without_a_checkpoint_is_no_place_for_a_fork(old: Store, store: Store) -> None:
+    """It would go on from zero in silence."""
+    claimed(store)
+
+    with pytest.raises(ConfigError, match="has begun already"):
+        fork(old, store, run_id="new")
+
+    assert_invariants(store)
+
+
 def test_a_fork_whose_latest_is_lost_does_not_start_from_zero(old: Store, store: Store) -> None:
     fork(old, store, run_id="new")
     store.delete(layout.LATEST_KEY)

@@ -30,7 +30,9 @@ def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    assert raycheck.open_run(f"{storage}/my-run").head.entry.step == 32
+    head = raycheck.open_run(f"{storage}/my-run").head.entry
+    assert head.step == 32
+    assert head.metrics.keys() == {"loss"}, "the save at the end has its step's metrics, too"
     assert_invariants(open_store(f"{storage}/my-run"))
 
 
