@@ -75,14 +75,15 @@ def _kept(body: Latest, rules: Retention) -> Iterator[tuple[str, str]]:
 
 def _left_behind(body: Latest) -> set[str]:
     """What a later attempt went back behind: it restored an earlier checkpoint than these."""
-    found = set()
-    for entry in body.live:
-        name = CheckpointName.parse(entry.key)
-        for attempt in body.attempts:
-            source = CheckpointName.parse(attempt.restore_key or "")
-            if name and source and source < name and name.attempt < attempt.number:
-                found.add(entry.key)
-    return found
+    starts = [
+        (source, item.number) for item in body.attempts if (source := CheckpointName.parse(item.restore_key or ""))
+    ]
+    return {
+        entry.key
+        for entry in body.live
+        if (name := CheckpointName.parse(entry.key))
+        and any(source < name and name.attempt < number for source, number in starts)
+    }
 
 
 def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
