@@ -82,7 +82,7 @@ def _left_behind(body: Latest) -> set[str]:
         entry.key
         for entry in body.live
         if (name := CheckpointName.parse(entry.key))
-        and any(source < name and name.attempt < number for source, number in starts)
+        and any(source and source < name and name.attempt < number for source, number in sources)
     }
 
 
