@@ -75,9 +75,7 @@ def _kept(body: Latest, rules: Retention) -> Iterator[tuple[str, str]]:
 
 def _left_behind(body: Latest) -> set[str]:
     """What a later attempt went back behind: it restored an earlier checkpoint than these."""
-    starts = [
-        (source, item.number) for item in body.attempts if (source := CheckpointName.parse(item.restore_key or ""))
-    ]
+    sources = [(CheckpointName.parse(attempt.restore_key or ""), attempt.number) for attempt in body.attempts]
     return {
         entry.key
         for entry in body.live
