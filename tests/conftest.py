@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("ray"))
         if "ceph" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("ceph"))
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # the longest group begins first
     if config.getoption("--all"):
         return
     slow = [item for item in items if "slow" in item.keywords]
