@@ -18,14 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long profiles")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """One process for all of Ray, and one for Ceph: each starts a cluster of its own."""
+    if item.get_closest_marker("ray"):
+        item.add_marker(pytest.mark.xdist_group("ray"))
+    if "ceph" in item.nodeid:
+        item.add_marker(pytest.mark.xdist_group("ceph"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all the tests marked slow are deselected, which pytest counts in its summary; none is skipped."""
-    for item in items:  # one process each: a Ray of its own, a cluster of its own
-        if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        if "ceph" in item.nodeid:
-            item.add_marker(pytest.mark.xdist_group("ceph"))
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # the longest group begins first
     if config.getoption("--all"):
         return
