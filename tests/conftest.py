@@ -18,17 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long profiles")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """One process for all of Ray, and one for Ceph: each starts a cluster of its own."""
-    if item.get_closest_marker("ray"):
-        item.add_marker(pytest.mark.xdist_group("ray"))
-    if "ceph" in item.nodeid:
-        item.add_marker(pytest.mark.xdist_group("ceph"))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all the tests marked slow are deselected, which pytest counts in its summary; none is skipped."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # the longest group begins first
     if config.getoption("--all"):
         return
     slow = [item for item in items if "slow" in item.keywords]
