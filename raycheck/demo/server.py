@@ -40,12 +40,25 @@ def s3_server() -> Iterator[str]:
             server.kill()
 
 
-# The pipe closes when the parent dies, however it dies, and takes the server along.
+# The pipe closes when the parent dies, however it dies, and takes the server along. moto looks at a condition first and
+# writes then: two requests at once may both find it true, so those that carry one take turns.
 _SERVE = """
-import os, sys, threading
+import io, os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-from moto.server import main
-main(["-H", "127.0.0.1", "-p", sys.argv[1]])
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import run_simple
+
+moto, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+def serve(environ, start_response):
+    if environ["REQUEST_METHOD"] != "PUT" or not {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
+        return moto(environ, start_response)
+    size = int(environ.get("CONTENT_LENGTH") or 0)
+    environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(size))  # a slow sender must not hold the turn
+    with turn:
+        return moto(environ, start_response)
+
+run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True, request_handler=MotoRequestHandler)
 """
 
 
