@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from raycheck.bucket import layout
-from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.catalog import Checkpoint, directories, read_latest
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.latest import MAX_BYTES, Entry, Latest, load_latest
 from raycheck.bucket.layout import CheckpointName
@@ -227,7 +227,7 @@ def assert_repaired(store: Store, before: Latest, after: Latest) -> None:
     Pins and evictions may be."""
     missing = {entry.key for entry in before.live} - {entry.key for entry in after.live}
     assert not missing, f"repair lost {sorted(missing)}"
-    names = [CheckpointName.parse(name) for name in store.list_names(layout.CHECKPOINTS_PREFIX)]
-    assert all(name.attempt < after.attempt.number for name in names if name), "an attempt before a repair goes on"
+    names = directories(store)
+    assert all(name.attempt < after.attempt.number for name in names), "an attempt before a repair goes on"
     assert after.attempt.owner not in before.owners
     assert after.attempt.restore_key == after.head is not None

@@ -11,6 +11,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.index import Index, load_index
 from raycheck.bucket.latest import Entry, Latest, load_latest
+from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import Manifest, load_manifest
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, NotFoundError
@@ -96,6 +97,11 @@ def read_latest(store: Store) -> Latest:
             f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name"
         ) from None
     return load_latest(got.data, what=f"{store.uri}: latest")
+
+
+def directories(store: Store) -> list[CheckpointName]:
+    """The checkpoints that have a directory, listed by `latest` or not, in the order of their saves."""
+    return sorted(name for text in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(text)))
 
 
 def _get_live(store: Store, name: str, key: str) -> bytes:

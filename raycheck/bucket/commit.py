@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from raycheck.bucket import layout
+from raycheck.bucket.catalog import directories
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import dump
 from raycheck.bucket.edits import without
@@ -237,18 +238,13 @@ def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None
 def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
     """Step 10. Raises CorruptError when `checkpoints/` holds a directory of an attempt that was never answered, as far
     as `latest` knows: it was lost or rolled back. mine: just claimed; SupersededError when it has been overtaken."""
-    while True:
-        before = register.read()
-        names = [layout.CheckpointName.parse(name) for name in register.store.list_names(layout.CHECKPOINTS_PREFIX)]
-        newest = max((name for name in names if name is not None), default=None)
-        # Without `latest` any directory is one too many, also those of a fork.
-        if newest is None or (before is not None and before[0].knows(newest)):
-            return
-        now = register.read()
-        if mine is not None and now is not None:
-            _check_still(register, now[0], mine)
-        if (now and (now[0].proven,)) == (before and (before[0].proven,)):  # else: others went on while we listed
-            raise lost(register.store.uri, f"{'does not know' if now else 'is missing beside'} the checkpoint {newest}")
+    names = directories(register.store)
+    found = register.read()  # after the listing: a claim in between would look like a loss
+    if not names or (found and found[0].knows(names[-1])):
+        return
+    if found and mine:
+        _check_still(register, found[0], mine)
+    raise lost(register.store.uri, f"{'does not know' if found else 'is missing beside'} the checkpoint {names[-1]}")
 
 
 def _prove(register: Register, mine: Attempt) -> Latest:

@@ -7,8 +7,7 @@ a run that does not exist yet, and the next try takes the next save number.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from raycheck.bucket import layout
-from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.catalog import Checkpoint, directories, read_latest
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import write_manifest
 from raycheck.bucket.latest import Attempt, Entry, Latest
@@ -31,10 +30,9 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
         raise ConfigError(f"{target.uri}: the run has begun already, without a checkpoint. Give it another name")
     if there is not None:
         return
-    names = [CheckpointName.parse(name) for name in target.list_names(layout.CHECKPOINTS_PREFIX)]
-    ours = [name for name in names if name is not None]
-    if any(name.attempt > 0 for name in ours):
-        raise lost(target.uri, f"is gone, but there is {max(ours)}")
+    ours = directories(target)
+    if ours and ours[-1].attempt > 0:
+        raise lost(target.uri, f"is gone, but there is {ours[-1]}")
     body = read_latest(source)
     entry = None if body.head is None else body.entry(body.head)
     if entry is None:

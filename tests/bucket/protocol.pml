@@ -326,25 +326,9 @@ inline list_newest() {
   printf("coordinator %d: lists checkpoints, newest attempt %d\n", c, newest)
 }
 
-inline list_before() {                                       /* 10 */
-  do
-  :: d_step { look(c); attempt = L.attempt; sure = KNOWN };
-     if
-     :: v == GONE -> break
-     :: else
-     fi;
-     d_step { list_newest() };
-     if
-     :: !newest || attempt && newest <= sure -> break
-     :: else
-     fi;
-     d_step { look(c); v = (v == GO && L.attempt == attempt && KNOWN == sure -> GONE : v) };
-     if
-     :: v == GONE -> break
-     :: else                                                 /* others went on meanwhile: look again */
-     fi
-  od;
-  atomic { attempt = 0; sure = 0; newest = 0 }
+inline list_before() {                                       /* 10: judged by the latest that is read after the listing */
+  d_step { list_newest() };
+  d_step { look(c); v = (newest && (!L.attempt || newest > KNOWN) -> GONE : v); newest = 0 }
 }
 
 inline list_after() {                                        /* 10: the claim is answered once this is on record */
@@ -387,7 +371,7 @@ inline note_claimed() {
 #define ASKS(c, g) (alive[c] && state[g] == NEW && DRIVER(g) == OWNER(c))
 
 proctype Claims(byte c) {
-  byte g, attempt, head, sure, newest; mtype:verdict v = GO; mtype:outcome r = APPLIED;
+  byte g, attempt, head, newest; mtype:verdict v = GO; mtype:outcome r = APPLIED;
 end:
   do
   :: atomic {
