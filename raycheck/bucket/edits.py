@@ -16,9 +16,8 @@ from raycheck.settings import Retention
 def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
     """Keep the live checkpoint `key` whatever retention and expiry say, or no longer. Raises NotFoundError."""
 
-    def decide(body: Latest | None, now: float) -> Latest | None:
+    def change(body: Latest, now: float) -> Latest | None:
         del now
-        body = _there(register, body)
         entry = body.entry(key)
         if entry is None:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
@@ -27,18 +26,17 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
         live = tuple(replace(item, pinned=pinned) if item.key == key else item for item in body.live)
         return replace(body, live=live)
 
-    return register.swap(decide, what=f"{'pin' if pinned else 'unpin'} of {key}")
+    return register.edit(change, what=f"{'pin' if pinned else 'unpin'} of {key}")
 
 
 def evict(register: Register, rules: Retention) -> Latest:
     """Step 19, outside of a commit: move what no rule keeps to `evicted`, for ever."""
 
-    def decide(body: Latest | None, now: float) -> Latest | None:
-        body = _there(register, body)
+    def change(body: Latest, now: float) -> Latest | None:
         new = without(body, dropped(body, rules, now=now), now=now)
         return None if new == body else new
 
-    return register.swap(decide, what="eviction")
+    return register.edit(change, what="eviction")
 
 
 def without(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
@@ -54,16 +52,9 @@ def forget(register: Register, keys: frozenset[str]) -> Latest:
     """Step 21: take names off `evicted` whose objects are all deleted. They cannot come back: a save number is
     committed once per attempt, and an older attempt commits nothing."""
 
-    def decide(body: Latest | None, now: float) -> Latest | None:
+    def change(body: Latest, now: float) -> Latest | None:
         del now
-        body = _there(register, body)
         left = tuple(item for item in body.evicted if item.key not in keys)
         return None if len(left) == len(body.evicted) else replace(body, evicted=left)
 
-    return register.swap(decide, what="prune")
-
-
-def _there(register: Register, body: Latest | None) -> Latest:
-    if body is None:
-        raise NotFoundError(f"{register.store.uri}: no run here (no object named latest)")
-    return body
+    return register.edit(change, what="prune")

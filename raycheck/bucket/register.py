@@ -87,6 +87,16 @@ class Register:
                     self._seen = max(self._seen, (new.attempt.number, new.counter))
                     return new
 
+    def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str) -> Latest:
+        """`swap`, of a run that must be there. Raises NotFoundError when it is not."""
+
+        def decide(body: Latest | None, now: float) -> Latest | None:
+            if body is None:
+                raise NotFoundError(f"{self.store.uri}: no run here (no object named latest)")
+            return change(body, now)
+
+        return self.swap(decide, what=what)
+
     def _write(self, new: Latest, got: Got | None) -> None:
         data = dump_latest(new)
         try:

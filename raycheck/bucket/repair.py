@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from raycheck.bucket import layout
-from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.catalog import Checkpoint, directories
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import NewerFormatError, dump
 from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry, Latest, dump_latest, listed_metrics, load_latest
@@ -38,7 +38,7 @@ def repair(store: Store) -> Repaired:
     when somebody wrote it meanwhile.
     """
     got, old = _old(store)
-    names = sorted(name for item in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(item)))
+    names = directories(store)
     if old is not None and all(old.knows(name) for name in names) and _has_its_head(store, old):
         raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
@@ -71,9 +71,9 @@ def repair(store: Store) -> Repaired:
         live=tuple(live),
         evicted=old.evicted if old else (),
     )
-    while len(dump(new)) > COMMIT_BYTES:
-        left_out.append((new.live[0].key, "latest is full"))
-        new = replace(new, live=new.live[1:])
+    crowded = _crowded(new)
+    left_out += [(key, "latest is full") for key in crowded]
+    new = replace(new, live=tuple(entry for entry in new.live if entry.key not in crowded))
     if got is None:
         store.put_if_absent(layout.LATEST_KEY, dump_latest(new))
     else:
@@ -146,6 +146,17 @@ def _head(live: list[Entry], records: list[Attempt]) -> str:
     if last is None or name is None or last.world_size or last.number <= name.attempt:
         return newest
     return next((entry.key for entry in live if entry.key == last.restore_key), newest)
+
+
+def _crowded(body: Latest) -> list[str]:
+    """The oldest entries that have to go for `latest` to stay within its bound. Never the head."""
+    excess = len(dump(body)) - COMMIT_BYTES
+    found = []
+    for entry in body.live:
+        if excess > 0 and entry.key != body.head:
+            excess -= len(dump(entry))
+            found.append(entry.key)
+    return found
 
 
 def _number(old: Latest | None) -> list[int]:

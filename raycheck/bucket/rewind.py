@@ -22,9 +22,7 @@ def rewind(register: Register, key: str) -> Latest:
     """
     owner = f"rewind-{uuid4().hex[:12]}"
 
-    def decide(body: Latest | None, now: float) -> Latest | None:
-        if body is None:
-            raise NotFoundError(f"{register.store.uri}: no run here (no object named latest)")
+    def change(body: Latest, now: float) -> Latest | None:
         if owner in body.owners:  # applied, whoever may have come after it
             return None
         if body.entry(key) is None:
@@ -38,7 +36,7 @@ def rewind(register: Register, key: str) -> Latest:
         )
 
     refuse_lost(register)
-    body = register.swap(decide, what=f"rewind to {key}")
+    body = register.edit(change, what=f"rewind to {key}")
     for ended, mine in pairwise(body.attempts):
         if mine.owner == owner:
             record_end(register.store, ended, by=mine, cause=f"the run was rewound to {key}")

@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raycheck.bucket import layout
-from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.catalog import directories, read_latest
 from raycheck.bucket.edits import evict, forget
 from raycheck.bucket.latest import Latest
-from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import judge
 from raycheck.bucket.store import Store
@@ -123,17 +122,17 @@ def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Itera
 
 def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Waste], list[Upload]]:
     """Listed first, judged by the `latest` read after it: else a claim in between would look like a lost `latest`."""
-    names = [name for text in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(text))]
+    names = directories(store)
     uploads = _uploads(store)
     body = read_latest(store)
     number = body.attempt.number
-    if not all(body.knows(name) for name in names):
-        raise lost(store.uri, f"does not know the checkpoint {max(names)}")
+    if names and not body.knows(names[-1]):
+        raise lost(store.uri, f"does not know the checkpoint {names[-1]}")
     named = body.held() | {item.key for item in body.evicted}
     found = []
-    for name in sorted(names):
+    for name in names:
         if name.attempt < number and str(name) not in named:
-            objects = {item.key: item.size_bytes for item in store.list_objects(layout.checkpoint_prefix(str(name)))}
+            objects = _sizes(store, str(name))
             is_whole = layout.manifest_key(str(name)) in objects
             if also_whole or not is_whole:
                 found.append(
@@ -144,7 +143,8 @@ def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Waste], list[Uploa
                         reason=f"attempt {name.attempt} ended before it was {'listed' if is_whole else 'whole'}",
                     )
                 )
-    return found, [upload for upload in uploads if (name := layout.checkpoint_of(upload.key)) and name.attempt < number]
+    left = [upload for upload in uploads if (of := layout.checkpoint_of(upload.key)) and of.attempt < number]
+    return found, left
 
 
 def _uploads(store: Store) -> list[Upload]:
@@ -163,10 +163,15 @@ def _unfinished(store: Store, upload: Upload) -> Waste:
 
 
 def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Waste:
-    sizes = {item.key: item.size_bytes for item in store.list_objects(layout.checkpoint_prefix(name))}
+    sizes = _sizes(store, name)
     if name in held:
         sizes = {key: size for key, size in sizes.items() if key == layout.manifest_key(name)}
     return Waste(name=name, num_objects=len(sizes), size_bytes=sum(sizes.values()), reason=reason, wait_s=wait_s)
+
+
+def _sizes(store: Store, name: str) -> dict[str, int]:
+    """The bytes of each object of a checkpoint, by key."""
+    return {item.key: item.size_bytes for item in store.list_objects(layout.checkpoint_prefix(name))}
 
 
 def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:
@@ -174,7 +179,7 @@ def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:
     store.delete(layout.manifest_key(name))
     if is_held:
         return
-    keys = [item.key for item in store.list_objects(layout.checkpoint_prefix(name))]
+    keys = list(_sizes(store, name))
     if not keys:
         return
     with ThreadPoolExecutor(min(AT_ONCE, len(keys)), thread_name_prefix="raycheck-delete") as pool:

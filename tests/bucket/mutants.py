@@ -97,8 +97,8 @@ MUTANTS = (
     Mutant(
         lacks="a claim does not look for checkpoints of a lost latest",
         where="commit:refuse_lost",
-        old="while True:",
-        new="while False:",
+        old="if not names or",
+        new="if True or",
     ),
     Mutant(
         lacks="a swap sends its old decision again",
@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant(
         lacks="a prune forgets what others refer to",
         where="sweep:prune",
-        old="gone = tuple(name for name in ripe if name not in held)",
-        new="gone = tuple(ripe)",
+        old="if name not in held:",
+        new="if True:",
     ),
     Mutant(
         lacks="a sweep deletes of the attempt it reads",
