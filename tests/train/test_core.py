@@ -180,6 +180,7 @@ def test_a_partial_restore_is_done_once_and_a_restart_goes_on_from_where_trainin
     assert_invariants(open_store(uri))
 
 
+@pytest.mark.slow
 def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
@@ -211,6 +212,7 @@ def test_a_node_without_permission_is_told_before_the_run_is_claimed(cluster: No
     assert_invariants(open_store(uri.replace(str(proxy.port), s3.partition("127.0.0.1:")[2].partition("&")[0])))
 
 
+@pytest.mark.slow
 def test_ranks_that_lost_their_agreement_fail_one_save_and_agree_again(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     coordinator = raycheck.start_coordinator(uri, owner="me")
@@ -226,6 +228,7 @@ def test_ranks_that_lost_their_agreement_fail_one_save_and_agree_again(cluster: 
     assert [entry.step for entry in body.live] == [2, 6]
 
 
+@pytest.mark.slow
 def test_a_selection_of_what_is_nowhere_is_refused_also_in_a_fresh_run(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
@@ -236,6 +239,7 @@ def test_a_selection_of_what_is_nowhere_is_refused_also_in_a_fresh_run(cluster: 
     assert assert_invariants(open_store(uri)).live == ()
 
 
+@pytest.mark.slow
 def test_a_stream_of_batches_inside_a_dict_is_counted(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))

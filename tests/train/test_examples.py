@@ -59,17 +59,14 @@ def test_the_scripts_run_without_raycheck(cluster: None, tmp_path: Path, module:
 @pytest.mark.parametrize(
     ("module", "run", "options", "last"),
     [
-        pytest.param(ddp_with_raycheck, "classifier", {"epochs": 10}, 160, marks=of_ray),
-        pytest.param(
-            fsdp_with_raycheck,
-            "fine-tune",
-            {"epochs": 10, "patience": 1000},
-            160,
-            marks=[*of_ray, pytest.mark.slow],
-        ),
+        (ddp_with_raycheck, "classifier", {"epochs": 10}, 160),
+        (fsdp_with_raycheck, "fine-tune", {"epochs": 10, "patience": 1000}, 160),
     ],
     ids=["ddp", "fsdp"],
 )
+@pytest.mark.slow
+@of_ray[0]
+@of_ray[1]
 def test_the_scripts_survive_a_killed_worker_with_raycheck(
     cluster: None, s3: str, module: ModuleType, run: str, options: dict[str, int], last: int
 ) -> None:

@@ -46,7 +46,7 @@ def test_a_second_driver_fences_the_first_which_ends_and_stays_ended(job, s3: st
     )
     wait_for_commit(uri, 8)
 
-    second = start(job(storage, "run", folder=str(folders[1]), epochs=30))
+    second = start(job(storage, "run", folder=str(folders[1]), epochs=30, every=40))
 
     with pytest.raises(raycheck.FencedError if start is by_raycheck else TrainingFailedError) as ended:
         first.join()
@@ -59,6 +59,7 @@ def test_a_second_driver_fences_the_first_which_ends_and_stays_ended(job, s3: st
     assert body.entry(body.head).step == 360
 
 
+@pytest.mark.slow
 def test_plain_trainer_fit_survives_a_killed_worker(job, s3: str, tmp_path: Path) -> None:
     storage = join_uri(s3, uuid4().hex)
 
@@ -91,6 +92,7 @@ def test_a_coordinator_killed_between_manifest_and_latest_loses_no_save(job, s3:
         assert len(body.attempts) == 1
 
 
+@pytest.mark.slow
 def test_failed_saves_do_not_end_training_before_their_limit(job, s3: str, tmp_path: Path) -> None:
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
@@ -134,6 +136,7 @@ def test_wrong_settings_end_the_run_before_any_worker_starts(job, tmp_path: Path
     assert_invariants(open_store(f"{storage}/run"))
 
 
+@pytest.mark.slow
 def test_resume_at_a_step_goes_back_to_it(job, tmp_path: Path) -> None:
     storage = f"file://{tmp_path}/runs"
     raycheck.fit(job(storage, "run", epochs=1, workers=1, mode="plain"))
@@ -145,6 +148,7 @@ def test_resume_at_a_step_goes_back_to_it(job, tmp_path: Path) -> None:
     assert [entry.step for entry in body.live] == [4, 8, 12, 12, 16, 20, 24]
 
 
+@pytest.mark.slow
 def test_a_run_begins_from_a_copy_of_another_runs_head(job, tmp_path: Path) -> None:
     storage = f"file://{tmp_path}/runs"
     raycheck.fit(job(storage, "old", epochs=1, workers=1, mode="plain"))

@@ -38,11 +38,10 @@ def unbroken(cluster: None, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("mode", "loader_workers"),
     [
-        ("ddp", 0),
         ("fsdp", 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("plain", 0), ("plain", 2), ("ddp", 2), ("fsdp", 0)]
+            for case in [("plain", 0), ("plain", 2), ("ddp", 0), ("ddp", 2), ("fsdp", 0)]
         ),
     ],
 )
