@@ -6,6 +6,10 @@ rank's forward makes its own: those of the first rank that holds them are kept.
 """
 
 import re
+from collections.abc import Callable, Iterable, Sized
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +19,11 @@ from torch.distributed.tensor import DTensor
 from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
 from raycheck.shards.names import plain_names, unwrapped
-from raycheck.shards.parts import Named, Part, SavedPart, empty_for
+from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
 from raycheck.shards.pieces import memory, piece_of
+from raycheck.shards.watch import Watch
+
+_OWN_WAY = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dict, torch.nn.Module.get_extra_state)  # noqa: SLF001
 
 
 class ModulePart(Part):
@@ -37,11 +44,12 @@ class ModulePart(Part):
         self._plain = plain_names(self.module)
         keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
         self._parameters = {f"{name}.{self._plain(key)}" for key in keys}
-        self._forms: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
+        self._made_of: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
+        self._last: tuple[Watch, Gathered] | None = None
 
     def tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        self._forms = {}
+        self._made_of = {}
         state = self.module.state_dict()
         live = self._live() if any(map(_is_wrapper, state.values())) else {}
         for key, value in state.items():
@@ -51,19 +59,33 @@ class ModulePart(Part):
                 value = live.get(key, value)  # noqa: PLW2901  state_dict() detaches, which may copy the inner ones
                 names, context = value.__tensor_flatten__()
                 inner = {f".{name}": getattr(value, name) for name in names}
-                self._forms[plain] = f"{type(value).__qualname__}({_without_addresses(repr(context))})"
+                self._made_of[plain] = f"{type(value).__qualname__}({_without_addresses(repr(context))})"
             for name, item in inner.items():
                 if plain + name in tree:
                     raise ConfigError(f"state at {self.name}.{plain}{name}: two entries of the module have this name")
                 tree[plain + name] = item
         return tree
 
+    def gather(self) -> Gathered:
+        if self._last is not None:
+            watch, found = self._last
+            tensors = watch.look()
+            if tensors is not None:
+                return replace(found, tensors=tensors, is_as_before=True)
+        found = super().gather()
+        self._last = None
+        if not self._made_of and not found.values["extra"]:
+            with suppress(LookupError):
+                watch = Watch(found.tensors, _Places(self.module, self._plain, self.name, found.tensors).fetch)
+                self._last = watch, replace(found, tensors={})
+        return found
+
     def _live(self) -> Named:
         module = self.module
         return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        return {"extra": self.encode(_extra(tree), self.name, tensors), "flattened": self._forms}
+        return {"extra": self.encode(_extra(tree), self.name, tensors), "flattened": self._made_of}
 
     def names(self) -> list[str]:
         return [f"{self.name}.{key}" for key in self.tree()]
@@ -139,7 +161,7 @@ class ModulePart(Part):
 
     def _compare_flattened(self, saved: SavedPart) -> None:
         for key, form in _saved_values(saved, "flattened").items():
-            here = self._forms.get(key, form)
+            here = self._made_of.get(key, form)
             if saved.takes(f"{self.name}.{key}") and here != form:
                 saved.mismatched.append(f"{self.name}.{key}: {here} here, {form} saved")
 
@@ -159,6 +181,46 @@ def _extra(tree: dict[str, Any]) -> dict[str, Any]:
         for key, value in tree.items()
         if not isinstance(value, torch.Tensor) or key.rpartition(".")[2] == "_extra_state"
     }
+
+
+class _Places:
+    """Where the parameters and buffers of a module live, its children's included. Raises LookupError for a module whose
+    state_dict() is more than these."""
+
+    def __init__(self, root: torch.nn.Module, plain: Callable[[str], str], prefix: str, names: Iterable[str]) -> None:
+        places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._sizes: list[tuple[Sized, int]] = []
+        self._children: list[tuple[dict[str, Any], str, object]] = []
+        self._before: list[Callable[[], object]] = []
+        for path, module in root.named_modules(remove_duplicate=False):
+            if not _is_plain(module):
+                raise LookupError(f"{path} has a state_dict of its own")
+            start = f"{path}." if path else ""
+            parameters, buffers, children = module._parameters, module._buffers, module._modules  # noqa: SLF001
+            for held in (parameters, buffers):
+                places.update({f"{prefix}.{plain(start + key)}": (held, key) for key in held})
+            hooks = module._state_dict_pre_hooks, module._state_dict_hooks  # noqa: SLF001
+            containers = (parameters, buffers, children, module._non_persistent_buffers_set, *hooks)  # noqa: SLF001
+            self._sizes += [(held, len(held)) for held in containers]
+            self._children += [(children, key, child) for key, child in children.items()]
+            self._before += [partial(hook, module, start, False) for hook in hooks[0].values()]
+        self._places = [places[name] for name in names]
+
+    def fetch(self) -> list[Any]:
+        for hook in self._before:
+            hook()
+        if any(len(held) != size for held, size in self._sizes) or any(
+            held.get(key) is not child for held, key, child in self._children
+        ):
+            raise LookupError("the module was built differently when it was looked at last")
+        return [held[key] for held, key in self._places]
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether it says its state in torch's own way. FSDP2 does: its hook before only puts sharded parameters back."""
+    kind = type(module)
+    way = (kind.state_dict, kind._save_to_state_dict, kind.get_extra_state)  # noqa: SLF001
+    return way == _OWN_WAY and not module._state_dict_hooks  # noqa: SLF001
 
 
 def _is_wrapper(value: Any) -> bool:

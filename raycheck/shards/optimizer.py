@@ -1,6 +1,8 @@
 """Optimizers as a part of the train state: keyed by parameter name, allocated from the checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +10,11 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode
-from raycheck.shards.parts import Named, Part, SavedPart, empty_for
+from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
+from raycheck.shards.watch import Watch
+
+_OWN_WAY = Optimizer.state_dict
+_NOTHING: Mapping[Any, Any] = {}
 
 
 class OptimizerPart(Part):
@@ -26,6 +32,7 @@ class OptimizerPart(Part):
         self.optimizer = optimizer
         groups = [group["params"] for group in optimizer.param_groups]
         parts = {named[p][0] for group in groups for p in group if p in named}
+        self._last: tuple[Watch, Gathered] | None = None
         self._names = [
             [
                 (named[p][1] if len(parts) == 1 else ".".join(named[p])) if p in named else f"unnamed.{g}.{i}"
@@ -39,6 +46,45 @@ class OptimizerPart(Part):
             for name, p in zip(names, group, strict=True)
         }
 
+    def gather(self) -> Gathered:
+        if self._last is not None:
+            watch, found = self._last
+            tensors = watch.look()
+            other = self.gathered({"param_groups": self._groups()})
+            if tensors is not None and not other.tensors:
+                values = {**found.values, "other": other.values["other"]}
+                return replace(found, tensors=tensors, values=values, leaves=other.leaves, is_as_before=True)
+        found = super().gather()
+        self._last = None
+        if _is_plain(self.optimizer) and found.tensors and not found.values["state"]:
+            with suppress(LookupError):
+                self._last = Watch(found.tensors, self._fetcher(found.tensors)), replace(found, tensors={})
+        return found
+
+    def _fetcher(self, names: Iterable[str]) -> Callable[[], list[Any]]:
+        """Fetches the slots of these names. Raises LookupError when a name is no slot's."""
+        optimizer = self.optimizer
+        slots = {
+            f"{self.name}.state.{name}.{slot}": (p, slot)
+            for name, p in self._parameters.items()
+            for slot in optimizer.state.get(p, ())
+        }
+        places = [slots[name] for name in names]
+
+        def fetch() -> list[Any]:
+            state = optimizer.state
+            if sum(map(len, state.values())) != len(places) or not _is_plain(optimizer):
+                raise LookupError("there are other slots now")
+            return [state.get(p, _NOTHING)[slot] for p, slot in places]
+
+        return fetch
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The options of each group, with names for parameters."""
+        groups = zip(self.optimizer.param_groups, self._names, strict=True)
+        options = [({key: value for key, value in group.items() if key != "params"}, names) for group, names in groups]
+        return [{**group, "params": list(names)} for group, names in options]
+
     def tree(self) -> dict[str, Any]:
         packed = self.optimizer.state_dict()
         flat = [name for names in self._names for name in names]
@@ -48,13 +94,14 @@ class OptimizerPart(Part):
         return {"state": state, "param_groups": groups, **rest}
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
+        state = tree.get("state", {})
         slots = {
             name: {slot: value for slot, value in slots.items() if not isinstance(value, torch.Tensor)}
-            for name, slots in tree["state"].items()
+            for name, slots in state.items()
         }
         other = {key: value for key, value in tree.items() if key != "state"}
         return {
-            "slots": {name: list(slots) for name, slots in tree["state"].items()},
+            "slots": {name: list(slots) for name, slots in state.items()},
             "state": self.encode({k: v for k, v in slots.items() if v}, f"{self.name}.state", tensors),
             "other": self.encode(other, self.name, tensors),
         }
@@ -141,6 +188,12 @@ class OptimizerPart(Part):
                 # load_state_dict casts to the parameter's dtype; a bf16 parameter may well have fp32 state.
                 if isinstance(value, torch.Tensor) and here[slot].dtype != value.dtype:
                     here[slot] = value.to(here[slot].device)
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    """Whether it says its state in torch's own way."""
+    hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001
+    return type(optimizer).state_dict is _OWN_WAY and not any(hooks)
 
 
 def _merged(saved: SavedPart) -> Any:

@@ -6,7 +6,7 @@ the plainest kind, anything with state_dict/load_state_dict; modules.py, optimiz
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode, encode
 from raycheck.errors import ConfigError
+from raycheck.shards.watch import Form, form_of
 
 Named = dict[str, torch.Tensor]
 Leaves = dict[str, tuple[tuple[str | int, ...], object]]
@@ -24,12 +25,16 @@ Leaves = dict[str, tuple[tuple[str | int, ...], object]]
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """A part's live state: tensors by name, their paths where they are known, values as a lossless tree, and the
-    non-tensor leaves (name to path and object) that only stock tools read."""
+    non-tensor leaves (name to path and object) that only stock tools read.
+
+    is_as_before: known to be the same bytes of memory under the same names as the last time.
+    """
 
     tensors: Named
     paths: Mapping[str, tuple[str | int, ...]]
     values: Any
     leaves: Leaves
+    is_as_before: bool = False
 
 
 class Part(ABC):
@@ -47,6 +52,7 @@ class Part(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._forms: dict[str, Form] | None = None
 
     @abstractmethod
     def tree(self) -> dict[str, Any]:
@@ -79,7 +85,12 @@ class Part(ABC):
         return True
 
     def gather(self) -> Gathered:
-        tree = self.tree()
+        found = self.gathered(self.tree())
+        last, self._forms = self._forms, {name: form_of(tensor) for name, tensor in found.tensors.items()}
+        return replace(found, is_as_before=self._forms == last)
+
+    def gathered(self, tree: dict[str, Any]) -> Gathered:
+        """What a save takes of this tree."""
         try:
             flat, paths = flatten_state_dict({self.name: tree})
         except ValueError as error:

@@ -117,6 +117,11 @@ def memory(piece: Piece) -> tuple[object, ...]:
     return (address, local.device, local.dtype, local.stride(), piece.shape, piece.offsets, piece.sizes)
 
 
+def without_memory(piece: Piece) -> Piece:
+    """What is known of a piece, to be kept: its memory must be able to go."""
+    return replace(piece, local=torch.empty(piece.local.shape, dtype=piece.local.dtype, device="meta"))
+
+
 def mine(pieces: Iterable[Piece], *, rank: int, writers: Mapping[str, int]) -> list[Piece]:
     """The pieces that this rank writes. `writers`: the agreed writer by box. A box that is not in it is new since the
     agreement: every holder writes it, and the commit keeps the first."""

@@ -113,17 +113,19 @@ class Stager:
         self._views: list[torch.Tensor] = []
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def stage(self, pieces: Sequence[Piece], leaves: Leaves) -> Staged:
-        """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
-        order before anything the caller's device stream does next."""
+    def stage(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor], leaves: Leaves) -> Staged:
+        """Copy `sources`, the live tensors of `pieces`, and the pickled `leaves` (for stock tools only) into the
+        buffer. The copy is enqueued in order before anything the caller's device stream does next."""
         records = [(name, path, _pickled(value)) for name, (path, value) in leaves.items()]
-        form = tuple((p.name, p.local.dtype, p.sizes, p.local.device.type) for p in pieces)
+        form = tuple(
+            (p.name, p.local.dtype, p.sizes, source.device.type) for p, source in zip(pieces, sources, strict=True)
+        )
         tensors_end = self._lay_out(form, pieces)
         total = tensors_end + sum(len(data) for _, _, data in records)
         if form != self._form or total > self._buffer.numel():
-            self._allocate(pieces, total)
+            self._allocate(pieces, total, pin=any(source.device.type != "cpu" for source in sources))
             self._form = form
-        copied = self._copy(pieces)
+        copied = self._copy(sources)
         view = _view(self._buffer)[:total]
         stock_leaves = []
         at = tensors_end
@@ -156,19 +158,18 @@ class Stager:
                 end = slot.stop
         return self._slots[-1].stop if self._slots else 0
 
-    def _allocate(self, pieces: Sequence[Piece], total: int) -> None:
+    def _allocate(self, pieces: Sequence[Piece], total: int, *, pin: bool) -> None:
         """A zeroed buffer with some slack for leaves that grow, heads written, one view per piece."""
-        on_device = any(piece.local.device.type != "cpu" for piece in pieces)
-        self._buffer = torch.zeros(total + total // 64 + 4096, dtype=torch.uint8, pin_memory=on_device)
+        self._buffer = torch.zeros(total + total // 64 + 4096, dtype=torch.uint8, pin_memory=pin)
         view = _view(self._buffer)
         self._views = []
         for piece, slot in zip(pieces, self._slots, strict=True):
             view[slot.start : slot.payload.start] = slot.frame.head
             self._views.append(self._buffer[slot.payload].view(piece.local.dtype).view(piece.sizes))
 
-    def _copy(self, pieces: Sequence[Piece]) -> list[torch.Event]:
+    def _copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Event]:
         """Copies from the host are done when it returns; those from devices when their events have come."""
-        pairs = list(zip(self._views, (piece.local for piece in pieces), strict=True))
+        pairs = list(zip(self._views, sources, strict=True))
         on_host = [(view, source) for view, source in pairs if source.device.type == "cpu"]
         devices = sorted({source.device for _, source in pairs if source.device.type != "cpu"}, key=str)
         with torch.no_grad():

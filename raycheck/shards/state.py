@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.index import Index, places
 from raycheck.bucket.lossless import encode
@@ -19,11 +21,12 @@ from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.entries import entries_of, parts_of
 from raycheck.shards.holdings import holdings_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
-from raycheck.shards.pieces import Piece, mine, piece_of, tied
+from raycheck.shards.pieces import Piece, mine, piece_of, tied, without_memory
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
 from raycheck.shards.selection import ASSETS, EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
 from raycheck.shards.stager import Staged, Stager
+from raycheck.shards.watch import local_of
 
 COMPONENT = "train"
 
@@ -50,6 +53,7 @@ class TrainState:
         self._world_size = world_size
         self._agreement = Agreement(writers={})
         self._stager = Stager(COMPONENT, rank)
+        self._plan: tuple[list[Piece], list[tuple[int, str]]] | None = None
 
     @property
     def models(self) -> list[str]:
@@ -68,6 +72,7 @@ class TrainState:
     def settle(self, agreement: Agreement) -> None:
         """Stage by this agreement from now on. Without one this rank writes all it holds."""
         self._agreement = agreement
+        self._plan = None
 
     def stage(self, progress: Progress) -> Staged:
         """Copy this rank's shard into the buffer. Live state may change again when it returns (on an accelerator:
@@ -87,8 +92,7 @@ class TrainState:
             elif part.is_per_rank or part.name in self._agreement.apart:
                 rank_values[part.name] = found.values
                 leaves |= found.leaves
-        own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
-        staged = self._stager.stage(own, leaves)
+        staged = self._stager.stage(*self._own(gathered), leaves)
         staged.add(values, rank_values)
         return staged
 
@@ -139,7 +143,19 @@ class TrainState:
         )
 
     def _gather(self) -> list[Gathered]:
-        return [part.gather() for part in self._parts]
+        gathered = [part.gather() for part in self._parts]
+        if not all(found.is_as_before for found in gathered):
+            self._plan = None
+        return gathered
+
+    def _own(self, gathered: Sequence[Gathered]) -> tuple[list[Piece], list[torch.Tensor]]:
+        """What this rank writes, and its live tensors. Planned once: a plan stands until something moves."""
+        if self._plan is None:
+            own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
+            part_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
+            self._plan = [without_memory(piece) for piece in own], [(part_of[piece.name], piece.name) for piece in own]
+        pieces, places = self._plan
+        return pieces, [local_of(gathered[number].tensors[name]) for number, name in places]
 
     def _pieces(self, gathered: Sequence[Gathered]) -> list[Piece]:
         """Tied ones drawn together. A rank's own value is never tied to what one rank writes for all."""

@@ -42,8 +42,12 @@ def some_tensors(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+def staged_by(stager: Stager, tensors: dict[str, torch.Tensor], values: dict[str, object]) -> Staged:
+    return stager.stage(pieces_of(tensors), list(tensors.values()), leaves_of(values))
+
+
 def fresh_bytes(tensors: dict[str, torch.Tensor], values: dict[str, object]) -> bytes:
-    return shard_bytes(Stager("train", 0).stage(pieces_of(tensors), leaves_of(values)))
+    return shard_bytes(staged_by(Stager("train", 0), tensors, values))
 
 
 def addresses(staged: Staged) -> list[int]:
@@ -54,7 +58,7 @@ def addresses(staged: Staged) -> list[int]:
 def test_the_buffer_is_the_same_one_while_the_form_is_unchanged():
     stager = Stager("train", 0)
 
-    places = [addresses(stager.stage(pieces_of(some_tensors(seed)), leaves_of({"step": seed}))) for seed in range(4)]
+    places = [addresses(staged_by(stager, some_tensors(seed), {"step": seed})) for seed in range(4)]
 
     assert len(places[0]) == 1
     assert places == [places[0]] * 4
@@ -77,7 +81,7 @@ def test_a_state_reuses_its_buffer_over_training_steps():
 def test_each_save_holds_the_values_of_its_own_moment():
     stager = Stager("train", 0)
 
-    reused = [shard_bytes(stager.stage(pieces_of(some_tensors(seed)), leaves_of({"step": seed}))) for seed in range(3)]
+    reused = [shard_bytes(staged_by(stager, some_tensors(seed), {"step": seed})) for seed in range(3)]
 
     assert reused == [fresh_bytes(some_tensors(seed), {"step": seed}) for seed in range(3)]
     assert len(set(reused)) == 3
@@ -142,7 +146,7 @@ def test_equal_state_gives_equal_bytes():
 @pytest.mark.parametrize("part_bytes", [1, 63, 4096, 1 << 20, 1 << 30])
 def test_parts_are_the_same_object_however_they_are_cut(part_bytes: int):
     tensors, values = some_tensors(1), {"step": 3, "names": ["a", "b"]}
-    staged = Stager("train", 0).stage(pieces_of(tensors), leaves_of(values))
+    staged = staged_by(Stager("train", 0), tensors, values)
 
     parts = [bytes(part) for part in staged.parts(part_bytes)]
 
@@ -154,7 +158,7 @@ def test_parts_are_the_same_object_however_they_are_cut(part_bytes: int):
 
 def test_every_record_of_the_object_is_what_torch_save_writes():
     tensors, values = some_tensors(4), {"step": 3, "text": "x" * 500}
-    staged = Stager("train", 0).stage(pieces_of(tensors), leaves_of(values))
+    staged = staged_by(Stager("train", 0), tensors, values)
 
     data = shard_bytes(staged)
 
@@ -177,9 +181,7 @@ def test_leaves_that_outgrow_the_slack_get_a_new_buffer_with_the_same_content():
     tensors = some_tensors(1)
     sizes = [10, 1000, 100_000, 50, 3_000_000, 0]
 
-    reused = [
-        shard_bytes(stager.stage(pieces_of(tensors), leaves_of({"text": "x" * size, "step": 1}))) for size in sizes
-    ]
+    reused = [shard_bytes(staged_by(stager, tensors, {"text": "x" * size, "step": 1})) for size in sizes]
 
     assert reused == [fresh_bytes(tensors, {"text": "x" * size, "step": 1}) for size in sizes]
 
@@ -187,9 +189,9 @@ def test_leaves_that_outgrow_the_slack_get_a_new_buffer_with_the_same_content():
 def test_a_shard_on_its_way_is_not_touched_by_a_reallocation():
     stager = Stager("train", 0)
     first, second = some_tensors(1), {**some_tensors(2), "more": torch.ones(100_000)}
-    staged = stager.stage(pieces_of(first), leaves_of({"step": 1}))
+    staged = staged_by(stager, first, {"step": 1})
 
-    stager.stage(pieces_of(second), leaves_of({"step": 2, "text": "x" * 100_000}))
+    staged_by(stager, second, {"step": 2, "text": "x" * 100_000})
 
     assert shard_bytes(staged) == fresh_bytes(first, {"step": 1})
 
@@ -204,7 +206,7 @@ def test_a_changed_layout_leaves_no_stale_bytes():
     nothing: dict[str, torch.Tensor] = {}
     layouts = [full, added, small, full, reshaped, retyped, nothing, full]
 
-    reused = [shard_bytes(stager.stage(pieces_of(tensors), leaves_of({"step": 5}))) for tensors in layouts]
+    reused = [shard_bytes(staged_by(stager, tensors, {"step": 5})) for tensors in layouts]
 
     assert reused == [fresh_bytes(tensors, {"step": 5}) for tensors in layouts]
 
@@ -213,12 +215,12 @@ def test_a_stage_that_failed_does_not_spoil_the_next_one():
     stager = Stager("train", 0)
     good = {"a": torch.randn(5), "b": torch.randn(900)}
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    shard_bytes(stager.stage(pieces_of(good), leaves_of({})))
+    shard_bytes(staged_by(stager, good, {}))
 
     with pytest.raises((ConfigError, RuntimeError)):
-        stager.stage(pieces_of({"a": torch.randn(700), "b": torch.randn(3), "ragged": ragged}), leaves_of({}))
+        staged_by(stager, {"a": torch.randn(700), "b": torch.randn(3), "ragged": ragged}, {})
 
-    assert shard_bytes(stager.stage(pieces_of(good), leaves_of({}))) == fresh_bytes(good, {})
+    assert shard_bytes(staged_by(stager, good, {})) == fresh_bytes(good, {})
 
 
 def test_renamed_and_reordered_tensors_are_described_as_they_lie(store: Store):
