@@ -7,6 +7,7 @@ whole checkpoint was compared with the live state; every difference is listed in
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from raycheck.shards.pieces import Piece, mine, piece_of, tied, without_memory
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
 from raycheck.shards.selection import ASSETS, EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
+from raycheck.shards.sharing import read_shared
 from raycheck.shards.stager import Staged, Stager
 from raycheck.shards.watch import local_of
 
@@ -97,11 +99,18 @@ class TrainState:
         return staged
 
     def apply(
-        self, checkpoint: Checkpoint, selection: Selection = EVERYTHING, *, strict: bool = True, once: bool = False
+        self,
+        checkpoint: Checkpoint,
+        selection: Selection = EVERYTHING,
+        *,
+        strict: bool = True,
+        once: bool = False,
+        share: bool = False,
     ) -> "Restored":
         """Put a checkpoint into the live objects, resharded to this rank.
 
-        once: a checkpoint that descends from this very selection is restored whole.
+        once: a checkpoint that descends from this very selection is restored whole. share: all ranks call this
+        together, so that what all of them want may be read by one.
         strict: what is only here, or only in the checkpoint, is refused; else left alone and reported. What is on both
         sides but not alike is always refused. Raises StateMismatchError listing every difference before anything was
         changed; CorruptError or NotFoundError while reading, after which the state is a mixture and the process must
@@ -127,7 +136,8 @@ class TrainState:
         mismatched = [line for found in saved.values() for line in found.mismatched]
         _refuse_differences(checkpoint, report, mismatched, strict=strict)
         try:
-            fetched = read_into(checkpoint.store, manifest.prefixes(), index, pieces)
+            read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
+            fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
         except NotFoundError as error:
             raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
         for part, tensors in wanted.items():

@@ -123,7 +123,8 @@ class Checkpointer:
             self._begin(claim, (str(selection),) if selection != EVERYTHING else ())
             return At(attempt=claim.attempt)
         began = time.monotonic()
-        done = self._state.apply(Checkpoint(group.store, claim.restore), selection, strict=strict, once=True)
+        checkpoint = Checkpoint(group.store, claim.restore)
+        done = self._state.apply(checkpoint, selection, strict=strict, once=True, share=True)
         rng = self._apply_rng(done)
         self._step = done.progress.step
         self._begin(claim, done.lineage)  # only now: what a failed restore left behind must never be saved
