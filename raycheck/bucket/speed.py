@@ -115,7 +115,7 @@ def measure(
     ways: Sequence[Way] = WAYS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
-    """Measure for about `budget_s`, with objects of at most `size_bytes`; holds twice that in memory.
+    """Measure for about `budget_s`, with objects of at most `size_bytes`; holds up to three times that in memory.
 
     token: names the scratch objects, and is used once. On a slow store objects are smaller, ways are left out and
     rounds are fewer, so that the budget holds. Raises ConfigError when the size is too small or a permission is

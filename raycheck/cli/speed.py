@@ -3,6 +3,7 @@
 Needs no run at the URI; what it writes lies below one scratch prefix and is deleted, however it ends.
 """
 
+import signal
 import sys
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ _SAID = {"get": "GET of 4 kB", "create": "PUT, If-None-Match", "swap": "PUT, If-
 
 def bench(  # noqa: PLR0917  typer makes options of them
     uri: Where,
-    size: Annotated[int, typer.Option(min=16, help="MiB per object: a rank's shard. Held twice in memory.")] = 512,
+    size: Annotated[int, typer.Option(min=16, help="MiB per object; takes three times that of memory.")] = 512,
     seconds: Annotated[float, typer.Option(min=1, help="Stop measuring after about so long.")] = 120.0,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the checkpoint whose requests are counted.")] = 8,
     put_price: Annotated[float, typer.Option(min=0, help="Per 1,000 PUT and LIST; S3 Standard.")] = PUT_PRICE,
@@ -36,8 +37,9 @@ def bench(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Measure a bucket from this machine: latency, speed by part size and concurrency, raycheck's share, costs.
 
-    Writes random bytes below probes/ and deletes them, also after Ctrl-C. Nothing else at the URI is touched.
+    Writes random bytes below probes/ and deletes them, also after Ctrl-C or SIGTERM. No run there is touched.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to end a job must not leave bytes
     store = open_store(uri, settings_of(storage))
     token = uuid4().hex
     print(  # noqa: T201

@@ -47,14 +47,15 @@ def test_bench_of_a_bucket_estimates_costs_at_the_prices_given(s3: str) -> None:
     assert list(open_store(uri).list_objects("")) == []
 
 
-def test_ctrl_c_ends_bench_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_bench_and_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
     command = [sys.executable, "-m", "raycheck", "bench", f"file://{tmp_path}", "--size", "64", "--seconds", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
         while not any(path.stat().st_size > 1_000_000 for path in (tmp_path / "probes").glob("*/[0-9]*")):
             assert bench.poll() is None
             time.sleep(0.02)
 
-        bench.send_signal(signal.SIGINT)
+        bench.send_signal(sent)
         _, text = bench.communicate(timeout=60)
 
     assert bench.returncode not in (0, 2)
