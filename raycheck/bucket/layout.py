@@ -109,3 +109,12 @@ def export_key(prefix: str, file: str) -> str:
 def probe_key(token: str) -> str:
     """A scratch object on which a claim proves the store's conditional writes."""
     return f"probes/{token}"
+
+
+def scratch_prefix(token: str) -> str:
+    """Where one measurement of the store keeps its objects, all of which it deletes."""
+    return f"{probe_key(token)}/"
+
+
+def scratch_key(token: str, number: int) -> str:
+    return f"{scratch_prefix(token)}{number:06d}"

@@ -1,0 +1,41 @@
+"""Writes `tests/golden/v1` with the code as it is: `python -m tests.golden.make`. No test runs it.
+
+Once a format version is released its folder is never written again: it stands for what lies in people's buckets. A
+later version gets a folder beside it, and readers must read both.
+"""
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from raycheck.bucket import edits
+from raycheck.bucket.register import Register
+from raycheck.bucket.store import open_store
+from tests.golden import state
+from tests.shards.ranks import Ranks
+from tests.shards.saving import claimed, committed
+
+VERSION = "v1"
+
+
+def make(folder: Path) -> None:
+    """Two ranks, two checkpoints, the older one pinned."""
+    shutil.rmtree(folder, ignore_errors=True)
+    store = open_store(f"file://{folder}")
+    names = []
+    with TemporaryDirectory() as rendezvous:
+        ranks = Ranks(state.WORLD_SIZE, Path(rendezvous))
+        try:
+            for number, step in enumerate(state.STEPS, 1):
+                names.append(claimed(store, world_size=state.WORLD_SIZE, save=number, step=step))
+                uploads = ranks.run(state.save, state.WORLD_SIZE, store.uri, names[-1], step)
+                committed(store, names[-1], uploads, progress=state.progress_of(step), metrics={"loss": 1 / step})
+        finally:
+            ranks.stop()
+    edits.pin(Register(store), names[0], pinned=True)
+    for lock in folder.glob(".raycheck-*"):
+        lock.unlink()
+
+
+if __name__ == "__main__":
+    make(Path(__file__).parent / VERSION)

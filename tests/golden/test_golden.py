@@ -1,0 +1,137 @@
+"""Runs that earlier code wrote stay readable: by raycheck at another world size, and by stock torch."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+import raycheck
+from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.layout import component_prefix
+from raycheck.shards.state import COMPONENT, TrainState
+from tests.golden import state as golden
+from tests.invariants import assert_invariants
+from tests.shards import fsdp
+
+FOLDERS = sorted(Path(__file__).parent.glob("v*"))
+no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+steps = pytest.mark.parametrize("step", golden.STEPS)
+
+
+@pytest.fixture(params=FOLDERS, ids=[folder.name for folder in FOLDERS])
+def folder(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def random_state():
+    """The process's own random state, which a restore changes."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    yield
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])  # noqa: NPY002
+    torch.set_rng_state(kept[2])
+
+
+def test_the_first_format_version_is_there() -> None:
+    assert "v1" in [folder.name for folder in FOLDERS]
+
+
+def test_the_catalog_lists_it_every_object_is_whole_and_reading_writes_nothing(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+
+    run = raycheck.open_run(f"file://{folder}")
+
+    assert run.latest.run_id == "run"
+    assert [checkpoint.entry.step for checkpoint in run.checkpoints] == list(golden.STEPS)
+    assert [checkpoint.entry.pinned for checkpoint in run.checkpoints] == [True, False]
+    assert run.head is not None
+    assert run.head.entry.metrics == {"loss": 0.25}
+    for checkpoint in run.checkpoints:
+        findings = list(checkpoint.verify())
+        assert len(findings) == 3 + golden.WORLD_SIZE
+        assert [item.problem for item in findings] == [""] * len(findings)
+    assert_invariants(run.store)
+    assert sorted(folder.rglob("*")) == before
+
+
+@steps
+def test_raycheck_restores_it_into_one_process(folder: Path, step: int, random_state: None) -> None:
+    state = golden.build(is_sharded=False)
+
+    restored = TrainState(state, rank=0, world_size=1).apply(checkpoint_of(folder, step))
+    restored.apply_rng(0)
+
+    assert restored.progress == golden.progress_of(step)
+    tensors = golden.tensors_of(state)
+    assert len(tensors) == 3 + 3 * 3, "parameters, and three slots of each"
+    fsdp.assert_same(tensors, expected(tensors, step))
+    assert state["model"].head.weight is state["model"].embed.weight
+    assert state["scheduler"].last_epoch == step
+    assert dict(state["scheduler"].milestones) == {1: 1, 3: 2}
+    assert [group["lr"] for group in state["optimizer"].param_groups] == state["scheduler"].get_last_lr()
+    fsdp.assert_same(state["tensors"].state, golden.others_of(step))
+    assert_equal(state["values"].state, golden.values_of(step))
+    assert_equal(state["counter"].value, {"of rank": 0, "tensor": torch.tensor([0, step])})
+    assert random.random() == random.Random(golden.SEED).random()
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(golden.SEED)))
+
+
+@steps
+@no_group
+def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
+    sample = golden.build(is_sharded=False)
+    golden.fill(sample, 0, step)
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in golden.tensors_of(sample).items()}
+    tensors["model.head.weight"] = torch.zeros(7, 4)
+    others = {f"tensors.{name}": torch.zeros_like(tensor) for name, tensor in golden.others_of(step).items()}
+    leaves: dict[str, Any] = {
+        "scheduler": {"last_epoch": 0},
+        "values": {"tuple": ()},
+        "progress": {"step": 0, "epoch": 0, "samples": 0},
+    }
+    checkpoint = checkpoint_of(folder, step)
+    place = folder / component_prefix(checkpoint.entry.key, COMPONENT)
+
+    dcp.load(tensors, storage_reader=FileSystemReader(place))
+    dcp.load(others, storage_reader=FileSystemReader(place))
+    dcp.load(leaves, storage_reader=FileSystemReader(place))
+
+    assert torch.equal(tensors.pop("model.head.weight"), tensors["model.embed.weight"])
+    fsdp.assert_same(tensors, expected(tensors, step))
+    fsdp.assert_same(others, {f"tensors.{name}": tensor for name, tensor in golden.others_of(step).items()})
+    assert leaves["scheduler"]["last_epoch"] == step
+    assert leaves["values"]["tuple"] == golden.values_of(step)["tuple"]
+    assert leaves["progress"] == {"step": step, "epoch": 1, "samples": 8 * step}
+
+
+def checkpoint_of(folder: Path, step: int) -> Checkpoint:
+    return raycheck.open_run(f"file://{folder}").at_step(step)
+
+
+def expected(tensors: fsdp.Tensors, step: int) -> fsdp.Tensors:
+    return {name: golden.value_of(name, step, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """Equal and of the same types, all the way down."""
+    assert type(found) is type(wanted)
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key in wanted:
+            assert_equal(found[key], wanted[key])
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_equal(one, other)
+    elif isinstance(wanted, torch.Tensor | np.ndarray):
+        assert found.dtype == wanted.dtype
+        assert found.tolist() == wanted.tolist()
+    else:
+        assert found == wanted
+        assert getattr(found, "maxlen", None) == getattr(wanted, "maxlen", None)

@@ -1,0 +1,125 @@
+"""What a newer writer of the same format version adds is ignored by readers and kept by writers, in a real run."""
+
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+
+import raycheck
+from raycheck.bucket import edits, layout
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.index import MAGIC
+from raycheck.bucket.register import Register
+from raycheck.bucket.store import Store, open_store
+from raycheck.settings import Retention
+from tests.invariants import assert_invariants
+from tests.shards.saving import claimed, save_state
+
+NEW = {"of a newer writer": [1, {"deep": None}]}
+
+
+@pytest.fixture
+def run() -> Store:
+    """Two checkpoints, the older one evicted, and fields that nobody knows in `latest`, the head's manifest and index."""
+    store = open_store(f"memory://{uuid4().hex}")
+    for number in (1, 2):
+        save_state(store, {"model": model(number)}, save_number=number, step=number, metrics={"loss": 0.5})
+    edits.evict(Register(store), Retention(keep_last=1))
+    name = raycheck.open_run(store.uri).latest.head
+    assert name is not None
+    index = rewritten(store, layout.index_key(name), with_new_index_header)
+
+    def manifest_with_new(data: bytes) -> bytes:
+        tree = json.loads(data)
+        tree["index"] |= {"size_bytes": len(index), "crc32": crc32(index)}
+        return json.dumps(with_new(tree)).encode()
+
+    manifest = rewritten(store, layout.manifest_key(name), manifest_with_new)
+
+    def latest_with_new(data: bytes) -> bytes:
+        tree = json.loads(data)
+        tree["live"][-1]["manifest_crc32"] = crc32(manifest)
+        tree["live"][-1]["size_bytes"] = sum(
+            item.size_bytes
+            for item in store.list_objects(layout.checkpoint_prefix(name))
+            if item.key != layout.manifest_key(name)
+        )
+        return json.dumps(with_new(tree)).encode()
+
+    rewritten(store, layout.LATEST_KEY, latest_with_new)
+    return store
+
+
+def model(seed: int) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(3, 2)
+
+
+def rewritten(store: Store, key: str, change: Callable[[bytes], bytes]) -> bytes:
+    data = change(store.get(key).data)
+    store.put(key, data)
+    return data
+
+
+def with_new(tree: Any, *, is_document: bool = True) -> Any:
+    """A field more in every document of the tree; metrics are numbers by name, not a document."""
+    if isinstance(tree, list):
+        return [with_new(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    again = {key: with_new(item, is_document=key != "metrics") for key, item in tree.items()}
+    return again | NEW if is_document else again
+
+
+def with_new_index_header(data: bytes) -> bytes:
+    """A field more in the header, and a column more behind the others."""
+    raw = zlib.decompress(data[len(MAGIC) :])
+    (length,) = struct.unpack_from("<Q", raw)
+    header = json.loads(raw[8 : 8 + length]) | NEW
+    header["columns"].append(["of a newer writer", 2])
+    text = json.dumps(header).encode()
+    columns = raw[8 + length :] + struct.pack("<QQ", 1, 2)
+    return MAGIC + zlib.compress(struct.pack("<Q", len(text)) + text + columns)
+
+
+def news_in(store: Store) -> int:
+    """How many documents of `latest` carry the new field."""
+    return store.get(layout.LATEST_KEY).data.decode().count('"of a newer writer"')
+
+
+def test_readers_ignore_them(run: Store) -> None:
+    found = raycheck.open_run(run.uri)
+    again = {"model": model(9)}
+
+    findings = list(found.head.verify())
+    step = found.restore(into=again)
+
+    assert [item.problem for item in findings] == [""] * 4
+    assert step == 2
+    assert torch.equal(again["model"].weight, model(2).weight)
+    assert_invariants(run)
+
+
+def test_a_swap_of_latest_keeps_them_in_every_document(run: Store) -> None:
+    before = news_in(run)
+    key = raycheck.open_run(run.uri).latest.live[0].key
+
+    edits.pin(Register(run), key, pinned=True)
+
+    assert before == news_in(run) == 1 + 1 + 1 + 1, "the body, its attempt, its live entry and the evicted one"
+    assert_invariants(run)
+
+
+def test_a_commit_and_a_claim_keep_them_too(run: Store) -> None:
+    before = news_in(run)
+
+    save_state(run, {"model": model(3)}, save_number=3, step=3)
+    claimed(run, world_size=2)
+
+    assert news_in(run) == before
+    assert [entry.step for entry in assert_invariants(run).live] == [2, 3]
