@@ -83,9 +83,10 @@ rgw dynamic resharding = false
 
 
 class Cluster:
-    """Three daemons on one folder, which can be killed and started again. `uri`: a bucket on it."""
+    """Three daemons on one folder, which can be killed and started again. `uri`: a bucket on it. more: sections added
+    to Ceph's configuration, the last word on a setting."""
 
-    def __init__(self, folder: Path, objectstore: Objectstore) -> None:
+    def __init__(self, folder: Path, objectstore: Objectstore, more: str = "") -> None:
         self._folder = folder
         self._conf = folder / "ceph.conf"
         self._fsid = str(uuid4())
@@ -95,6 +96,7 @@ class Cluster:
             _CONF.format(
                 fsid=self._fsid, mon_host=self._mon_host, folder=folder, objectstore=objectstore, port=self._port
             )
+            + more
         )
         self._running: dict[Daemon, subprocess.Popen[bytes]] = {}
         self.uri = f"s3://{BUCKET}?endpoint_override=127.0.0.1:{self._port}&scheme=http&region=us-east-1"
@@ -200,12 +202,12 @@ class Cluster:
 
 
 @contextmanager
-def ceph_server(objectstore: Objectstore) -> Iterator[Cluster]:
+def ceph_server(objectstore: Objectstore, more: str = "") -> Iterator[Cluster]:
     """A running cluster with one empty bucket."""
     prepare()
     os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=KEY, AWS_EC2_METADATA_DISABLED="true")
     with tempfile.TemporaryDirectory(prefix="ceph-") as folder:
-        cluster = Cluster(Path(folder), objectstore)
+        cluster = Cluster(Path(folder), objectstore, more)
         try:
             cluster.create()
             yield cluster

@@ -1,0 +1,88 @@
+"""R8: how much host memory a save needs at its peak, beyond the live state. Each side in a fresh process.
+
+The kernel counts the peak of resident memory, from when the state stands and the clients have been used once. What the
+parts in flight may take by design, 2 x part x in flight, is taken off.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+from tests.bench.ceilings import PART_BYTES, WINDOW
+from tests.bench.goals import Row, not_measured
+from tests.bench.ours import Ours
+from tests.bench.peers import STOCK
+from tests.bench.place import ENGINES, new_folder, open_with, plain_uri, s3fs_options
+from tests.bench.scale import Bench
+from tests.bench.states import State, make_state
+
+STATE = "few large"
+WARM_UP_BYTES = 4 * PART_BYTES
+IN_FLIGHT = {"fast": WINDOW, "fsspec": 4}
+WITHIN_S = 300.0
+Save = Callable[[str, State], None]
+
+
+def rows(bench: Bench) -> list[Row]:
+    if not bench.scale.has_processes:
+        return [not_measured("R8", "no processes at this scale")]
+    size = bench.scale.state_bytes
+    extra = {}
+    for side in (*ENGINES, STOCK):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            extra[side] = fresh.submit(peak_bytes, side, bench.uri, size).result(WITHIN_S)
+    values = {side: (extra[side] - 2 * PART_BYTES * IN_FLIGHT[side]) / size for side in ENGINES}
+    return [
+        Row(
+            key="R8",
+            value=max(values.values()),
+            today=extra[STOCK] / size,
+            details=values | {f"{side}, nothing taken off": found / size for side, found in extra.items()},
+            note=f"{STATE}, {size >> 20} MiB; stock: async_save, nothing taken off",
+        )
+    ]
+
+
+def peak_bytes(side: str, uri: str, size_bytes: int) -> int:
+    """In a fresh process: resident bytes at the peak of a save, less those before it."""
+    save = _stock if side == STOCK else _ours(side)
+    save(uri, make_state(STATE, WARM_UP_BYTES))
+    state = make_state(STATE, size_bytes)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+    before = _status("VmRSS")
+    save(uri, state)
+    return _status("VmHWM") - before
+
+
+def _ours(engine: str) -> Save:
+    def save(uri: str, state: State) -> None:
+        ours = Ours(open_with(engine, new_folder(uri)), state)
+        ours.save()
+        ours.clear()
+
+    return save
+
+
+def _stock(uri: str, state: State) -> None:
+    with TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/rendezvous", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            writer = FsspecWriter(plain_uri(new_folder(uri)), sync_files=False, **s3fs_options(uri))
+            dcp.async_save(state.nested, storage_writer=writer).result()
+        finally:
+            dist.destroy_process_group()
+
+
+def _status(name: str) -> int:
+    """Bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"the kernel does not tell {name}")

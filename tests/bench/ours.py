@@ -1,0 +1,120 @@
+"""raycheck as one worker of one rank runs it: staged, uploaded, reported, committed and loaded again.
+
+The same calls in the same order as in raycheck/train, less Ray, so that each can be timed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from raycheck.bucket import commit as protocol
+from raycheck.bucket import layout
+from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.register import Register
+from raycheck.bucket.store import Store
+from raycheck.settings import Retention
+from raycheck.shards.report import Report, assemble
+from raycheck.shards.stager import Staged
+from raycheck.shards.state import Progress, TrainState
+from tests.bench.sampling import Measured
+from tests.bench.states import State
+from tests.shards.saving import ME, Uploaded, upload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """Seconds: staged_s of blocked training, durable_s until the shard is safe, committed_s in all."""
+
+    checkpoint: Checkpoint
+    staged_s: float
+    durable_s: float
+    committed_s: float
+
+
+class Ours:
+    """A run of one rank at a place of its own."""
+
+    def __init__(self, store: Store, state: State) -> None:
+        self.store = store
+        self._state = state
+        self._train_state = TrainState(state.live, rank=0, world_size=1)
+        self._register = Register(store)
+        self._attempt = protocol.claim(self._register, ME, group="bench", world_size=1, resume="never", run_id="run")[0]
+        self._saves = 0
+
+    def stage(self) -> Staged:
+        return self._train_state.stage(Progress(step=self._saves + 1))
+
+    def upload(self, staged: Staged) -> Uploaded:
+        """Durable when it returns."""
+        return upload(self.store, staged, name=self._name(self._saves + 1), rank=0)
+
+    def commit(self, uploaded: Uploaded) -> None:
+        self._saves += 1
+        report = Report(
+            group="bench",
+            rank=0,
+            world_size=1,
+            attempt=self._attempt.number,
+            save=self._saves,
+            progress=Progress(step=self._saves),
+            shards=(uploaded.record,),
+            section=uploaded.section,
+        )
+        manifest, _ = assemble(self.store, [report])
+        data = protocol.write_manifest(self.store, manifest)
+        assert protocol.commit(self._register, ME, manifest, data, Retention(keep_last=2))
+
+    def newest(self) -> Checkpoint:
+        return Checkpoint(self.store, read_latest(self.store).live[-1])
+
+    def save(self) -> Saved:
+        began = perf_counter()
+        staged = self.stage()
+        staged_s = perf_counter() - began
+        uploaded = self.upload(staged)
+        durable_s = perf_counter() - began
+        self.commit(uploaded)
+        committed_s = perf_counter() - began
+        return Saved(checkpoint=self.newest(), staged_s=staged_s, durable_s=durable_s, committed_s=committed_s)
+
+    def load(self, checkpoint: Checkpoint) -> float:
+        """Seconds to fill the live state, manifest and index included."""
+        began = perf_counter()
+        self._train_state.apply(checkpoint)
+        return perf_counter() - began
+
+    def clear(self) -> None:
+        """Delete what was saved; `latest` stays."""
+        for item in list(self.store.list_objects(layout.CHECKPOINTS_PREFIX)):
+            self.store.delete(item.key)
+
+    def turn(self, settle: Callable[[], None]) -> Measured:
+        """A side of a comparison. Loads what it saved into the emptied state, and makes sure that it is back."""
+        settle()
+        saved = self.save()
+        expected = [tensor.clone() for tensor in self._state.tensors]
+        emptied(self._state)
+        settle()
+        loaded_s = self.load(saved.checkpoint)
+        check_same(self._state, expected)
+        self.clear()
+        return {
+            "save": saved.durable_s,
+            "blocked": saved.staged_s,
+            "committed": saved.committed_s,
+            "load": loaded_s,
+        }
+
+    def _name(self, save: int) -> str:
+        return str(layout.CheckpointName(step=save, attempt=self._attempt.number, save=save))
+
+
+def emptied(state: State) -> None:
+    for tensor in state.tensors:
+        tensor.zero_()
+
+
+def check_same(state: State, expected: list) -> None:
+    for tensor, wanted in zip(state.tensors, expected, strict=True):
+        assert tensor.equal(wanted), "a load came back with other values than were saved"

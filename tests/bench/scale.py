@@ -1,0 +1,67 @@
+"""How much is measured: everything about a run of the benchmark that is not a goal."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.bench.servers import Server
+from tests.bench.states import STATES
+
+MIB = 1024 * 1024
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """Bytes of a state: `state_bytes` where throughput is measured, `upload_bytes` beside a training, `wire_bytes` where
+    bytes and requests are counted. ranks, tensors: of the simulated coordinator. steps_s: of a training without uploads.
+    warm_ups: rounds that do not count. before_first_s: from when a TrainState is made to its first save.
+    states: those that time is measured on. has_processes: whether what needs a fresh process, seconds each, is measured too."""
+
+    name: str
+    state_bytes: int
+    upload_bytes: int
+    wire_bytes: int
+    rounds: int
+    ranks: int
+    tensors: int
+    steps_s: float
+    before_first_s: float
+    warm_ups: int = 1
+    states: tuple[str, ...] = tuple(STATES)
+    has_processes: bool = True
+
+
+FULL = Scale(
+    name="full",
+    state_bytes=512 * MIB,
+    upload_bytes=256 * MIB,
+    wire_bytes=256 * MIB,
+    rounds=5,
+    ranks=64,
+    tensors=1000,
+    steps_s=0.5,
+    before_first_s=1.0,
+)
+QUICK = Scale(
+    name="quick",
+    state_bytes=128 * MIB,
+    upload_bytes=64 * MIB,
+    wire_bytes=128 * MIB,
+    rounds=3,
+    ranks=8,
+    tensors=1000,
+    steps_s=0.2,
+    before_first_s=0.5,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """What every measure is given."""
+
+    server: Server
+    scale: Scale
+
+    @property
+    def uri(self) -> str:
+        return self.server.uri

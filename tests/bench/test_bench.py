@@ -1,0 +1,89 @@
+"""The benchmark's machinery on a state of a few hundred kilobytes; its figures mean nothing here."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.bench.goals import GOALS
+from tests.bench.measures import MEASURES
+from tests.bench.peers import EXPECTED_WARNINGS
+from tests.bench.report import BEGIN, END, document, print_table, write_json, write_readme
+from tests.bench.sampling import interleaved
+from tests.bench.scale import QUICK, Bench
+from tests.bench.servers import Server
+from tests.bench.states import STATES, make_state, size_of
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in EXPECTED_WARNINGS]
+TINY = replace(
+    QUICK,
+    name="tiny",
+    state_bytes=1 << 20,
+    upload_bytes=1 << 20,
+    wire_bytes=1 << 20,
+    rounds=1,
+    ranks=2,
+    tensors=20,
+    steps_s=0.01,
+    before_first_s=0.0,
+    warm_ups=0,
+    states=("few large",),
+    has_processes=False,
+)
+
+
+def test_every_goal_gets_a_row_and_the_json_says_what_the_table_says(s3: str, tmp_path, capsys) -> None:
+    bench = Bench(server=Server(kind="moto", name="moto", uri=s3, pids=(), placement="anywhere"), scale=TINY)
+
+    rows = [row for measure in MEASURES.values() for row in measure(bench)]
+    write_json(document(rows, bench, command="python -m tests.bench", took_s=1.0), tmp_path / "figures.json")
+
+    doc = json.loads((tmp_path / "figures.json").read_text())
+    assert doc.keys() == {*GOALS, "about"}
+    for key, goal in GOALS.items():
+        assert {"value", "goal", "today", "unit", "peers"} <= doc[key].keys()
+        assert doc[key]["goal"] == goal.limit
+        assert doc[key]["value"] is not None or doc[key]["note"].startswith("not measured: no processes"), key
+    assert doc["about"]["placement"] == "anywhere"
+    assert doc["R2"]["peers"].keys() >= {"DCP on s3fs, 1 thread", "DCP on s3fs, 4 threads", "torch.save on s3fs"}
+    print_table(doc)
+    assert "goals missed" in capsys.readouterr().out
+
+
+def test_the_readme_gets_the_figures_and_keeps_its_text(tmp_path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    entry = {"what": "w", "value": 2.0, "goal": 1.0, "bound": "at most", "is_met": False, "today": None}
+    entry |= {"unit": "ratio", "peers": {}, "spread": None, "details": {}, "note": ""}
+    about = {"command": "c", "machine": "m", "server": "s", "placement": "p", "state_bytes": 1 << 20, "rounds": 3}
+
+    write_readme({"R1": entry, "about": about}, readme)
+
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "| R1 | w | **2.00** (missed) |" in text
+    assert "old" not in text
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_have_about_the_asked_size(name: str) -> None:
+    state = make_state(name, 8 << 20)
+
+    assert 0.7 < state.size_bytes / (8 << 20) < 1.1
+    if name == "LoRA":
+        assert 0.03 < size_of(state.changing) / state.size_bytes < 0.08
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    drift = iter([1.0, 1.0, 10.0, 100.0])
+    speed = {"now": 0.0}
+
+    def slow():
+        speed["now"] = next(drift)
+        return {"s": 2 * speed["now"]}
+
+    samples = interleaved({"slow": slow}, 3, warm_ups=1)
+
+    assert samples.of("slow", "s") == [2.0, 20.0, 200.0]
+    assert samples.ratio("slow", "slow", "s").median == 1.0
