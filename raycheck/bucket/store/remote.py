@@ -29,7 +29,6 @@ from raycheck.errors import ConfigError, RaycheckError, StoreError
 ATTEMPTS = 5
 REQUEST_TIMEOUT_S = 60.0
 CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
-PARTS_IN_FLIGHT = 4
 PIECE_BYTES = 256 * 1024
 T = TypeVar("T")
 
@@ -91,7 +90,7 @@ class RemoteStore(Store):
 
 
 def send_parts(
-    parts: Iterable[memoryview], start: Callable[[int, memoryview], Future[T]], *, in_flight: int = PARTS_IN_FLIGHT
+    parts: Iterable[memoryview], start: Callable[[int, memoryview], Future[T]], *, in_flight: int
 ) -> list[T]:
     """`start` each part with its number from 1, so many at a time, pulling the next one while they fly.
 

@@ -16,14 +16,12 @@ from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_conditional_size, check_length
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
+from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import RemoteStore, Repeat, bucket_time, send_parts
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError
 from raycheck.settings import StorageSettings
-
-PART_BYTES = 16 * 1024 * 1024
-MAX_PARTS = 10_000
 
 
 class S3Store(RemoteStore):
@@ -96,7 +94,7 @@ class S3Store(RemoteStore):
         self._run(key, lambda client: self._put_object(client, key, data))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return max(PART_BYTES, -(-size_bytes // MAX_PARTS))
+        return CUTS["s3"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         if size_bytes <= self.part_bytes(size_bytes):
@@ -107,7 +105,11 @@ class S3Store(RemoteStore):
         created = self._run(key, lambda client: client.create_multipart_upload(**begin))
         where["UploadId"] = created["UploadId"]
         try:
-            done = send_parts(parts, lambda number, part: self._start(key, partial(_upload_part, where, number, part)))
+            done = send_parts(
+                parts,
+                lambda number, part: self._start(key, partial(_upload_part, where, number, part)),
+                in_flight=CUTS["s3"].in_flight,
+            )
             self._complete(key, where, done, size_bytes)
         except BaseException:
             self._abandon(key, where)
