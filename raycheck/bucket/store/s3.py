@@ -17,7 +17,7 @@ from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_condit
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.lending import CUTS
-from raycheck.bucket.store.remote import RemoteStore, Repeat, bucket_time, send_parts
+from raycheck.bucket.store.remote import Pieces, RemoteStore, Repeat, bucket_time, send_parts
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError
@@ -41,8 +41,8 @@ class S3Store(RemoteStore):
             "max_pool_connections": 50,
             "connect_timeout": 10,
             "retries": {"total_max_attempts": 1},
-            # Bodies are views of the staging buffer, each sent with its CRC-32: botocore must neither validate nor
-            # hash them (it takes only bytes for both).
+            # Bodies are pieces of the staging buffer, each part sent with its CRC-32: botocore must neither validate
+            # nor hash them (it takes only bytes for both).
             "parameter_validation": False,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
@@ -172,7 +172,8 @@ class S3Store(RemoteStore):
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
         where = self._at(key) | self._on_write | condition
-        await client.put_object(**where, Body=data, ChecksumCRC32=_crc_header(data))
+        body = data if isinstance(data, bytes) else _Body(data)
+        await client.put_object(**where, Body=body, ChecksumCRC32=_crc_header(data))
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key, **self._on_every}
@@ -200,9 +201,19 @@ class S3Store(RemoteStore):
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
 
 
+class _Body(Pieces):
+    """Pieces with what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def seek(self, offset: int) -> None:
+        assert offset == 0, "each iteration begins at the start"
+
+
 async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
     crc = _crc_header(part)
-    answer = await client.upload_part(**where, PartNumber=number, Body=part, ChecksumCRC32=crc)
+    answer = await client.upload_part(**where, PartNumber=number, Body=_Body(part), ChecksumCRC32=crc)
     return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
 
 
