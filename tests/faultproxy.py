@@ -2,8 +2,8 @@
 
 Rules match a request by method and key. `hold` stops a request before it reaches the server until it is released and
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
-lets the server apply it and breaks the connection instead of answering; `delay` lets it through late; `deny` answers
-403 as S3 does. It also keeps every request's head, so that a test can assert what a client really sent.
+lets the server apply it and breaks the connection instead of answering; `cut` breaks it in the middle of the body;
+`delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does. It also keeps every request's head, so that a test can assert what a client really sent.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-Kind = Literal["hold", "reset", "lose_answer", "delay", "deny"]
-DENIED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+Kind = Literal["hold", "reset", "cut", "lose_answer", "delay", "deny", "busy"]
+_ANSWERS = {"deny": (b"403 Forbidden", b"AccessDenied"), "busy": (b"503 Slow Down", b"SlowDown")}
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,12 @@ class FaultProxy:
             elif rule.kind == "reset":
                 _reset(writer)
                 return
-            elif rule.kind == "deny":
-                await _deny(reader, writer, self.heads[-1])
+            elif rule.kind == "cut":
+                await reader.readexactly(int(self.heads[-1].headers["content-length"]) // 2)
+                _reset(writer)
+                return
+            elif rule.kind in _ANSWERS:
+                await _refuse(reader, writer, self.heads[-1], *_ANSWERS[rule.kind])
                 return
         up_reader, up_writer = await asyncio.open_connection(self._upstream[0], int(self._upstream[1]))
         try:
@@ -213,13 +217,16 @@ def _headers(head: bytes) -> dict[str, str]:
     return {name.lower(): value.strip() for name, _, value in lines}
 
 
-async def _deny(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: Head) -> None:
+async def _refuse(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: Head, status: bytes, code: bytes
+) -> None:
     if head.headers.get("expect"):
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         await writer.drain()
     await reader.readexactly(int(head.headers.get("content-length", 0)))
-    body = b"" if head.method == "HEAD" else DENIED
-    writer.write(b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Type: application/xml\r\n")
+    xml = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>Access Denied</Message></Error>" % code
+    body = b"" if head.method == "HEAD" else xml
+    writer.write(b"HTTP/1.1 %s\r\nConnection: close\r\nContent-Type: application/xml\r\n" % status)
     writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
     await writer.drain()
 

@@ -17,7 +17,7 @@ from azure.core.exceptions import HttpResponseError
 from raycheck.bucket.probe import probe_node
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.gs import GsStore
-from raycheck.bucket.store.remote import ATTEMPTS, PARTS_IN_FLIGHT, send_parts
+from raycheck.bucket.store.remote import ATTEMPTS, send_parts
 from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import prune
 from raycheck.errors import ConfigError, ConflictError, NotFoundError, StoreError
@@ -556,10 +556,12 @@ def test_no_more_parts_fly_than_allowed_and_all_have_ended_when_it_raises():
 
     with ThreadPoolExecutor(16) as pool:
         with pytest.raises(SourceError):
-            send_parts((memoryview(b"x") for _ in range(100)), lambda number, part: pool.submit(send, number))
+            send_parts(
+                (memoryview(b"x") for _ in range(100)), lambda number, part: pool.submit(send, number), in_flight=4
+            )
         still_flying = set(flying)
 
     assert failed.is_set()
     assert still_flying == set()
-    assert max(most) <= PARTS_IN_FLIGHT
-    assert len(most) < 7 + 2 * PARTS_IN_FLIGHT
+    assert max(most) <= 4
+    assert len(most) < 7 + 2 * 4

@@ -21,8 +21,8 @@ from pyarrow.fs import FileSelector, FileSystem
 
 from raycheck import StorageSettings
 from raycheck.bucket.store import open_store, remote
-from raycheck.bucket.store import s3 as s3_module
 from raycheck.bucket.store.arrow import ray_filesystem
+from raycheck.bucket.store.lending import CUTS, Cut
 from raycheck.bucket.store.s3 import S3Store
 from raycheck.bucket.store.s3_fast import FastS3Store
 from raycheck.bucket.store.uri import join_uri
@@ -57,13 +57,17 @@ def failing_parts() -> Iterator[memoryview]:
 
 
 def by_obstore(uri: str) -> None:
-    """What reads today, and the write that the same client can make."""
+    """Every request that it makes itself."""
     store = open_store(uri)
     assert isinstance(store, FastS3Store)
-    obstore.put(store._client, "a", b"one")
+    store.put("a", b"one")
+    store.put_parts("b", iter([memoryview(b"two")]), 3)
+    store.put_parts("c", (memoryview(bytes(PART)) for _ in range(2)), 2 * PART)
+    with pytest.raises(KeyError):
+        store.put_parts("d", failing_parts(), 2 * PART)
     assert store.get("a").data == b"one"
     assert store.get_range("a", 1, 3) == b"ne"
-    assert store.head("a") == 3
+    assert store.head("c") == 2 * PART
     assert "through_s3fs" not in store.__dict__, "all of it went through obstore"
 
 
@@ -81,7 +85,7 @@ def by_ray(uri: str) -> None:
 
 @pytest.fixture(params=["s3fs", "obstore", "ray"])
 def drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Drive:
-    monkeypatch.setattr(s3_module, "PART_BYTES", PART)
+    monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=PART))
     if request.param == "s3fs":
         monkeypatch.setitem(sys.modules, "obstore", None)
     return {"s3fs": by_s3fs, "obstore": by_obstore, "ray": by_ray}[request.param]

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
+from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import (
     REQUEST_TIMEOUT_S,
     Pieces,
@@ -25,8 +26,6 @@ from raycheck.bucket.store.remote import (
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
-PART_BYTES = 16 * 1024 * 1024
-MAX_PARTS = 50_000
 CONNECT_TIMEOUT_S = 10
 ROLE = "Storage Blob Data Contributor"
 
@@ -102,7 +101,7 @@ class AzStore(RemoteStore):
         return [name for name in found if next(self.list_objects(f"{prefix}{name}/"), None)]
 
     def put(self, key: str, data: Buffer) -> None:
-        if len(data) > PART_BYTES:
+        if len(data) > CUTS["az"].part_bytes:
             view = memoryview(data).cast("B")
             part = self.part_bytes(len(view))
             self.put_parts(key, (view[at : at + part] for at in range(0, len(view), part)), len(view))
@@ -110,10 +109,10 @@ class AzStore(RemoteStore):
             self._run(key, self._upload(key, data, overwrite=True))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return max(PART_BYTES, -(-size_bytes // MAX_PARTS))
+        return CUTS["az"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= PART_BYTES:
+        if size_bytes <= CUTS["az"].part_bytes:
             self.put(key, next(iter(parts), memoryview(b"")))
             return
         upload = uuid4().hex  # blocks of an earlier upload to this key lie around for a week; ours are told apart
@@ -122,7 +121,7 @@ class AzStore(RemoteStore):
             return self._start(key, partial(self._stage, key, f"{upload}-{number:05}", part))
 
         # When this raises nothing was committed, so no object exists; blocks never committed vanish by themselves.
-        staged = send_parts(parts, start)
+        staged = send_parts(parts, start, in_flight=CUTS["az"].in_flight)
 
         async def commit(client: Any) -> None:
             # May be repeated: Azure finds the blocks of a commit that was applied among the committed ones.

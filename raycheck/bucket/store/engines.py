@@ -35,6 +35,8 @@ from typing import Any
 from raycheck.errors import ConfigError
 from raycheck.settings import StorageSettings
 
+TIMEOUT_S = 60
+"""Of one of obstore's requests, its body included."""
 SAYABLE_TO_PYARROW: dict[str, set[str]] = {"s3": {"endpoint", "region", "ca_bundle"}, "gs": {"endpoint"}, "az": set()}
 
 
@@ -85,10 +87,17 @@ def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
     if not is_path_style:
         scheme, _, host = endpoint.partition("://")
         endpoint = f"{scheme}://{bucket}.{host}"
-    client: dict[str, Any] = {"allow_http": settings.is_plain_http, "timeout": "60s", "connect_timeout": "10s"}
+    client: dict[str, Any] = {
+        "allow_http": settings.is_plain_http,
+        "timeout": f"{TIMEOUT_S}s",
+        "connect_timeout": "10s",
+    }
     if settings.ca_bundle and not settings.is_plain_http:
         client["root_certificate"] = ca_file(settings).read_bytes()
     found = {
+        # Each body carries a checksum that the store compares; a SHA-256 in the signature would take far more CPU.
+        "unsigned_payload": True,
+        "checksum_algorithm": "CRC64NVME",
         "endpoint": endpoint.rstrip("/"),
         "region": settings.region,
         "virtual_hosted_style_request": not is_path_style,

@@ -17,11 +17,11 @@ from uuid import uuid4
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
 from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
+from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, optional_import
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
-PART_BYTES = 16 * 1024 * 1024  # chunks of a resumable upload are multiples of 256 KiB
 GET = "storage.objects.get"
 LIST = "storage.objects.list"
 CREATE = "storage.objects.create (and storage.objects.delete where it replaces one)"
@@ -80,11 +80,10 @@ class GsStore(RemoteStore):
         self._run(key, self._insert(key, data, {}))
 
     def part_bytes(self, size_bytes: int) -> int:
-        del size_bytes  # a resumable upload has no limit of parts
-        return PART_BYTES
+        return CUTS["gs"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= PART_BYTES:
+        if size_bytes <= CUTS["gs"].part_bytes:
             self.put(key, next(iter(parts), memoryview(b"")))
             return
         upload = self._run(key, partial(self._open_upload, key, size_bytes))

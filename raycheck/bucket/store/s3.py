@@ -16,14 +16,12 @@ from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_conditional_size, check_length
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
-from raycheck.bucket.store.remote import RemoteStore, Repeat, bucket_time, send_parts
+from raycheck.bucket.store.lending import CUTS
+from raycheck.bucket.store.remote import Pieces, RemoteStore, Repeat, bucket_time, send_parts
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError
 from raycheck.settings import StorageSettings
-
-PART_BYTES = 16 * 1024 * 1024
-MAX_PARTS = 10_000
 
 
 class S3Store(RemoteStore):
@@ -43,8 +41,8 @@ class S3Store(RemoteStore):
             "max_pool_connections": 50,
             "connect_timeout": 10,
             "retries": {"total_max_attempts": 1},
-            # Bodies are views of the staging buffer, each sent with its CRC-32: botocore must neither validate nor
-            # hash them (it takes only bytes for both).
+            # Bodies are pieces of the staging buffer, each part sent with its CRC-32: botocore must neither validate
+            # nor hash them (it takes only bytes for both).
             "parameter_validation": False,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
@@ -96,7 +94,7 @@ class S3Store(RemoteStore):
         self._run(key, lambda client: self._put_object(client, key, data))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return max(PART_BYTES, -(-size_bytes // MAX_PARTS))
+        return CUTS["s3"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         if size_bytes <= self.part_bytes(size_bytes):
@@ -107,7 +105,11 @@ class S3Store(RemoteStore):
         created = self._run(key, lambda client: client.create_multipart_upload(**begin))
         where["UploadId"] = created["UploadId"]
         try:
-            done = send_parts(parts, lambda number, part: self._start(key, partial(_upload_part, where, number, part)))
+            done = send_parts(
+                parts,
+                lambda number, part: self._start(key, partial(_upload_part, where, number, part)),
+                in_flight=CUTS["s3"].in_flight,
+            )
             self._complete(key, where, done, size_bytes)
         except BaseException:
             self._abandon(key, where)
@@ -170,7 +172,8 @@ class S3Store(RemoteStore):
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
         where = self._at(key) | self._on_write | condition
-        await client.put_object(**where, Body=data, ChecksumCRC32=_crc_header(data))
+        body = data if isinstance(data, bytes) else _Body(data)
+        await client.put_object(**where, Body=body, ChecksumCRC32=_crc_header(data))
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key, **self._on_every}
@@ -198,9 +201,19 @@ class S3Store(RemoteStore):
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
 
 
+class _Body(Pieces):
+    """Pieces with what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def seek(self, offset: int) -> None:
+        assert offset == 0, "each iteration begins at the start"
+
+
 async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
     crc = _crc_header(part)
-    answer = await client.upload_part(**where, PartNumber=number, Body=part, ChecksumCRC32=crc)
+    answer = await client.upload_part(**where, PartNumber=number, Body=_Body(part), ChecksumCRC32=crc)
     return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
 
 

@@ -1,11 +1,15 @@
-"""`s3://` with the extra `fast`: small and large reads go through obstore, all else through s3fs as without it.
+"""`s3://` with the extra `fast`: obstore carries the bytes of objects both ways, s3fs does all else as without it.
 
-What obstore does not answer with an object is asked again through s3fs: it follows redirects to a bucket's region, and
-its errors are translated in one place. So this class decides nothing, and a process that only reads imports neither
-s3fs nor botocore while plain access keys, or none, are in use.
+What obstore does not answer with an object, or does not begin to write, is asked again through s3fs: it follows
+redirects to a bucket's region, and its errors are translated in one place. So this class decides nothing, and a process
+that only moves bytes imports neither s3fs nor botocore while plain access keys, or none, are in use.
+
+Parts go to the wire from the caller's buffer. obstore drops them in threads of its own, also after an error; the caller
+gets the buffer back when all of them are seen to be free.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -16,17 +20,20 @@ from obstore.store import S3Store as Client
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_length
 from raycheck.bucket.store.engines import obstore_options
+from raycheck.bucket.store.lending import CUTS, Loan
+from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
 if TYPE_CHECKING:
     from raycheck.bucket.store.credentials import Chain
 
 MAX_RETRIES = 4
+_DENIED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
 _PLAIN_REGION = "us-east-1"  # what S3 servers at an endpoint of their own are content with
 
 
 class FastS3Store(Store):
-    """An S3Store that reads faster. `through_s3fs` is that store; it is made when it is first needed."""
+    """An S3Store that moves bytes faster. `through_s3fs` is that store; it is made when it is first needed."""
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         self.uri = uri
@@ -36,7 +43,7 @@ class FastS3Store(Store):
 
     @cached_property
     def through_s3fs(self) -> Store:
-        """Everything but the reading of an object."""
+        """Everything but the bytes of an object."""
         from raycheck.bucket.store.s3 import S3Store
 
         return S3Store(self.uri, bucket=self._bucket, prefix=self._prefix, settings=self._settings, chain=self._chain)
@@ -75,13 +82,65 @@ class FastS3Store(Store):
         return self.through_s3fs.list_names(prefix)
 
     def put(self, key: str, data: Buffer) -> None:
-        self.through_s3fs.put(key, data)
-
-    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        self.through_s3fs.put_parts(key, parts, size_bytes)
+        if self._client is None or len(data) > CUTS["s3"].part_bytes:
+            self.through_s3fs.put(key, data)
+            return
+        loan = Loan()
+        try:
+            obstore.put(self._client, key, loan.lend(data), use_multipart=False)
+        except (obstore.exceptions.BaseError, OSError):
+            self._take_back(key, loan)
+            self.through_s3fs.put(key, data)
 
     def part_bytes(self, size_bytes: int) -> int:
-        return self.through_s3fs.part_bytes(size_bytes)
+        return CUTS["s3"].part_bytes_of(size_bytes)
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        if size_bytes <= self.part_bytes(size_bytes):
+            self.put(key, next(iter(parts), memoryview(b"")))
+            return
+        if self._client is None:
+            self.through_s3fs.put_parts(key, parts, size_bytes)
+            return
+        loan = Loan()
+        chunk, in_flight = self.part_bytes(size_bytes), CUTS["s3"].in_flight
+        try:
+            obstore.put(self._client, key, loan.lend_each(parts), chunk_size=chunk, max_concurrency=in_flight)
+        except (obstore.exceptions.BaseError, OSError) as error:
+            self._take_back(key, loan)
+            if loan.has_source_failed:
+                raise
+            if loan.lent_bytes == 0:  # the upload was not begun
+                self.through_s3fs.put_parts(key, parts, size_bytes)
+            elif not self._is_there(key, loan, size_bytes, error):
+                raise self._typed(key, error) from error
+        except BaseException:
+            self._take_back(key, loan)
+            raise
+
+    def _take_back(self, key: str, loan: Loan) -> None:
+        if not loan.is_back():
+            raise StoreError(f"{self.uri}: {key}: the client still reads the buffer, long after its requests ended")
+
+    def _is_there(self, key: str, loan: Loan, size_bytes: int, error: Exception) -> bool:
+        """Whether the upload was completed already and only the answer was lost: the repetition finds no upload."""
+        if not isinstance(error, FileNotFoundError) or loan.lent_bytes != size_bytes:
+            return False
+        try:
+            return self.head(key) == size_bytes
+        except NotFoundError:
+            return False
+
+    def _typed(self, key: str, error: Exception) -> RaycheckError:
+        """What became of parts that were on their way; who may write here, and where, was settled before them."""
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"{self.uri}: no unfinished upload of {key}: it was aborted from elsewhere")
+        code = re.search(r"<Code>(\w+)</Code>", str(error))
+        said = str(error).partition("\n")[0].partition("<")[0].rpartition(" - ")[2].strip(" :")
+        advice = ". Grant s3:PutObject" if isinstance(error, _DENIED) else ""
+        typed = StoreError(f"{self.uri}: {key}: upload of parts: {said}{f' ({code[1]})' if code else ''}{advice}")
+        typed.is_denied = isinstance(error, _DENIED)
+        return typed
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self.through_s3fs.put_if_absent(key, data)

@@ -133,7 +133,7 @@ def _container(bare: str, scheme: str, bucket: str, account: str, abfss: re.Matc
 
 
 def _open_s3(uri: str, at: Address) -> Store:
-    """With the extra `fast`, reads go through obstore. It folds empty path segments, which S3 does not."""
+    """With the extra `fast`, bytes go through obstore. It folds empty path segments, which S3 does not."""
     settings = at.settings
     if importlib.util.find_spec("obstore") is not None and "//" not in at.prefix:
         from raycheck.bucket.store.s3_fast import FastS3Store

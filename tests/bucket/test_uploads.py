@@ -1,0 +1,247 @@
+"""Large objects by either engine: the bytes, what a fault leaves, and that the caller's buffer is free in the end.
+
+The server is a real one behind a proxy that makes the faults. A bytearray that is still exported somewhere refuses to
+change its size: so a test sees whether any thread can still read it.
+"""
+
+import gc
+import random
+import struct
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from raycheck.bucket.store import Store, engines, open_store, remote
+from raycheck.bucket.store.lending import CUTS, Cut, Loan
+from raycheck.bucket.store.s3_fast import FastS3Store
+from raycheck.bucket.store.uri import join_uri
+from raycheck.errors import ConfigError, NotFoundError, StoreError
+from tests.faultproxy import FaultProxy, fault_proxy
+
+PART = 5 * 1024 * 1024
+SIZE = 3 * PART + 5
+WAIT_S = 60.0
+CREATE, COMPLETE = "[?]uploads", "[?]uploadId"
+
+
+class SourceError(Exception):
+    """What a generator of parts may raise; the store knows nothing of it."""
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=PART, in_flight=2))
+
+
+@pytest.fixture
+def wire(s3: str) -> Iterator[FaultProxy]:
+    with fault_proxy(s3) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def fast(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> FastS3Store:
+    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    store = open_store(join_uri(wire.uri, uuid4().hex))
+    assert isinstance(store, FastS3Store)
+    return store
+
+
+@pytest.fixture(params=["obstore", "s3fs"])
+def store(request: pytest.FixtureRequest, fast: FastS3Store) -> Store:
+    return fast if request.param == "obstore" else fast.through_s3fs
+
+
+@pytest.fixture
+def buffer() -> bytearray:
+    return bytearray(random.Random(1).randbytes(SIZE))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "TIMEOUT_S", 1)
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
+
+
+def parts_of(buffer: bytearray) -> Iterator[memoryview]:
+    return (memoryview(buffer)[at : at + PART] for at in range(0, len(buffer), PART))
+
+
+def error_of(kind: type[Exception], store: Store, parts: Iterator[memoryview], size: int = SIZE) -> Exception:
+    """What an upload raises, without the frames that hold its parts: they read none."""
+    with pytest.raises(kind) as caught:
+        store.put_parts("a/b", parts, size)
+    return caught.value.with_traceback(None)
+
+
+def assert_nothing_remains(store: Store, buffer: bytearray) -> None:
+    gc.collect()
+    buffer.append(0)
+    assert list(store.list_objects("")) == []
+    assert list(store.list_uploads("")) == []
+
+
+def test_the_parts_arrive_whole(store, buffer, wire):
+    store.put_parts("a/b", parts_of(buffer), SIZE)
+
+    assert store.get("a/b").data == buffer
+    assert sum("partNumber" in line for line in wire.requests) == 4
+    assert list(store.list_uploads("")) == []
+
+
+def test_an_object_of_one_part_is_one_request(store, wire):
+    store.put_parts("a", iter([memoryview(b"bytes")]), 5)
+
+    assert [line.split("?")[0].split("/")[0] for line in wire.requests] == ["PUT "]
+    assert store.get("a").data == b"bytes"
+
+
+@pytest.mark.parametrize("kind", ["reset", "lose_answer", "busy"])
+@pytest.mark.parametrize(("method", "key"), [("POST", CREATE), ("PUT", "partNumber=2"), ("POST", COMPLETE)])
+def test_an_upload_goes_on_after_a_fault_in_any_request(store, buffer, wire, kind, method, key):
+    """Also when the lost answer was the last one, which said that the object is there."""
+    wire.rule(kind, method, key)
+
+    store.put_parts("a", parts_of(buffer), SIZE)
+
+    assert store.get("a").data == buffer
+    gc.collect()
+    buffer.append(0)
+
+
+def test_obstore_alone_writes_what_it_can(fast, buffer, wire):
+    wire.rule("busy", "PUT", "partNumber=2")
+
+    fast.put_parts("a", parts_of(buffer), SIZE)
+    fast.put("b", b"bytes")
+
+    assert "through_s3fs" not in fast.__dict__
+
+
+def test_a_part_whose_connection_broke_halfway_is_sent_again(store, buffer, wire):
+    rule = wire.rule("cut", "PUT", "partNumber=3", times=2)
+
+    store.put_parts("a", parts_of(buffer), SIZE)
+
+    assert len(rule.seen) == 2
+    assert store.get("a").data == buffer
+
+
+@pytest.mark.parametrize("kind", ["cut", "busy"])
+def test_a_part_that_fails_for_good_leaves_nothing_and_names_the_object(store, buffer, wire, kind):
+    wire.rule(kind, "PUT", "partNumber=2", times=99)
+
+    error = error_of(StoreError, store, parts_of(buffer))
+
+    assert "a/b: " in str(error)
+    assert "Credential" not in str(error)
+    assert not error.is_denied
+    del error
+    assert_nothing_remains(store, buffer)
+
+
+def test_a_stalled_part_ends_by_its_time_out(hasty, store, buffer, wire):
+    wire.rule("hold", "PUT", "partNumber=2", times=99)
+
+    assert error_of(StoreError, store, parts_of(buffer))
+
+    assert_nothing_remains(store, buffer)
+
+
+def test_nothing_reads_the_buffer_any_more_when_the_source_has_failed(hasty, store, buffer, wire):
+    """It fails while the server takes in nothing of the first part."""
+    rule = wire.rule("hold", "PUT", "partNumber=1")
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(buffer)[:PART]
+        rule.wait(WAIT_S)
+        raise SourceError
+
+    assert error_of(SourceError, store, parts())
+
+    assert_nothing_remains(store, buffer)
+
+
+@pytest.mark.parametrize("error", [OSError("mine"), NotFoundError("mine"), StoreError("mine")])
+def test_an_error_of_the_source_comes_out_as_it_is(store, buffer, error):
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(buffer)[:PART]
+        raise error
+
+    assert error_of(type(error), store, parts()) is error
+    assert_nothing_remains(store, buffer)
+
+
+def test_who_may_not_write_is_told_which_permission_is_needed(store, buffer, wire):
+    wire.rule("deny", "POST", CREATE, times=99)
+
+    error = error_of(StoreError, store, parts_of(buffer))
+
+    assert error.is_denied
+    assert "s3:PutObject" in str(error)
+    assert not any("partNumber" in line for line in wire.requests)
+
+
+def test_a_permission_that_is_lost_on_the_way_is_told_as_one(store, buffer, wire):
+    wire.rule("deny", "PUT", "partNumber=2")
+
+    error = error_of(StoreError, store, parts_of(buffer))
+
+    assert error.is_denied
+    assert "s3:PutObject" in str(error)
+    del error
+    assert_nothing_remains(store, buffer)
+
+
+@pytest.mark.parametrize("size", [5, SIZE])
+def test_a_bucket_that_is_not_there_is_a_mistake_in_the_settings(s3, buffer, size):
+    store = open_store(s3.replace("//raycheck", f"//{uuid4().hex}"))
+
+    error = error_of(ConfigError, store, parts_of(buffer[:size]), size)
+
+    assert "no such bucket" in str(error)
+
+
+def test_what_obstore_cannot_begin_is_written_through_s3fs(fast, buffer, wire):
+    wire.rule("deny", "POST", CREATE, times=1)
+    wire.rule("deny", "PUT", "/small", times=1)
+
+    fast.put_parts("large", parts_of(buffer), SIZE)
+    fast.put("small", b"bytes")
+
+    assert fast.get("large").data == buffer
+    assert fast.get("small").data == b"bytes"
+
+
+def test_an_upload_that_is_aborted_from_elsewhere_is_not_found(fast, buffer, wire, s3):
+    other = open_store(fast.uri.replace(str(wire.port), s3.partition("127.0.0.1:")[2].partition("&")[0]))
+    rule = wire.rule("hold", "PUT", "partNumber=4")
+
+    def abort() -> None:
+        rule.wait(WAIT_S)
+        for upload in other.list_uploads(""):
+            other.abort_upload(upload)
+        rule.release()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    error = error_of(NotFoundError, fast, parts_of(buffer))
+    thread.join()
+
+    assert "aborted" in str(error)
+    del error
+    assert_nothing_remains(fast, buffer)
+
+
+def test_a_loan_is_back_when_nothing_holds_a_view_of_it():
+    loan, buffer = Loan(sleep=lambda _: None), bytearray(10)
+    held = struct.iter_unpack("B", loan.lend(buffer))
+
+    assert not loan.is_back(timeout_s=0.01)
+    del held
+
+    assert loan.is_back()
+    buffer.append(1)
