@@ -73,9 +73,10 @@ class Object:
 class Plan:
     """Where everything lies, without checksums and values: the same at every save until the state changes its form.
 
-    One row per chunk, those of tensor i from `starts[i]` to `starts[i + 1]`; the columns are those of Chunk. A row of a
-    tensor with fewer dimensions than others has the offset 0 and the size 1 in the rest of them. crc_at: where a row's
-    checksums begin among all those of the index, which are in the order of `objects`.
+    One row per chunk, those of tensor i from `starts[i]` to `starts[i + 1]`. A row of a tensor with fewer dimensions
+    than others has the offset 0 and the size 1 in the rest of them. head, frame: bytes of the record before, and around
+    its payload. crc_at: where a row's checksums begin among those of its object; all of an index are in the order of
+    `objects`.
     """
 
     tensors: tuple[Tensor, ...]
@@ -86,14 +87,18 @@ class Plan:
     offsets: tuple["Column[int]", ...]
     sizes: tuple["Column[int]", ...]
     record_offset: "Column[int]"
-    record_size: "Column[int]"
-    payload_offset: "Column[int]"
+    head: "Column[int]"
+    frame: "Column[int]"
     payload_size: "Column[int]"
     crc_at: "Column[int]"
 
     def rows(self) -> Iterator[tuple[int, int]]:
         """First row and end of each tensor."""
         return pairwise(self.starts)
+
+    def crc_bases(self) -> list[int]:
+        """Where each object's checksums begin among all."""
+        return list(accumulate((item.num_crcs for item in self.objects), initial=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +110,10 @@ class Index:
     crcs: "Column[int]"
     values: Mapping[str, Any] = field(default_factory=dict)
     rank_values: tuple[Mapping[str, Any], ...] = ()
+    _crc_bases: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_crc_bases", self.plan.crc_bases())
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -136,16 +145,17 @@ class Index:
 
     def _chunk(self, tensor: int, row: int) -> Chunk:
         plan, dims = self.plan, len(self.plan.tensors[tensor].shape)
-        written, payload_size, crc_at = plan.objects[plan.object[row]], plan.payload_size[row], plan.crc_at[row]
+        written, place, payload_size = plan.objects[plan.object[row]], plan.record_offset[row], plan.payload_size[row]
+        crc_at = self._crc_bases[plan.object[row]] + plan.crc_at[row]
         return Chunk(
             tensor=tensor,
             component=written.component,
             rank=written.rank,
             offsets=tuple(column[row] for column in plan.offsets[:dims]),
             sizes=tuple(column[row] for column in plan.sizes[:dims]),
-            record_offset=plan.record_offset[row],
-            record_size=plan.record_size[row],
-            payload_offset=plan.payload_offset[row],
+            record_offset=place,
+            record_size=payload_size + plan.frame[row],
+            payload_offset=place + plan.head[row],
             payload_size=payload_size,
             crcs=tuple(self.crcs[crc_at : crc_at - -payload_size // SUB_BLOCK]),
         )
@@ -168,7 +178,6 @@ def index_of(
         own = crcs[chunk.component, chunk.rank]
         if at.setdefault(_place(chunk), len(own)) == len(own):
             own += chunk.crcs
-    base = dict(zip(names, accumulate(map(len, crcs.values()), initial=0), strict=False))
     numbers = {name: number for number, name in enumerate(names)}
     counts = Counter(chunk.tensor for chunk in ordered)
     dims = range(max((len(tensor.shape) for tensor in tensors), default=0))
@@ -181,10 +190,10 @@ def index_of(
         offsets=tuple(array("q", (c.offsets[dim] if dim < len(c.offsets) else 0 for c in ordered)) for dim in dims),
         sizes=tuple(array("q", (c.sizes[dim] if dim < len(c.sizes) else 1 for c in ordered)) for dim in dims),
         record_offset=array("q", (chunk.record_offset for chunk in ordered)),
-        record_size=array("q", (chunk.record_size for chunk in ordered)),
-        payload_offset=array("q", (chunk.payload_offset for chunk in ordered)),
+        head=array("q", (chunk.payload_offset - chunk.record_offset for chunk in ordered)),
+        frame=array("q", (chunk.record_size - chunk.payload_size for chunk in ordered)),
         payload_size=array("q", (chunk.payload_size for chunk in ordered)),
-        crc_at=array("q", (base[chunk.component, chunk.rank] + at[_place(chunk)] for chunk in ordered)),
+        crc_at=array("q", (at[_place(chunk)] for chunk in ordered)),
     )
     return Index(
         plan=plan,

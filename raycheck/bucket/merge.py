@@ -6,12 +6,10 @@ several ranks wrote in part alike, or that were cut along several dimensions, ar
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise, repeat
-from operator import sub
+from itertools import accumulate, chain, pairwise, repeat
 
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.columns import spread
@@ -57,18 +55,16 @@ def merge_plans(plans: Sequence[Plan]) -> Merged:
     Raises ConfigError that names a tensor which two ranks describe differently."""
     tensors, numbers = _numbered(plans)
     objects = [item for plan in plans for item in plan.objects]
-    columns = _side_by_side(plans, dims=max((len(tensor.shape) for tensor in tensors), default=0))
-    order: Sequence[int] = sorted(range(len(numbers)), key=numbers.__getitem__)
-    rows = columns.taken(order)
-    counts = Counter(numbers)
-    starts = list(accumulate((counts[number] for number in range(len(tensors))), initial=0))
+    runs = _runs(numbers, len(tensors))
+    rows = _side_by_side(plans, dims=max((len(tensor.shape) for tensor in tensors), default=0)).each(_taken(runs))
+    starts = list(accumulate((sum(map(len, own)) for own in runs), initial=0))
     copies = _copies(rows, starts)
     has_copies = any(rows.payload_size[row] for row in copies)
-    cuts: Sequence[Sequence[slice]] = [[slice(0, sum(item.num_crcs for item in plan.objects))] for plan in plans]
+    cuts = [[slice(0, sum(item.num_crcs for item in plan.objects))] for plan in plans]
     if copies:
+        ends = [-1, *copies, starts[-1]]
+        rows = rows.each(_taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
         starts = [start - bisect_left(copies, start) for start in starts]
-        dropped = set(copies)
-        rows = rows.taken([row for row in range(len(order)) if row not in dropped])
         rows, objects, cuts = _without_crcs_of_copies(rows, objects, [len(plan.objects) for plan in plans])
     leaves: dict[str, Leaf] = {}
     for plan in plans:
@@ -92,36 +88,32 @@ class _Rows:
     offsets: tuple["Column[int]", ...]
     sizes: tuple["Column[int]", ...]
     record_offset: "Column[int]"
-    record_size: "Column[int]"
-    payload_offset: "Column[int]"
+    head: "Column[int]"
+    frame: "Column[int]"
     payload_size: "Column[int]"
     crc_at: "Column[int]"
 
-    def taken(self, order: Sequence[int]) -> "_Rows":
-        def one(column: "Column[int]") -> "Column[int]":
-            return array("q", map(column.__getitem__, order))
-
+    def each(self, change: Callable[["Column[int]"], "Column[int]"]) -> "_Rows":
         return _Rows(
-            object=one(self.object),
-            offsets=tuple(map(one, self.offsets)),
-            sizes=tuple(map(one, self.sizes)),
-            record_offset=one(self.record_offset),
-            record_size=one(self.record_size),
-            payload_offset=one(self.payload_offset),
-            payload_size=one(self.payload_size),
-            crc_at=one(self.crc_at),
+            object=change(self.object),
+            offsets=tuple(map(change, self.offsets)),
+            sizes=tuple(map(change, self.sizes)),
+            record_offset=change(self.record_offset),
+            head=change(self.head),
+            frame=change(self.frame),
+            payload_size=change(self.payload_size),
+            crc_at=change(self.crc_at),
         )
 
 
-def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[int]]:
-    """All tensors in order of their first appearance, and the number of each row's, rank after rank."""
+def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
+    """All tensors in order of their first appearance, and of each rank the tensor's number of each row."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
-    column: list[int] = []
-    before: tuple[Tensor, ...] = ()
-    local: list[int] = []
+    found: list[list[int]] = []
+    before: Plan | None = None
     for plan in plans:
-        if plan.tensors != before:
+        if before is None or (plan.tensors, plan.starts) != (before.tensors, before.starts):
             for tensor in plan.tensors:
                 known = tensors.setdefault(tensor.name, tensor)
                 if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
@@ -130,35 +122,63 @@ def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[int]]:
                         f"{tensor.dtype}{list(tensor.shape)}"
                     )
             local = [numbers.setdefault(tensor.name, len(numbers)) for tensor in plan.tensors]
-            before = plan.tensors
-        column.extend(spread(local, map(sub, plan.starts[1:], plan.starts)))
-    return list(tensors.values()), column
+            found.append(list(spread(local, (end - first for first, end in plan.rows()))))
+            before = plan
+        else:
+            found.append(found[-1])
+    return list(tensors.values()), found
+
+
+def _runs(numbers: Sequence[list[int]], num_tensors: int) -> list[list[range]]:
+    """By tensor its rows among those of all ranks side by side, in order of rank. Neighbours that hold the same tensors
+    give one run for all of them."""
+    runs: list[list[range]] = [[] for _ in range(num_tensors)]
+    at = 0
+    rank = 0
+    while rank < len(numbers):
+        own, end = numbers[rank], rank + 1
+        while end < len(numbers) and numbers[end] is own and len(set(own)) == len(own):
+            end += 1
+        stop = at + len(own) * (end - rank)
+        for row, number in enumerate(own):
+            runs[number].append(range(at + row, stop, len(own)))
+        at, rank = stop, end
+    return runs
+
+
+def _taken(runs: Sequence[Sequence[range]]) -> Callable[["Column[int]"], "Column[int]"]:
+    """Of a column the rows of these runs: run by run while they are long, else row by row."""
+    whole = [run for own in runs for run in own]
+    if sum(map(len, whole)) > 4 * len(whole):
+        return lambda column: _joined(column[run.start : run.stop : run.step] for run in whole)
+    rows = list(chain.from_iterable(whole))
+    return lambda column: array("q", map(column.tolist().__getitem__, rows))
+
+
+def _joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
+    whole = array("q")
+    for part in parts:
+        whole.extend(part)
+    return whole
 
 
 def _side_by_side(plans: Sequence[Plan], dims: int) -> _Rows:
-    """The columns of all ranks, one after the other; objects and checksums are counted through."""
+    """The columns of all ranks, one after the other; objects are counted through."""
     first_objects = accumulate((len(plan.objects) for plan in plans), initial=0)
-    first_crcs = accumulate((sum(item.num_crcs for item in plan.objects) for plan in plans), initial=0)
-
-    def joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
-        whole = array("q")
-        for part in parts:
-            whole.extend(part)
-        return whole
 
     def dimension(name: str, dim: int, fill: int) -> "Column[int]":
         found = ((getattr(plan, name), len(plan.object)) for plan in plans)
-        return joined(own[dim] if dim < len(own) else repeat(fill, count) for own, count in found)
+        return _joined(own[dim] if dim < len(own) else repeat(fill, count) for own, count in found)
 
     return _Rows(
-        object=joined(map(first.__add__, plan.object) for plan, first in zip(plans, first_objects, strict=False)),
+        object=_joined(map(first.__add__, plan.object) for plan, first in zip(plans, first_objects, strict=False)),
         offsets=tuple(dimension("offsets", dim, 0) for dim in range(dims)),
         sizes=tuple(dimension("sizes", dim, 1) for dim in range(dims)),
-        record_offset=joined(plan.record_offset for plan in plans),
-        record_size=joined(plan.record_size for plan in plans),
-        payload_offset=joined(plan.payload_offset for plan in plans),
-        payload_size=joined(plan.payload_size for plan in plans),
-        crc_at=joined(map(first.__add__, plan.crc_at) for plan, first in zip(plans, first_crcs, strict=False)),
+        record_offset=_joined(plan.record_offset for plan in plans),
+        head=_joined(plan.head for plan in plans),
+        frame=_joined(plan.frame for plan in plans),
+        payload_size=_joined(plan.payload_size for plan in plans),
+        crc_at=_joined(plan.crc_at for plan in plans),
     )
 
 
@@ -181,26 +201,25 @@ def _without_crcs_of_copies(
     rows: _Rows, objects: Sequence[Object], num_objects: Sequence[int]
 ) -> tuple[_Rows, list[Object], list[list[slice]]]:
     """What is kept of each rank's checksums; rows and objects by what is kept. num_objects: of each rank."""
-    bases = list(accumulate((item.num_crcs for item in objects), initial=0))
     rank_of = [rank for rank, count in enumerate(num_objects) for _ in range(count)]
-    rank_base = [bases[first] for first in accumulate(num_objects, initial=0)]
-    kept = [0] * len(objects)
+    base_of = [0] * len(objects)
+    for item in range(1, len(objects)):
+        if rank_of[item] == rank_of[item - 1]:
+            base_of[item] = base_of[item - 1] + objects[item - 1].num_crcs
+    kept, until = [0] * len(objects), [0] * len(objects)
     cuts: list[list[slice]] = [[] for _ in num_objects]
-    moved: dict[int, int] = {}
-    total = until = 0
-    for start, size in sorted(set(zip(rows.crc_at, rows.payload_size, strict=True))):
+    moved: dict[tuple[int, int], int] = {}
+    for item, start, size in sorted(set(zip(rows.object, rows.crc_at, rows.payload_size, strict=True))):
         stop = start - -size // SUB_BLOCK
-        begin = max(start, until)
-        moved.setdefault(start, total - (begin - start))
+        begin = max(start, until[item])
+        moved.setdefault((item, start), kept[item] - (begin - start))
         if stop > begin:
-            owner = bisect_right(bases, begin) - 1
-            base = rank_base[rank_of[owner]]
-            cuts[rank_of[owner]].append(slice(begin - base, stop - base))
-            kept[owner] += stop - begin
-            total += stop - begin
-            until = stop
-    rows = replace(rows, crc_at=array("q", map(moved.__getitem__, rows.crc_at)))
-    return rows, [replace(item, num_crcs=count) for item, count in zip(objects, kept, strict=True)], cuts
+            cuts[rank_of[item]].append(slice(begin + base_of[item], stop + base_of[item]))
+            kept[item] += stop - begin
+            until[item] = stop
+    crc_at = array("q", (moved[row] for row in zip(rows.object, rows.crc_at, strict=True)))
+    objects = [replace(item, num_crcs=count) for item, count in zip(objects, kept, strict=True)]
+    return replace(rows, crc_at=crc_at), objects, cuts
 
 
 def uncovered(plan: Plan) -> list[str]:

@@ -479,8 +479,9 @@ def test_of_a_hostile_index_nothing_but_corrupt_comes_out(data):
 @given(data=st.data())
 def test_an_index_with_hostile_numbers_is_corrupt_or_can_be_read_to_the_last_chunk(data):
     plan, lines, columns = opened_plan(an_index())
-    name, count, width = data.draw(st.sampled_from(plan["columns"]))
-    at = sum(other[1] * other[2] for other in plan["columns"][: plan["columns"].index([name, count, width])])
+    number = data.draw(st.sampled_from(range(len(plan["columns"]))))
+    _, count, width, _ = plan["columns"][number]
+    at = sum(count * width for _, count, width, _ in plan["columns"][:number])
     numbers = st.integers(-(2 ** (8 * width - 1)), 2 ** (8 * width - 1) - 1).map(
         lambda number: number.to_bytes(width, "little", signed=True)
     )
@@ -501,7 +502,7 @@ def test_what_an_index_holds_beside_what_this_version_knows_is_ignored():
     header, parts = opened(dump_index(an_index()))
     plan, lines, columns = opened_plan(an_index())
     more = header | {"new": 1, "parts": [*header["parts"], ["new", 3]]}
-    wider = plan | {"new": {}, "columns": [*plan["columns"], ["new", 1, 3]]}
+    wider = plan | {"new": {}, "columns": [*plan["columns"], ["new", 1, 3, "new"]]}
 
     assert as_index(closed(more, parts + b"new")) == an_index()
     assert as_index(with_plan(wider, lines, columns + b"new")) == an_index()
@@ -527,7 +528,7 @@ def test_an_index_that_says_it_holds_more_than_memory_is_refused_before_it_is_un
     plan, lines, columns = opened_plan(an_index())
 
     with pytest.raises(CorruptError, match="more than"):
-        as_index(with_plan(plan | {"columns": [["rows", 1 << 40, 0]]}, lines, columns))
+        as_index(with_plan(plan | {"columns": [["rows", 1 << 40, 0, "plain"]]}, lines, columns))
 
 
 def test_every_truncation_of_an_index_is_corrupt():
@@ -636,6 +637,72 @@ def indexes(draw) -> Index:
         values=draw(tree),
         rank_values=draw(st.lists(tree, max_size=2)),
     )
+
+
+def test_of_a_box_that_ranks_wrote_twice_the_first_copy_and_its_checksums_are_kept():
+    shapes = {"a": (4,), "b": (SUB_BLOCK // 2,), "c": (4,)}
+    tensors = [Tensor(name=name, dtype="float32", shape=shape, path=(name,)) for name, shape in shapes.items()]
+    sections = []
+    for rank in range(3):
+        crcs = {"a": (10 + rank,), "b": (20 + rank, 30 + rank), "c": (40 + rank,)}
+        size = 2 if rank == 2 else 1
+        boxes = {"a": ((rank,), (size,)), "b": ((0,), shapes["b"]), "c": ((rank,), (size,))}
+        chunks = [
+            replace(box(*boxes[name]), tensor=number, rank=rank, crcs=own, payload_size=size, record_size=size)
+            for number, (name, own) in enumerate(crcs.items())
+            for size in [SUB_BLOCK * len(own)]
+        ]
+        sections.append(index_of(tensors, chunks))
+
+    whole, has_copies = merge(sections)
+
+    assert has_copies
+    assert uncovered(whole.plan) == []
+    assert [(chunk.rank, chunk.crcs) for chunk in whole.chunks_of(1)] == [(0, (20, 30))]
+    assert [chunk.crcs for chunk in whole.chunks_of(2)] == [(40,), (41,), (42,)]
+    assert len(whole.crcs) == 8
+    assert load_index(dump_index(whole), what="x") == whole
+
+
+@thorough
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_a_merge_gives_what_chunk_by_chunk_is_the_first_copy_of_each_box(ranks):
+    sections = [
+        index_of(
+            [
+                Tensor(name=f"t{n % 3}", dtype="int8", shape=(9,), path=(n % 3,))
+                for n in dict.fromkeys(k % 3 for k in rank)
+            ],
+            [
+                replace(
+                    box((n,), (2,)),
+                    tensor=list(dict.fromkeys(k % 3 for k in rank)).index(n % 3),
+                    rank=number,
+                    record_offset=64 * place,
+                    payload_offset=64 * place + 8,
+                    record_size=64,
+                    payload_size=2,
+                    crcs=(100 * number + place,),
+                )
+                for place, n in enumerate(rank)
+            ],
+        )
+        for number, rank in enumerate(ranks)
+    ]
+    first: dict[tuple[object, ...], Chunk] = {}
+    for section in sections:
+        for chunk in section.chunks:
+            first.setdefault((section.tensors[chunk.tensor].name, chunk.offsets), chunk)
+
+    whole, has_copies = merge(sections)
+
+    found = {(whole.tensors[chunk.tensor].name, chunk.offsets): chunk for chunk in whole.chunks}
+    assert {key: replace(chunk, tensor=0) for key, chunk in found.items()} == {
+        key: replace(chunk, tensor=0) for key, chunk in first.items()
+    }
+    assert len(found) == len(whole.chunks) == len(first)
+    assert has_copies == (sum(len(section.chunks) for section in sections) > len(first))
+    assert load_index(dump_index(whole), what="x") == whole
 
 
 def test_ranks_that_disagree_on_a_tensor_are_told_its_name():
