@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.index import Index, load_index
+from raycheck.bucket.index import Index
+from raycheck.bucket.index_file import load_index
 from raycheck.bucket.latest import Entry, Latest, load_latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import Manifest, load_manifest

@@ -1,25 +1,21 @@
 """A checkpoint's index: where every tensor's bytes lie, with checksums, and every value that is not a tensor.
 
-Binary, versioned, columnar: magic, then one zlib stream of a JSON header and little-endian columns. A reader fetches
-exactly the bytes it needs from it and unpickles nothing. Its bytes are a pure function of what it holds.
+In columns, since a large run has a million boxes: a `Chunk` is made only for those that are asked for. What stays the
+same from save to save (`Plan`) is apart from what does not (checksums and values). How it becomes bytes is known to
+index_file.py and plan_file.py, how ranks' parts become one to merge.py.
 """
 
-import json
-import math
-import struct
-import sys
-import zlib
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from raycheck.bucket.checksum import SUB_BLOCK
-from raycheck.bucket.document import FORMAT_VERSION, check_format_version
-from raycheck.errors import ConfigError, CorruptError
 
-MAGIC = b"RCIX"
-MAX_DECODED_BYTES = 1 << 30
+Column = array
+"""Of 64-bit integers; checksums have 32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,229 +61,159 @@ class Leaf:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
-    """`values` are the trees (see lossless.py) that all ranks share, `rank_values` those of each rank, in order."""
+class Object:
+    """A shard object. num_crcs: checksums of its payloads in the index, one per 4 MiB of each."""
+
+    component: str
+    rank: int
+    num_crcs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where everything lies, without checksums and values: the same at every save until the state changes its form.
+
+    One row per chunk, those of tensor i from `starts[i]` to `starts[i + 1]`. A row of a tensor with fewer dimensions
+    than others has the offset 0 and the size 1 in the rest of them. head, frame: bytes of the record before, and around
+    its payload. crc_at: where a row's checksums begin among those of its object; all of an index are in the order of
+    `objects`.
+    """
 
     tensors: tuple[Tensor, ...]
-    chunks: tuple[Chunk, ...]
-    leaves: tuple[Leaf, ...] = ()
+    objects: tuple[Object, ...]
+    leaves: tuple[Leaf, ...]
+    starts: "Column[int]"
+    object: "Column[int]"
+    offsets: tuple["Column[int]", ...]
+    sizes: tuple["Column[int]", ...]
+    record_offset: "Column[int]"
+    head: "Column[int]"
+    frame: "Column[int]"
+    payload_size: "Column[int]"
+    crc_at: "Column[int]"
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """First row and end of each tensor."""
+        return pairwise(self.starts)
+
+    def crc_bases(self) -> list[int]:
+        """Where each object's checksums begin among all."""
+        return list(accumulate((item.num_crcs for item in self.objects), initial=0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """`crcs` are 32-bit. `values` are the trees (see lossless.py) that all ranks share, `rank_values` those of each
+    rank, in order."""
+
+    plan: Plan
+    crcs: "Column[int]"
     values: Mapping[str, Any] = field(default_factory=dict)
     rank_values: tuple[Mapping[str, Any], ...] = ()
+    _crc_bases: list[int] = field(init=False, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_crc_bases", self.plan.crc_bases())
 
-_COLUMNS = ("tensor", "object", "record_offset", "record_size", "payload_offset", "payload_size")
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.plan.tensors
 
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.plan.leaves
 
-def dump_index(index: Index) -> bytes:
-    objects = sorted({(chunk.component, chunk.rank) for chunk in index.chunks})
-    number_of = {item: i for i, item in enumerate(objects)}
-    columns: dict[str, list[int]] = {
-        "tensor": [chunk.tensor for chunk in index.chunks],
-        "object": [number_of[chunk.component, chunk.rank] for chunk in index.chunks],
-        **{name: [getattr(chunk, name) for chunk in index.chunks] for name in _COLUMNS[2:]},
-        "offsets": [n for chunk in index.chunks for n in chunk.offsets],
-        "sizes": [n for chunk in index.chunks for n in chunk.sizes],
-        "crcs": [n for chunk in index.chunks for n in chunk.crcs],
-    }
-    header = {
-        "format_version": FORMAT_VERSION,
-        "tensors": [[t.name, t.dtype, t.shape, t.path] for t in index.tensors],
-        "objects": objects,
-        "leaves": [[f.name, f.path, f.component, f.rank, f.record_offset, f.record_size] for f in index.leaves],
-        "values": index.values,
-        "rank_values": index.rank_values,
-        "columns": [[name, len(column)] for name, column in columns.items()],
-    }
-    text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
-    parts = [struct.pack("<Q", len(text)), text]
-    for column in columns.values():
-        words = array("Q", column)
-        if sys.byteorder == "big":
-            words.byteswap()
-        parts.append(words.tobytes())
-    return MAGIC + zlib.compress(b"".join(parts), 1)
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All of them, by tensor and then by rank: of a large run far too many, see chunks_of."""
+        return tuple(chunk for number in range(len(self.tensors)) for chunk in self.chunks_of(number))
 
+    def chunks_of(self, tensor: int) -> tuple[Chunk, ...]:
+        """All chunks of one tensor, by its number, in order of rank."""
+        return tuple(self._chunk(tensor, row) for row in self._rows_of(tensor))
 
-_MALFORMED = (
-    ValueError,
-    OverflowError,
-    TypeError,
-    KeyError,
-    IndexError,
-    StopIteration,
-    struct.error,
-    zlib.error,
-    RecursionError,
-)
+    def chunks_in(self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Chunk, ...]:
+        """Those chunks of one tensor that hold elements of a box of it, in order of rank."""
+        rows: Iterable[int] = self._rows_of(tensor)
+        for start, size, lows, counts in zip(offsets, sizes, self.plan.offsets, self.plan.sizes, strict=False):
+            stop = start + size
+            rows = [row for row in rows if lows[row] < stop and lows[row] + counts[row] > start]
+        return tuple(self._chunk(tensor, row) for row in rows)
 
+    def _rows_of(self, tensor: int) -> range:
+        return range(self.plan.starts[tensor], self.plan.starts[tensor + 1])
 
-def load_index(data: bytes, *, what: str) -> Index:
-    """Parse an index. Raises CorruptError, naming `what`, for anything that is not a well-formed one."""
-    try:
-        index = _load(data, what)
-        _check(index)
-    except CorruptError:
-        raise
-    except _MALFORMED as error:
-        raise CorruptError(f"{what} is not an index: {type(error).__name__}: {error}") from None
-    return index
-
-
-def _load(data: bytes, what: str) -> Index:
-    if data[:4] != MAGIC:
-        raise CorruptError(f"{what} is not an index: it does not begin with {MAGIC!r}")
-    stream = zlib.decompressobj()
-    raw = stream.decompress(data[4:], MAX_DECODED_BYTES)
-    if not stream.eof:
-        raise CorruptError(f"{what} is cut short, or holds more than {MAX_DECODED_BYTES} bytes")
-    (length,) = struct.unpack_from("<Q", raw)
-    header = json.loads(raw[8 : 8 + length])
-    check_format_version(header, what=what)
-    columns: dict[str, list[int]] = {}
-    at = 8 + length
-    for name, count in header["columns"]:
-        words = array("Q")
-        words.frombytes(raw[at : at + 8 * count])
-        if len(words) != count:
-            raise CorruptError(f"{what} is cut short in the column {name!r}")
-        if sys.byteorder == "big":
-            words.byteswap()
-        columns[name] = words.tolist()
-        at += 8 * count
-    tensors = tuple(
-        Tensor(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)), path=tuple(path))
-        for name, dtype, shape, path in header["tensors"]
-    )
-    return Index(
-        tensors=tensors,
-        chunks=tuple(_chunks(tensors, header["objects"], columns)),
-        leaves=tuple(
-            Leaf(
-                name=name,
-                path=tuple(path),
-                component=component,
-                rank=rank,
-                record_offset=start,
-                record_size=size,
-            )
-            for name, path, component, rank, start, size in header["leaves"]
-        ),
-        values=dict(header["values"]),
-        rank_values=tuple(dict(item) for item in header["rank_values"]),
-    )
-
-
-def _chunks(tensors: tuple[Tensor, ...], objects: list[Any], columns: dict[str, list[int]]) -> list[Chunk]:
-    offsets, sizes, crcs = (iter(columns[name]) for name in ("offsets", "sizes", "crcs"))
-    chunks = []
-    for row in zip(*(columns[name] for name in _COLUMNS), strict=True):
-        tensor, object_number, record_offset, record_size, payload_offset, payload_size = row
-        dims = len(tensors[tensor].shape)
-        component, rank = objects[object_number]
-        chunks.append(
-            Chunk(
-                tensor=tensor,
-                component=str(component),
-                rank=int(rank),
-                offsets=tuple(_take(offsets, dims)),
-                sizes=tuple(_take(sizes, dims)),
-                record_offset=record_offset,
-                record_size=record_size,
-                payload_offset=payload_offset,
-                payload_size=payload_size,
-                crcs=tuple(_take(crcs, -(-payload_size // SUB_BLOCK))),
-            )
+    def _chunk(self, tensor: int, row: int) -> Chunk:
+        plan, dims = self.plan, len(self.plan.tensors[tensor].shape)
+        written, place, payload_size = plan.objects[plan.object[row]], plan.record_offset[row], plan.payload_size[row]
+        crc_at = self._crc_bases[plan.object[row]] + plan.crc_at[row]
+        return Chunk(
+            tensor=tensor,
+            component=written.component,
+            rank=written.rank,
+            offsets=tuple(column[row] for column in plan.offsets[:dims]),
+            sizes=tuple(column[row] for column in plan.sizes[:dims]),
+            record_offset=place,
+            record_size=payload_size + plan.frame[row],
+            payload_offset=place + plan.head[row],
+            payload_size=payload_size,
+            crcs=tuple(self.crcs[crc_at : crc_at - -payload_size // SUB_BLOCK]),
         )
-    return chunks
 
 
-def _take(column: Any, count: int) -> list[int]:
-    return [next(column) for _ in range(count)] if count < 1 << 24 else _refuse(count)
-
-
-def _refuse(count: int) -> list[int]:
-    raise ValueError(f"{count} items in one chunk")
-
-
-def _check(index: Index) -> None:
-    """Guards the reader: it sizes buffers and cuts slices by these numbers."""
-    for tensor in index.tensors:
-        if any(size < 0 for size in tensor.shape):
-            raise CorruptError(f"{tensor.name} has the shape {tensor.shape}")
-    for chunk in index.chunks:
-        tensor = index.tensors[chunk.tensor]
-        ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
-            raise CorruptError(f"a chunk of {tensor.name} lies outside its shape {tensor.shape}")
-        if chunk.payload_offset < chunk.record_offset:
-            raise CorruptError(f"a chunk of {tensor.name} begins before its record")
-
-
-def merge(sections: Sequence[Index]) -> Index:
-    """The whole index from each rank's section, in order of rank; of a box that several ranks wrote, the first one's.
-    Raises ConfigError that names a tensor which two ranks describe differently."""
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, int] = {}
-    chunks: dict[tuple[object, ...], Chunk] = {}
-    leaves: dict[str, Leaf] = {}
-    for section in sections:
-        for tensor in section.tensors:
-            known = tensors.setdefault(tensor.name, tensor)
-            numbers.setdefault(tensor.name, len(numbers))
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                raise ConfigError(
-                    f"ranks disagree on {tensor.name}: {known.dtype}{list(known.shape)} and "
-                    f"{tensor.dtype}{list(tensor.shape)}"
-                )
-        local = [numbers[tensor.name] for tensor in section.tensors]
-        for chunk in section.chunks:
-            number = local[chunk.tensor]
-            chunks.setdefault((number, chunk.offsets, chunk.sizes), replace(chunk, tensor=number))
-        for leaf in section.leaves:
-            leaves.setdefault(leaf.name, leaf)
-    return Index(
-        tensors=tuple(tensors.values()),
-        chunks=tuple(chunks.values()),
-        leaves=tuple(leaves.values()),
-        values=sections[0].values,
-        rank_values=tuple(values for section in sections for values in section.rank_values),
+def index_of(
+    tensors: Sequence[Tensor],
+    chunks: Iterable[Chunk],
+    *,
+    leaves: Sequence[Leaf] = (),
+    values: Mapping[str, Any] | None = None,
+    rank_values: Sequence[Mapping[str, Any]] = (),
+) -> Index:
+    """The index of these chunks. Those that lie at the same place share their checksums."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.tensor)
+    names = sorted({(chunk.component, chunk.rank) for chunk in ordered})
+    crcs: dict[tuple[str, int], list[int]] = {name: [] for name in names}
+    at: dict[tuple[object, ...], int] = {}
+    for chunk in ordered:
+        own = crcs[chunk.component, chunk.rank]
+        if at.setdefault(_place(chunk), len(own)) == len(own):
+            own += chunk.crcs
+    numbers = {name: number for number, name in enumerate(names)}
+    counts = Counter(chunk.tensor for chunk in ordered)
+    dims = range(max((len(tensor.shape) for tensor in tensors), default=0))
+    plan = Plan(
+        tensors=tuple(tensors),
+        objects=tuple(Object(component=name, rank=rank, num_crcs=len(crcs[name, rank])) for name, rank in names),
+        leaves=tuple(leaves),
+        starts=array("q", accumulate((counts[number] for number in range(len(tensors))), initial=0)),
+        object=array("q", (numbers[chunk.component, chunk.rank] for chunk in ordered)),
+        offsets=tuple(array("q", (c.offsets[dim] if dim < len(c.offsets) else 0 for c in ordered)) for dim in dims),
+        sizes=tuple(array("q", (c.sizes[dim] if dim < len(c.sizes) else 1 for c in ordered)) for dim in dims),
+        record_offset=array("q", (chunk.record_offset for chunk in ordered)),
+        head=array("q", (chunk.payload_offset - chunk.record_offset for chunk in ordered)),
+        frame=array("q", (chunk.record_size - chunk.payload_size for chunk in ordered)),
+        payload_size=array("q", (chunk.payload_size for chunk in ordered)),
+        crc_at=array("q", (at[_place(chunk)] for chunk in ordered)),
     )
+    return Index(
+        plan=plan,
+        crcs=array("I", (crc for own in crcs.values() for crc in own)),
+        values=values or {},
+        rank_values=tuple(rank_values),
+    )
+
+
+def _place(chunk: Chunk) -> tuple[object, ...]:
+    return chunk.component, chunk.rank, chunk.payload_offset, chunk.crcs
 
 
 def places(index: Index) -> dict[str, tuple[str, int, int]]:
     """Where each tensor's first bytes lie (component, rank, offset): equal for names that share them (tied weights)."""
+    plan = index.plan
     found: dict[str, tuple[str, int, int]] = {}
-    for chunk in index.chunks:
-        if chunk.payload_size:
-            found.setdefault(index.tensors[chunk.tensor].name, (chunk.component, chunk.rank, chunk.record_offset))
+    for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True):
+        row = next((row for row in range(first, end) if plan.payload_size[row]), None)
+        if row is not None:
+            written = plan.objects[plan.object[row]]
+            found[tensor.name] = (written.component, written.rank, plan.record_offset[row])
     return found
-
-
-def uncovered(index: Index) -> list[str]:
-    """Names of tensors whose chunks do not cover them exactly once, so that no save with a hole is ever committed."""
-    seen: dict[int, list[Chunk]] = {}
-    for chunk in index.chunks:
-        seen.setdefault(chunk.tensor, []).append(chunk)
-    return [
-        tensor.name for number, tensor in enumerate(index.tensors) if not _covers(tensor.shape, seen.get(number, []))
-    ]
-
-
-def _covers(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        return False
-    if math.prod(shape) == 0:
-        return bool(chunks)
-    # Equal volume and no overlap is an exact cover. Sorted by the first dimension, only neighbours that still reach
-    # into it can overlap.
-    ordered = sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: chunk.offsets)
-    for i, one in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if shape and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break
-            if all(
-                a < b + size_b and b < a + size_a
-                for a, size_a, b, size_b in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            ):
-                return False
-    return True

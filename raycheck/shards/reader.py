@@ -75,13 +75,10 @@ def read_into(
 
 def _reads(index: Index, pieces: Sequence[Piece], request_bytes: int) -> Iterator[Read]:
     numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
-    chunks: dict[int, list[Chunk]] = {}
-    for chunk in index.chunks:
-        chunks.setdefault(chunk.tensor, []).append(chunk)
     for piece in pieces:
         number = numbers[piece.name]
         covered = 0
-        for chunk in chunks.get(number, []):
+        for chunk in index.chunks_in(number, piece.offsets, piece.sizes):
             low = tuple(map(max, chunk.offsets, piece.offsets))
             high = tuple(
                 min(a + n, b + m)

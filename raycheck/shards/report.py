@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import put_once
-from raycheck.bucket.index import Index, dump_index, load_index, merge, uncovered
+from raycheck.bucket.index_file import dump_index, load_index
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.merge import merge, uncovered
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.errors import SaveFailedError
@@ -67,9 +68,8 @@ def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
                 f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
             )
     sections = [load_index(report.section, what=f"report of rank {report.rank}") for report in reports]
-    index = merge(sections)
-    has_copies = _num_boxes(sections) > _num_boxes([index])
-    holes = uncovered(index)
+    index, has_copies = merge(sections)
+    holes = uncovered(index.plan)
     if holes:
         raise SaveFailedError(
             f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
@@ -106,10 +106,6 @@ def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
         ),
     )
     return manifest, has_copies
-
-
-def _num_boxes(sections: Sequence[Index]) -> int:
-    return sum(1 for section in sections for chunk in section.chunks if chunk.payload_size)
 
 
 def _put_blob(store: Store, key: str, data: bytes) -> Blob:

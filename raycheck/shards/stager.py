@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from raycheck.bucket.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
-from raycheck.bucket.index import Chunk, Index, Leaf, Tensor
+from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.shards.frame import Frame, frame_for
 from raycheck.shards.pieces import Piece, Place
 
@@ -44,15 +44,21 @@ class Staged:
     def __init__(
         self,
         view: memoryview,
-        section: Index,
         slots: Sequence[Slot],
         *,
+        tensors: Sequence[Tensor],
+        chunks: Sequence[Chunk],
+        leaves: Sequence[Leaf],
         aliases: Sequence[tuple[int, Place]],
         copied: Sequence[torch.Event],
     ) -> None:
         self._view = view
-        self._section = section
         self._slots = slots
+        self._tensors = tensors
+        self._chunks = chunks
+        self._leaves = leaves
+        self._values: Mapping[str, object] = {}
+        self._rank_values: Mapping[str, object] = {}
         self._aliases = aliases
         self._copied = copied
         self._crcs: list[tuple[int, ...]] = []
@@ -76,17 +82,18 @@ class Staged:
 
     def add(self, values: Mapping[str, object], rank_values: Mapping[str, object]) -> None:
         """What goes into the index beside the shard."""
-        self._section = replace(self._section, values=values, rank_values=(rank_values,))
+        self._values = values
+        self._rank_values = rank_values
 
     def section(self) -> Index:
         """This rank's part of the index. Only after all parts were taken."""
         assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
-        chunks = [replace(chunk, crcs=crcs) for chunk, crcs in zip(self._section.chunks, self._crcs, strict=True)]
-        tensors = list(self._section.tensors)
+        chunks = [replace(chunk, crcs=crcs) for chunk, crcs in zip(self._chunks, self._crcs, strict=True)]
+        tensors = list(self._tensors)
         for number, (name, path) in self._aliases:  # a tied tensor: another name of the same bytes
             chunks.append(replace(chunks[number], tensor=len(tensors)))
             tensors.append(replace(tensors[number], name=name, path=path))
-        return replace(self._section, tensors=tuple(tensors), chunks=tuple(chunks))
+        return index_of(tensors, chunks, leaves=self._leaves, values=self._values, rank_values=[self._rank_values])
 
     def _seal(self, slot: Slot) -> None:
         payload = self._view[slot.payload]
@@ -143,9 +150,16 @@ class Stager:
             at += len(data)
         chunks = [self._chunk(i, piece, slot) for i, (piece, slot) in enumerate(zip(pieces, self._slots, strict=True))]
         tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
-        section = Index(tensors=tuple(tensors), chunks=tuple(chunks), leaves=tuple(stock_leaves))
         aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
-        return Staged(view, section, self._slots, aliases=aliases, copied=copied)
+        return Staged(
+            view,
+            self._slots,
+            tensors=tensors,
+            chunks=chunks,
+            leaves=stock_leaves,
+            aliases=aliases,
+            copied=copied,
+        )
 
     def _lay_out(self, form: tuple[object, ...], pieces: Sequence[Piece]) -> int:
         if form != self._form:

@@ -13,7 +13,7 @@ import torch
 
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.checksum import SUB_BLOCK
-from raycheck.bucket.index import Chunk, Index, Tensor
+from raycheck.bucket.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
 from raycheck.shards.pieces import Piece, piece_of
@@ -93,21 +93,20 @@ class Source:
         self.failure: RaycheckError | None = None
         self._checkpoint = checkpoint
         self._prefixes = manifest.prefixes()
-        self._tensors = {tensor.name: tensor for tensor in index.tensors}
-        self._chunks: dict[str, list[Chunk]] = {name: [] for name in self._tensors}
-        for chunk in index.chunks:
-            self._chunks[index.tensors[chunk.tensor].name].append(chunk)
+        self._index = index
+        self._numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
         self._factors: tuple[Delta, torch.Tensor, torch.Tensor] | None = None
 
     def names(self) -> Collection[str]:
-        return self._tensors.keys()
+        return self._numbers.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        return self._index.tensors[self._numbers[name]].shape
 
     def saved(self, name: str) -> Saved:
         """Raises ConfigError for a dtype that this torch does not have, CorruptError for a shape that cannot be."""
-        tensor, chunks = self._tensors[name], self._chunks[name]
+        number = self._numbers[name]
+        tensor, chunks = self._index.tensors[number], self._index.chunks_of(number)
         if min(tensor.shape, default=0) < 0:
             raise CorruptError(f"{name} has the shape {list(tensor.shape)}")
         dtype = getattr(torch, tensor.dtype, None)
@@ -116,12 +115,12 @@ class Source:
         is_flat = all(chunk.sizes[1:] == tensor.shape[1:] for chunk in chunks)
         if is_flat:
             row = math.prod(tensor.shape[1:])
-            chunks = [
+            chunks = tuple(
                 replace(chunk, offsets=(sum(chunk.offsets[:1]) * row,), sizes=(math.prod(chunk.sizes),))
                 for chunk in chunks
-            ]
+            )
             tensor = replace(tensor, shape=(math.prod(tensor.shape),))
-        return Saved(tensor=tensor, chunks=tuple(chunks), dtype=dtype, is_flat=is_flat)
+        return Saved(tensor=tensor, chunks=chunks, dtype=dtype, is_flat=is_flat)
 
     def stream(self, weights: Sequence[Weight], head: bytes, part_bytes: int) -> Iterator[memoryview]:
         """`head` and then the weights' bytes, as parts of `part_bytes` (the last may be shorter), each its own buffer.
@@ -191,7 +190,7 @@ class Source:
                 whole = piece_of(name, (name,), local, may_spread=False)
                 pieces.append(replace(whole, shape=saved.tensor.shape, offsets=offsets, sizes=sizes))
                 at += math.prod(sizes)
-        index = Index(tensors=tuple(tensors), chunks=tuple(chunks))
+        index = index_of(tensors, chunks)
         read_into(self._checkpoint.store, self._prefixes, index, pieces, request_bytes=SUB_BLOCK)  # four at a time
 
     def _add(self, delta: Delta, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from raycheck.bucket import layout
-from raycheck.bucket.index import dump_index
+from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings

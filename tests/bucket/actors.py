@@ -17,7 +17,7 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import Identity
-from raycheck.bucket.index import dump_index
+from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.latest import Attempt, Entry
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
 from raycheck.bucket.record import record_end

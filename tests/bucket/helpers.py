@@ -12,7 +12,8 @@ from raycheck.bucket import commit, layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import Identity
 from raycheck.bucket.document import dump
-from raycheck.bucket.index import Chunk, Index, Tensor, dump_index
+from raycheck.bucket.index import Chunk, Index, Tensor, index_of
+from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.latest import Attempt, Entry, Latest
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
 from raycheck.bucket.register import Register
@@ -69,9 +70,9 @@ def write_checkpoint(
 
 def tiny_index(component: str = "train", world_size: int = 1) -> Index:
     """One float32 tensor, four elements on each rank."""
-    return Index(
-        tensors=(Tensor(name="model.w", dtype="float32", shape=(4 * world_size,), path=("model", "w")),),
-        chunks=tuple(
+    return index_of(
+        [Tensor(name="model.w", dtype="float32", shape=(4 * world_size,), path=("model", "w"))],
+        [
             Chunk(
                 tensor=0,
                 component=component,
@@ -85,9 +86,9 @@ def tiny_index(component: str = "train", world_size: int = 1) -> Index:
                 crcs=(7,),
             )
             for rank in range(world_size)
-        ),
+        ],
         values={"step": 1},
-        rank_values=tuple({"rank": rank} for rank in range(world_size)),
+        rank_values=[{"rank": rank} for rank in range(world_size)],
     )
 
 

@@ -10,7 +10,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import READ_BYTES, Checkpoint, Finding, read_latest
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import dump
-from raycheck.bucket.index import MAGIC
+from raycheck.bucket.index_file import MAGIC
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri

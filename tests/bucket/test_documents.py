@@ -22,11 +22,13 @@ from hypothesis.extra import numpy as hnp
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.document import Document, dump
-from raycheck.bucket.index import MAGIC, Chunk, Index, Leaf, Tensor, dump_index, load_index, merge, uncovered
+from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
+from raycheck.bucket.index_file import MAGIC, dump_index, join_parts, load_index, parts_of
 from raycheck.bucket.latest import MAX_BYTES, Attempt, Entry, Evicted, Latest, dump_latest, load_latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.lossless import MAX_DEPTH, decode, encode
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord, load_manifest
+from raycheck.bucket.merge import merge, uncovered
 from raycheck.errors import ConfigError, CorruptError
 from tests.bucket.helpers import tiny_index
 
@@ -463,26 +465,70 @@ def test_of_a_hostile_tree_nothing_but_corrupt_comes_out(load, body, data):
 @thorough
 @given(data=st.data())
 def test_of_a_hostile_index_nothing_but_corrupt_comes_out(data):
-    header, columns = unpacked(dump_index(an_index()))
+    header, parts = opened(dump_index(an_index()))
+    plan, lines, columns = opened_plan(an_index())
 
-    only_corrupt(as_index, packed(mutated_tree(data, header), columns))
-    only_corrupt(as_index, packed(header, mutated_bytes(data, columns)))
+    only_corrupt(as_index, closed(mutated_tree(data, header), parts))
+    only_corrupt(as_index, closed(header, mutated_bytes(data, parts)))
+    only_corrupt(as_index, with_plan(mutated_tree(data, plan), lines, columns))
+    only_corrupt(as_index, with_plan(plan, mutated_bytes(data, lines), columns))
+    only_corrupt(as_index, with_plan(plan, lines, mutated_bytes(data, columns)))
 
 
-@pytest.mark.parametrize("shape", [[math.inf], [math.nan], ["x"], None, [-1]])
+@thorough
+@given(data=st.data())
+def test_an_index_with_hostile_numbers_is_corrupt_or_can_be_read_to_the_last_chunk(data):
+    plan, lines, columns = opened_plan(an_index())
+    number = data.draw(st.sampled_from(range(len(plan["columns"]))))
+    _, count, width, _ = plan["columns"][number]
+    at = sum(count * width for _, count, width, _ in plan["columns"][:number])
+    numbers = st.integers(-(2 ** (8 * width - 1)), 2 ** (8 * width - 1) - 1).map(
+        lambda number: number.to_bytes(width, "little", signed=True)
+    )
+    body = with_plan(plan, lines, columns[:at] + data.draw(numbers) + columns[at + width :] if count else columns)
+
+    try:
+        index = as_index(body)
+    except CorruptError:
+        return
+    for chunk in index.chunks:
+        assert len(chunk.crcs) == -(-chunk.payload_size // SUB_BLOCK)
+        assert 0 <= chunk.record_offset <= chunk.payload_offset
+        for start, size, whole in zip(chunk.offsets, chunk.sizes, index.tensors[chunk.tensor].shape, strict=True):
+            assert 0 <= start <= start + size <= whole
+
+
+def test_what_an_index_holds_beside_what_this_version_knows_is_ignored():
+    header, parts = opened(dump_index(an_index()))
+    plan, lines, columns = opened_plan(an_index())
+    more = header | {"new": 1, "parts": [*header["parts"], ["new", 3]]}
+    wider = plan | {"new": {}, "columns": [*plan["columns"], ["new", 1, 3, "new"]]}
+
+    assert as_index(closed(more, parts + b"new")) == an_index()
+    assert as_index(with_plan(wider, lines, columns + b"new")) == an_index()
+
+
+@pytest.mark.parametrize("shape", ["[Infinity]", "[NaN]", '["x"]', "null", "[-1]", "[8],[8]"])
 def test_an_index_with_an_impossible_shape_is_corrupt(shape):
-    header, columns = unpacked(dump_index(an_index()))
-    header["tensors"][0][2] = shape
+    plan, lines, columns = opened_plan(an_index())
+    changed = lines.replace(b"[8]", shape.encode())
 
     with pytest.raises(CorruptError):
-        as_index(packed(header, columns))
+        as_index(with_plan(plan, changed, columns))
 
 
 def test_an_index_of_a_higher_format_version_is_refused_by_number():
-    header, columns = unpacked(dump_index(an_index()))
+    header, parts = opened(dump_index(an_index()))
 
     with pytest.raises(CorruptError, match="version 2"):
-        as_index(packed(header | {"format_version": 2}, columns))
+        as_index(closed(header | {"format_version": 2}, parts))
+
+
+def test_an_index_that_says_it_holds_more_than_memory_is_refused_before_it_is_unpacked():
+    plan, lines, columns = opened_plan(an_index())
+
+    with pytest.raises(CorruptError, match="more than"):
+        as_index(with_plan(plan | {"columns": [["rows", 1 << 40, 0, "plain"]]}, lines, columns))
 
 
 def test_every_truncation_of_an_index_is_corrupt():
@@ -498,18 +544,37 @@ def test_a_chunk_outside_its_tensor_is_corrupt():
     outside = replace(index.chunks[1], offsets=(5,))
 
     with pytest.raises(CorruptError, match=r"model\.w"):
-        as_index(dump_index(replace(index, chunks=(index.chunks[0], outside))))
+        as_index(dump_index(index_of(index.tensors, (index.chunks[0], outside))))
 
 
-def unpacked(body: bytes) -> tuple[dict[str, Any], bytes]:
-    raw = zlib.decompress(body[len(MAGIC) :])
-    (length,) = struct.unpack_from("<Q", raw)
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+def opened(body: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and parts."""
+    (length,) = struct.unpack_from("<Q", body, len(MAGIC))
+    at = len(MAGIC) + 8
+    return json.loads(body[at : at + length]), body[at + length :]
 
 
-def packed(header: object, columns: bytes) -> bytes:
+def closed(header: object, parts: bytes) -> bytes:
     text = json.dumps(header).encode()
-    return MAGIC + zlib.compress(struct.pack("<Q", len(text)) + text + columns)
+    return MAGIC + struct.pack("<Q", len(text)) + text + parts
+
+
+def opened_plan(index: Index) -> tuple[dict[str, Any], bytes, bytes]:
+    """Header, lines and columns of its plan."""
+    raw = zlib.decompress(parts_of(index).plan)
+    (length,) = struct.unpack_from("<Q", raw)
+    header = json.loads(raw[8 : 8 + length])
+    end = 8 + length + header["tensors"][1]
+    return header, raw[8 + length : end], raw[end:]
+
+
+def with_plan(header: Any, lines: bytes, columns: bytes) -> bytes:
+    """The index with this plan."""
+    if isinstance(header, dict) and isinstance(header.get("tensors"), list) and header["tensors"][1:] != [len(lines)]:
+        header = header | {"tensors": [*header["tensors"][:1], len(lines)]}
+    text = json.dumps(header).encode()
+    plan = zlib.compress(struct.pack("<Q", len(text)) + text + lines + columns)
+    return join_parts(replace(parts_of(an_index()), plan=plan))
 
 
 # --- the index ---
@@ -518,7 +583,8 @@ def packed(header: object, columns: bytes) -> bytes:
 def an_index() -> Index:
     index = tiny_index(world_size=2)
     leaf = Leaf(name="scheduler.x", path=("scheduler", "x"), component="train", rank=1, record_offset=64, record_size=9)
-    return replace(index, leaves=(leaf,), values={"scheduler": encode({"milestones": Counter({30: 1})}, "scheduler")})
+    tree = {"scheduler": encode({"milestones": Counter({30: 1})}, "scheduler")}
+    return replace(index, plan=replace(index.plan, leaves=(leaf,)), values=tree)
 
 
 paths = st.lists(st.one_of(st.text(max_size=5), st.integers(0, 99)), max_size=3).map(tuple)
@@ -564,20 +630,86 @@ def indexes(draw) -> Index:
         record_size=st.integers(0, 2**50),
     )
     tree = st.dictionaries(st.text(max_size=4), values.map(lambda value: encode(value, "x")), max_size=2)
-    return Index(
-        tensors=tuple(tensors),
-        chunks=tuple(chunks),
-        leaves=tuple(draw(st.lists(leaf, max_size=3))),
+    return index_of(
+        tensors,
+        chunks,
+        leaves=draw(st.lists(leaf, max_size=3)),
         values=draw(tree),
-        rank_values=tuple(draw(st.lists(tree, max_size=2))),
+        rank_values=draw(st.lists(tree, max_size=2)),
     )
+
+
+def test_of_a_box_that_ranks_wrote_twice_the_first_copy_and_its_checksums_are_kept():
+    shapes = {"a": (4,), "b": (SUB_BLOCK // 2,), "c": (4,)}
+    tensors = [Tensor(name=name, dtype="float32", shape=shape, path=(name,)) for name, shape in shapes.items()]
+    sections = []
+    for rank in range(3):
+        crcs = {"a": (10 + rank,), "b": (20 + rank, 30 + rank), "c": (40 + rank,)}
+        size = 2 if rank == 2 else 1
+        boxes = {"a": ((rank,), (size,)), "b": ((0,), shapes["b"]), "c": ((rank,), (size,))}
+        chunks = [
+            replace(box(*boxes[name]), tensor=number, rank=rank, crcs=own, payload_size=size, record_size=size)
+            for number, (name, own) in enumerate(crcs.items())
+            for size in [SUB_BLOCK * len(own)]
+        ]
+        sections.append(index_of(tensors, chunks))
+
+    whole, has_copies = merge(sections)
+
+    assert has_copies
+    assert uncovered(whole.plan) == []
+    assert [(chunk.rank, chunk.crcs) for chunk in whole.chunks_of(1)] == [(0, (20, 30))]
+    assert [chunk.crcs for chunk in whole.chunks_of(2)] == [(40,), (41,), (42,)]
+    assert len(whole.crcs) == 8
+    assert load_index(dump_index(whole), what="x") == whole
+
+
+@thorough
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_a_merge_gives_what_chunk_by_chunk_is_the_first_copy_of_each_box(ranks):
+    sections = [
+        index_of(
+            [
+                Tensor(name=f"t{n % 3}", dtype="int8", shape=(9,), path=(n % 3,))
+                for n in dict.fromkeys(k % 3 for k in rank)
+            ],
+            [
+                replace(
+                    box((n,), (2,)),
+                    tensor=list(dict.fromkeys(k % 3 for k in rank)).index(n % 3),
+                    rank=number,
+                    record_offset=64 * place,
+                    payload_offset=64 * place + 8,
+                    record_size=64,
+                    payload_size=2,
+                    crcs=(100 * number + place,),
+                )
+                for place, n in enumerate(rank)
+            ],
+        )
+        for number, rank in enumerate(ranks)
+    ]
+    first: dict[tuple[object, ...], Chunk] = {}
+    for section in sections:
+        for chunk in section.chunks:
+            first.setdefault((section.tensors[chunk.tensor].name, chunk.offsets), chunk)
+
+    whole, has_copies = merge(sections)
+
+    found = {(whole.tensors[chunk.tensor].name, chunk.offsets): chunk for chunk in whole.chunks}
+    assert {key: replace(chunk, tensor=0) for key, chunk in found.items()} == {
+        key: replace(chunk, tensor=0) for key, chunk in first.items()
+    }
+    assert len(found) == len(whole.chunks) == len(first)
+    assert has_copies == (sum(len(section.chunks) for section in sections) > len(first))
+    assert load_index(dump_index(whole), what="x") == whole
 
 
 def test_ranks_that_disagree_on_a_tensor_are_told_its_name():
     one = tiny_index()
 
     for change in ({"dtype": "float16"}, {"shape": (8,)}, {"shape": (4, 1)}):
-        other = replace(one, tensors=(replace(one.tensors[0], **change),), chunks=())
+        other = index_of([replace(one.tensors[0], **change)], ())
         with pytest.raises(ConfigError, match=r"model\.w"):
             merge([one, other])
 
@@ -587,25 +719,26 @@ def test_sections_of_all_ranks_merge_into_one_index():
     tensor = {name: Tensor(name=name, dtype=dtype, shape=shape, path=(name,)) for name in "abc"}
     of_rank = [("a", "b"), ("c", "b"), ()]
     sections = [
-        Index(
-            tensors=tuple(tensor[name] for name in names),
-            chunks=tuple(replace(box((2 * rank,), (2,)), tensor=i, rank=rank) for i, _ in enumerate(names)),
+        index_of(
+            [tensor[name] for name in names],
+            [replace(box((2 * rank,), (2,)), tensor=i, rank=rank) for i, _ in enumerate(names)],
             values={"shared": 1},
-            rank_values=({"rank": rank},),
+            rank_values=[{"rank": rank}],
         )
         for rank, names in enumerate(of_rank)
     ]
 
-    whole = merge(sections)
+    whole, has_copies = merge(sections)
 
+    assert not has_copies
     assert whole.tensors == (tensor["a"], tensor["b"], tensor["c"])
     assert [(whole.tensors[chunk.tensor].name, chunk.rank) for chunk in whole.chunks] == [
         ("a", 0),
         ("b", 0),
-        ("c", 1),
         ("b", 1),
+        ("c", 1),
     ]
-    assert uncovered(whole) == ["a", "c"]
+    assert uncovered(whole.plan) == ["a", "c"]
     assert whole.values == {"shared": 1}
     assert [item["rank"] for item in whole.rank_values] == [0, 1, 2]
     assert load_index(dump_index(whole), what="x") == whole
@@ -637,7 +770,7 @@ def tilings(draw) -> tuple[tuple[int, ...], list[Chunk]]:
 
 
 def holes(shape: tuple[int, ...], boxes: list[Chunk]) -> list[str]:
-    return uncovered(Index(tensors=(Tensor(name="w", dtype="float32", shape=shape, path=("w",)),), chunks=tuple(boxes)))
+    return uncovered(index_of([Tensor(name="w", dtype="float32", shape=shape, path=("w",))], boxes).plan)
 
 
 @thorough

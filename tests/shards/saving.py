@@ -8,7 +8,7 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
-from raycheck.bucket.index import dump_index
+from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store

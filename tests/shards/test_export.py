@@ -500,10 +500,8 @@ def test_a_file_name_from_a_hostile_bucket_becomes_no_file(run: Store, tmp_path:
 def test_an_asset_that_is_no_text_is_refused_by_its_file(run: Store, tmp_path: Path):
     state = {"model": hf.llama()}
     staged = TrainState(state, rank=0, world_size=1).stage(Progress(step=1))
-    values, ranks = staged._section.values, staged._section.rank_values
-    staged.add(
-        {**values, "assets": {"model": {**values["assets"]["model"], "config.json": '"\ud800"'}}}, dict(ranks[0])
-    )
+    values, ranks = staged._values, staged._rank_values
+    staged.add({**values, "assets": {"model": {**values["assets"]["model"], "config.json": '"\ud800"'}}}, ranks)
     checkpoint = save(run, [staged])
 
     with pytest.raises(CorruptError, match=r"config\.json"):
@@ -516,7 +514,8 @@ def test_a_shape_that_cannot_be_ends_in_an_error_and_not_in_a_loop(run: Store):
     checkpoint = save_state(run, {"model": Holder({"a": torch.ones(2, 3), "b": torch.ones(4)})})
     manifest = checkpoint.manifest()
     index = checkpoint.index(manifest)
-    negative = replace(index, tensors=tuple(replace(t, shape=(-8, *t.shape[1:])) for t in index.tensors))
+    shaped = tuple(replace(tensor, shape=(-8, *tensor.shape[1:])) for tensor in index.tensors)
+    negative = replace(index, plan=replace(index.plan, tensors=shaped))
     source = Source(checkpoint, manifest, index)
     weights = [as_saved(source, name, f"model.{name}") for name in "ab"]
 
