@@ -167,7 +167,7 @@ class Wire(Store):
     def get(self, key: str) -> Got:
         return self._read("get", key, lambda _: self.world.inner.get(key))
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
         return self._read("get_range", key, lambda _: self.world.inner.get_range(key, start, stop))
 
     def head(self, key: str) -> int:

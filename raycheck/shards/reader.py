@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from raycheck.bucket.checksum import SUB_BLOCK, crc32
@@ -168,13 +169,12 @@ def _stop_in_object(read: Read) -> int:
 
 
 def _serve(store: Store, request: Request) -> None:
-    data = bytearray(store.get_range(request.key, request.start, request.stop))
-    flat = torch.frombuffer(data, dtype=torch.uint8)
+    data = memoryview(store.get_range(request.key, request.start, request.stop))
     for read in request.reads:
         begin = _start_in_object(read) - request.start
-        end = begin + read.stop - read.start
-        _verify(memoryview(data)[begin:end], read)
-        _scatter(flat[begin:end], read)
+        payload = data[begin : begin + read.stop - read.start]
+        _verify(payload, read)
+        _place(payload, read)
 
 
 def _verify(payload: memoryview, read: Read) -> None:
@@ -187,18 +187,27 @@ def _verify(payload: memoryview, read: Read) -> None:
             )
 
 
-def _scatter(payload: torch.Tensor, read: Read) -> None:
-    local = read.piece.local
-    box = payload.view(local.dtype).as_strided(
-        read.sizes,
-        read.strides,
-        payload.storage_offset() // local.element_size() + read.first - read.start // local.element_size(),
-    )
-    target = local.view(-1) if len(read.sizes) != local.dim() else local
-    for dim, (low, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
-        target = target.narrow(dim, low, size)
-    with torch.no_grad():
-        target.copy_(box)
+def _place(payload: memoryview, read: Read) -> None:
+    """Copy the box out of whole sub-blocks into the live tensor."""
+    local = read.piece.local.detach()
+    item = local.element_size()
+    skip = read.first - read.start // item
+    if len(read.sizes) == 1 and _is_plain(local):  # one run of bytes on both sides: straight from what was received
+        low, count = read.target_low[0] * item, read.sizes[0] * item
+        target = local.view(-1).view(torch.uint8).numpy()
+        np.copyto(target[low : low + count], np.frombuffer(payload, np.uint8)[skip * item :][:count])
+        return
+    flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(local.dtype)
+    box = flat.as_strided(read.sizes, read.strides, skip)
+    target_box = local.view(-1) if len(read.sizes) != local.dim() else local
+    for dim, (start, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
+        target_box = target_box.narrow(dim, start, size)
+    target_box.copy_(box)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory on this host is its bytes, one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

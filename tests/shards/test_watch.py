@@ -46,13 +46,14 @@ def saved_by(state: TrainState) -> tuple[bytes, Index, list[Any]]:
     torch.manual_seed(0)
     staged = state.stage(Progress(step=1))
     data, section = shard_bytes(staged), staged.section()
+    plan = replace(section.plan, leaves=())
     ends = [chunk.record_offset + chunk.record_size for chunk in section.chunks]
     records = [data[leaf.record_offset :][: leaf.record_size] for leaf in section.leaves]
     leaves = [
         (leaf.name, leaf.path, torch.load(io.BytesIO(record)))
         for leaf, record in zip(section.leaves, records, strict=True)
     ]
-    return data[: max(ends)], replace(section, leaves=()), leaves
+    return data[: max(ends)], replace(section, plan=plan), leaves
 
 
 CHANGES: dict[str, Callable[[Live], Any]] = {}

@@ -68,7 +68,7 @@ class AzStore(RemoteStore):
 
         return self._run(key, call)
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
         async def call(client: Any) -> bytes:
             blob = self._blob(client, key)
             stream = await blob.download_blob(offset=start, length=stop - start, **self._options)

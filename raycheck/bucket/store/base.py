@@ -49,8 +49,9 @@ class Store(ABC):
         """The whole object. Raises NotFoundError."""
 
     @abstractmethod
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
-        """Exactly the bytes start..stop. Raises NotFoundError, and CorruptError when the object is shorter."""
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
+        """Exactly the bytes start..stop, not to be written to. Raises NotFoundError, and CorruptError when the object
+        is shorter."""
 
     @abstractmethod
     def head(self, key: str) -> int:
@@ -117,7 +118,7 @@ def check_conditional_size(key: str, data: bytes) -> None:
         raise ConfigError(f"{key}: {len(data)} bytes; a conditional write carries at most {MAX_CONDITIONAL_BYTES}")
 
 
-def check_length(uri: str, key: str, data: bytes, start: int, stop: int) -> bytes:
+def check_length(uri: str, key: str, data: Buffer, start: int, stop: int) -> Buffer:
     """Contract of get_range: a store that clamps a range at the object's end must not pass for a short tensor."""
     if len(data) != stop - start:
         raise CorruptError(f"{uri}: {key} ends before byte {stop}: got {len(data)} of {stop - start} bytes")

@@ -47,7 +47,7 @@ class GsStore(RemoteStore):
 
         return self._run(key, call)
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
         async def call(api: Api) -> bytes:
             headers = {"Range": f"bytes={start}-{stop - 1}"}
             answer = await api.ask("GET", self._object(key), params={"alt": "media"}, headers=headers, needs=GET)

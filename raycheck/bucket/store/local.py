@@ -34,7 +34,7 @@ class LocalStore(Store):
             data = self._path(key).read_bytes()
             return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
         with self._errors(key), self._path(key).open("rb") as file:
             data = os.pread(file.fileno(), stop - start, start)
             while data and len(data) < stop - start:  # one pread returns at most 2 GiB

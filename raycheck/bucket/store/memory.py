@@ -26,7 +26,7 @@ class MemoryStore(Store):
             data = self._read(key)
         return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
         with _lock:
             return check_length(self.uri, key, self._read(key)[start:stop], start, stop)
 

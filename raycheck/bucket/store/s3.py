@@ -59,7 +59,7 @@ class S3Store(RemoteStore):
 
         return self._run(key, call)
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
         async def call(client: Any) -> bytes:
             span = f"bytes={start}-{stop - 1}"
             answer = await client.get_object(**self._at(key), Range=span)

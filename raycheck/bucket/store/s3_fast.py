@@ -58,11 +58,11 @@ class FastS3Store(Store):
             return self.through_s3fs.get(key)
         return _Browsed(data, version, lambda: self.through_s3fs.get(key).at)
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
         if self._client is None or start == stop:
             return self.through_s3fs.get_range(key, start, stop)
         try:
-            data = obstore.get_range(self._client, key, start=start, end=stop).to_bytes()
+            data = memoryview(obstore.get_range(self._client, key, start=start, end=stop))
         except (obstore.exceptions.BaseError, OSError):
             return self.through_s3fs.get_range(key, start, stop)
         return check_length(self.uri, key, data, start, stop)
