@@ -1,7 +1,7 @@
 """Fixtures that all tests share: real stores, and a limit on how long a test may take."""
 
 import faulthandler
-import sys
+import os
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -12,6 +12,13 @@ from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
 from tests.azurite import azurite
 from tests.gcs_server import gcs_server
+
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.update(RAY_worker_niceness="0")  # Ray's 15 starves its workers beside the tests that run meanwhile
+    config.stash[_STDERR] = os.dup(2)  # while a test runs, 2 is pytest's own file, which is lost with the process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
     limit = 300 if {"ray", "slow"} & set(request.keywords) else 120
-    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
 
