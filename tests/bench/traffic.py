@@ -5,7 +5,6 @@ Neither depends on the machine, so each is counted once. A ratio above its goal 
 
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +18,7 @@ from raycheck.bucket.latest import Entry
 from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store.uri import join_uri
 from raycheck.shards.state import COMPONENT, TrainState
+from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours
 from tests.bench.peers import STOCK, StockDcp
@@ -153,7 +153,7 @@ def _replicas(bench: Bench, wire: Wire) -> Row:
     entry = ours.save().checkpoint.entry
     watched_uri = join_uri(wire.uri, place.partition("?")[0].rpartition("/")[2])
     began = wire.mark
-    with TemporaryDirectory() as folder, ProcessPoolExecutor(REPLICAS, mp_context=get_context("spawn")) as pool:
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(REPLICAS, mp_context=processes()) as pool:
         rendezvous = str(Path(folder) / "rendezvous")
         loads = [
             pool.submit(load_replica, rank, rendezvous, watched_uri, entry, bench.scale.wire_bytes)
