@@ -17,7 +17,7 @@ class Scale:
 
     ranks, tensors: of the simulated coordinator. steps_s: of a training without uploads. before_first_s: from when a
     TrainState is made to its first save. warm_ups: rounds that do not count. states: those that time is measured on.
-    has_processes: whether what needs a fresh process, seconds each, is measured too.
+    loaded_by: how many ranks load what four saved. has_processes: whether what needs fresh processes is measured too.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Scale:
     before_first_s: float
     warm_ups: int = 1
     states: tuple[str, ...] = tuple(STATES)
+    loaded_by: tuple[int, ...] = (2, 3, 8)
     has_processes: bool = True
 
 

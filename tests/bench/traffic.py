@@ -29,7 +29,6 @@ from tests.bench.wire import Wire, bytes_read, bytes_sent, watched, without_data
 from tests.shards.fakes import Played, local, playing, save_played
 
 SAVED_BY = 4
-LOADED_BY = (2, 3, 8)
 REPLICAS = 2
 REPLICAS_WITHIN_S = 120.0
 STATE = "few large"
@@ -101,7 +100,7 @@ def _resharded(bench: Bench, wire: Wire) -> Row:
     through = Checkpoint(open_with("fast", watched_uri), saved.entry)
     stock_path = f"{plain_uri(watched_uri)}/{component_prefix(saved.entry.key, COMPONENT)}"
     ours, stock = {}, {}
-    for world_size in LOADED_BY:
+    for world_size in bench.scale.loaded_by:
         needed = read = stock_read = 0
         for rank in range(world_size):
             with playing(rank, world_size):
