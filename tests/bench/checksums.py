@@ -1,4 +1,5 @@
-"""R10: what checksums cost a save. Without them raycheck's CRC-32 answers 0 at once; nothing else changes.
+"""R10: what checksums cost a save. Without them raycheck's CRC-32 answers 0 at once, and the client adds none of its
+own; nothing else changes.
 
 What is written then could not be read; it is never committed, and no user can ask for it.
 """
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from raycheck.bucket import checksum
 from tests.bench.goals import Row, worst_row
 from tests.bench.ours import Ours
-from tests.bench.place import new_folder, open_with
+from tests.bench.place import new_folder, open_with, raw_client
 from tests.bench.sampling import Measured, Spread, interleaved
 from tests.bench.scale import Bench
 from tests.bench.states import make_state
@@ -26,9 +27,11 @@ def rows(bench: Bench) -> list[Row]:
 
 def _measured(bench: Bench, name: str) -> Spread:
     state = make_state(name, bench.scale.state_bytes)
-    ours = Ours(open_with("fast", new_folder(bench.uri)), state)
+    careful = Ours(open_with("fast", new_folder(bench.uri)), state)
+    bare = Ours(open_with("fast", new_folder(bench.uri)), state)
+    bare.store._client = raw_client(bare.store.uri)
 
-    def turn() -> Measured:
+    def turn(ours: Ours) -> Measured:
         bench.server.settle()
         began = perf_counter()
         ours.upload(ours.stage())
@@ -38,11 +41,11 @@ def _measured(bench: Bench, name: str) -> Spread:
 
     def without() -> Measured:
         with _no_checksums():
-            return turn()
+            return turn(bare)
 
-    return interleaved({"with": turn, "without": without}, bench.scale.rounds, warm_ups=bench.scale.warm_ups).ratio(
-        "with", "without", "save"
-    )
+    return interleaved(
+        {"with": lambda: turn(careful), "without": without}, bench.scale.rounds, warm_ups=bench.scale.warm_ups
+    ).ratio("with", "without", "save")
 
 
 @contextmanager

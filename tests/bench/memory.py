@@ -6,7 +6,6 @@ parts in flight may take by design, 2 x part x in flight, is taken off.
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from tests.bench.ceilings import PART_BYTES, WINDOW
+from tests.bench.ceilings import PART_BYTES
+from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours
 from tests.bench.peers import STOCK
@@ -23,8 +23,8 @@ from tests.bench.scale import Bench
 from tests.bench.states import State, make_state
 
 STATE = "few large"
-WARM_UP_BYTES = 4 * PART_BYTES
-IN_FLIGHT = {"fast": WINDOW, "fsspec": 4}
+PARTS_IN_FLIGHT = 4
+WARM_UP_BYTES = 1 << 20  # so little that no buffer of it can serve the save that is measured
 WITHIN_S = 300.0
 Save = Callable[[str, State], None]
 
@@ -32,12 +32,12 @@ Save = Callable[[str, State], None]
 def rows(bench: Bench) -> list[Row]:
     if not bench.scale.has_processes:
         return [not_measured("R8", "no processes at this scale")]
-    size = bench.scale.state_bytes
+    size = bench.scale.memory_bytes
     extra = {}
     for side in (*ENGINES, STOCK):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+        with ProcessPoolExecutor(1, mp_context=processes()) as fresh:
             extra[side] = fresh.submit(peak_bytes, side, bench.uri, size).result(WITHIN_S)
-    values = {side: (extra[side] - 2 * PART_BYTES * IN_FLIGHT[side]) / size for side in ENGINES}
+    values = {side: (extra[side] - 2 * PART_BYTES * PARTS_IN_FLIGHT) / size for side in ENGINES}
     return [
         Row(
             key="R8",

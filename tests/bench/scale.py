@@ -12,15 +12,19 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Bytes of a state: `state_bytes` where throughput is measured, `upload_bytes` beside a training, `wire_bytes` where
-    bytes and requests are counted. ranks, tensors: of the simulated coordinator. steps_s: of a training without uploads.
-    warm_ups: rounds that do not count. before_first_s: from when a TrainState is made to its first save.
-    states: those that time is measured on. has_processes: whether what needs a fresh process, seconds each, is measured too."""
+    """Bytes of a state: `state_bytes` where time is measured, `upload_bytes` beside a training, `wire_bytes` where bytes
+    and requests are counted, `memory_bytes` where memory is.
+
+    ranks, tensors: of the simulated coordinator. steps_s: of a training without uploads. before_first_s: from when a
+    TrainState is made to its first save. warm_ups: rounds that do not count. states: those that time is measured on.
+    loaded_by: how many ranks load what four saved. has_processes: whether what needs fresh processes is measured too.
+    """
 
     name: str
     state_bytes: int
     upload_bytes: int
     wire_bytes: int
+    memory_bytes: int
     rounds: int
     ranks: int
     tensors: int
@@ -28,6 +32,7 @@ class Scale:
     before_first_s: float
     warm_ups: int = 1
     states: tuple[str, ...] = tuple(STATES)
+    loaded_by: tuple[int, ...] = (2, 3, 8)
     has_processes: bool = True
 
 
@@ -36,6 +41,7 @@ FULL = Scale(
     state_bytes=512 * MIB,
     upload_bytes=256 * MIB,
     wire_bytes=256 * MIB,
+    memory_bytes=512 * MIB,
     rounds=5,
     ranks=64,
     tensors=1000,
@@ -47,6 +53,7 @@ QUICK = Scale(
     state_bytes=128 * MIB,
     upload_bytes=64 * MIB,
     wire_bytes=128 * MIB,
+    memory_bytes=256 * MIB,
     rounds=3,
     ranks=8,
     tensors=1000,

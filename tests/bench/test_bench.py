@@ -27,6 +27,7 @@ TINY = replace(
     steps_s=0.01,
     before_first_s=0.0,
     warm_ups=0,
+    loaded_by=(2,),
     states=("few large",),
     has_processes=False,
 )

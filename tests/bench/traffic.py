@@ -5,7 +5,6 @@ Neither depends on the machine, so each is counted once. A ratio above its goal 
 
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +18,7 @@ from raycheck.bucket.latest import Entry
 from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store.uri import join_uri
 from raycheck.shards.state import COMPONENT, TrainState
+from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours
 from tests.bench.peers import STOCK, StockDcp
@@ -29,7 +29,6 @@ from tests.bench.wire import Wire, bytes_read, bytes_sent, watched, without_data
 from tests.shards.fakes import Played, local, playing, save_played
 
 SAVED_BY = 4
-LOADED_BY = (2, 3, 8)
 REPLICAS = 2
 REPLICAS_WITHIN_S = 120.0
 STATE = "few large"
@@ -101,7 +100,7 @@ def _resharded(bench: Bench, wire: Wire) -> Row:
     through = Checkpoint(open_with("fast", watched_uri), saved.entry)
     stock_path = f"{plain_uri(watched_uri)}/{component_prefix(saved.entry.key, COMPONENT)}"
     ours, stock = {}, {}
-    for world_size in LOADED_BY:
+    for world_size in bench.scale.loaded_by:
         needed = read = stock_read = 0
         for rank in range(world_size):
             with playing(rank, world_size):
@@ -153,7 +152,7 @@ def _replicas(bench: Bench, wire: Wire) -> Row:
     entry = ours.save().checkpoint.entry
     watched_uri = join_uri(wire.uri, place.partition("?")[0].rpartition("/")[2])
     began = wire.mark
-    with TemporaryDirectory() as folder, ProcessPoolExecutor(REPLICAS, mp_context=get_context("spawn")) as pool:
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(REPLICAS, mp_context=processes()) as pool:
         rendezvous = str(Path(folder) / "rendezvous")
         loads = [
             pool.submit(load_replica, rank, rendezvous, watched_uri, entry, bench.scale.wire_bytes)

@@ -8,12 +8,12 @@ pace stands beside each ratio: an upload that is starved costs the training litt
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from time import perf_counter
 
 import torch
 
+from tests.bench.fresh import processes
 from tests.bench.goals import Row, worst_row
 from tests.bench.ours import Ours
 from tests.bench.peers import STOCK, StockDcp
@@ -137,7 +137,7 @@ class _Beside:
 
     def __init__(self, engine: str, bench: Bench) -> None:
         self.engine = engine
-        context = get_context("spawn")
+        context = processes()
         self._ours, theirs = context.Pipe()
         arguments = (theirs, engine, new_folder(bench.uri), bench.scale.upload_bytes)
         self._process = context.Process(target=serve_uploads, args=arguments, daemon=True)
