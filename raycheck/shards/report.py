@@ -18,7 +18,7 @@ from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.errors import SaveFailedError
 from raycheck.settings import Retention
 from raycheck.shards.dcp import dcp_metadata
-from raycheck.shards.state import Progress
+from raycheck.shards.progress import Progress
 
 SAVE_ALIKE = "every rank must call end_step and save equally often"
 
@@ -78,7 +78,7 @@ def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
     components = []
     for component in sorted({shard.component for report in reports for shard in report.shards}):
         shards = [shard for report in reports for shard in report.shards if shard.component == component]
-        metadata = _put_blob(store, layout.metadata_key(name, component), dcp_metadata(index, component))
+        metadata = _put_blob(store, layout.metadata_key(name, component), dcp_metadata(index.plan, component))
         components.append(
             Component(name=component, checkpoint=name, metadata=metadata, shards=tuple(shards)),
         )

@@ -20,21 +20,13 @@ from raycheck.shards.entries import entries_of, parts_of
 from raycheck.shards.holdings import holdings_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of, tied
+from raycheck.shards.progress import Progress
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
 from raycheck.shards.selection import ASSETS, EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
 from raycheck.shards.stager import Staged, Stager
 
 COMPONENT = "train"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """step: completed optimizer steps, and index of the next. epoch, samples: consumed position of the data."""
-
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
 
 
 class TrainState:

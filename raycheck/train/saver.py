@@ -20,9 +20,10 @@ from raycheck.bucket.manifest import ShardRecord
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.agreement import Agreement
+from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report
 from raycheck.shards.stager import Staged
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.state import COMPONENT, TrainState
 from raycheck.train.group import Group
 from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome

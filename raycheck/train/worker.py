@@ -22,8 +22,9 @@ from raycheck.errors import (
     SupersededError,
 )
 from raycheck.settings import SaveSettings
+from raycheck.shards.progress import Progress
 from raycheck.shards.selection import EVERYTHING, RestoreReport, Selection
-from raycheck.shards.state import Progress, Restored, TrainState
+from raycheck.shards.state import Restored, TrainState
 from raycheck.train.coordinator import Claim
 from raycheck.train.data import Batches
 from raycheck.train.group import Group

@@ -14,9 +14,10 @@ from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
 from raycheck.shards.agreement import agree
+from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.stager import Staged
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.state import COMPONENT, TrainState
 from tests.invariants import assert_invariants
 
 ME = Identity(owner="driver", coordinator="coordinator")

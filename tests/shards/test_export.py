@@ -36,7 +36,8 @@ from raycheck.settings import StorageSettings
 from raycheck.shards.contents import SAFETENSORS_DTYPES
 from raycheck.shards.export import INDEX_FILE, export_hf
 from raycheck.shards.lora import as_saved
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import TrainState
 from raycheck.shards.weights import Source, _boxes
 from tests.invariants import assert_invariants
 from tests.shards import hf
