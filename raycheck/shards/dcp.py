@@ -10,8 +10,8 @@ takes; fields that a newer one adds get its defaults.
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
-from itertools import count, islice, repeat
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, repeat
 from operator import add
 
 from raycheck.bucket.index import Leaf, Plan, Tensor
@@ -36,14 +36,8 @@ _ARGS = (b")", b"\x85", b"\x86", b"\x87")
 def dcp_metadata(plan: Plan, component: str) -> bytes:
     """The bytes of `.metadata`: a pure function of the plan, so that a coordinator's successor writes the same."""
     out = _Pickle()
-    for name, module in _MODULES.items():
-        out.keep(name, _global(module, name))
-    for dtype in sorted({tensor.dtype for tensor in plan.tensors}):
-        out.keep(("dtype", dtype), _global("torch", dtype))
     own = [item.component == component for item in plan.objects]
-    for number, item in enumerate(plan.objects):
-        if own[number]:
-            out.keep(("file", number), _plain(shard_file(item.rank)))
+    files = {number: out.keep(_plain(shard_file(item.rank))) for number, item in enumerate(plan.objects) if own[number]}
     spans = [(tensor, *span) for tensor, span in zip(plan.tensors, plan.rows(), strict=True)]
     found = [(tensor, rows) for tensor, first, end in spans if (rows := _rows(plan, first, end, own))]
     leaves = [leaf for leaf in plan.leaves if leaf.component == component]
@@ -57,7 +51,7 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
         out.write(_plain(thing.name), _plain(thing.path))
     out.write(b"u", _DICT)
     for (_, rows), known_as in zip(found, names, strict=True):
-        _write_places(out, plan, rows, known_as)
+        _write_places(out, plan, rows, known_as, files)
     for leaf in leaves:
         out.write(out["MetadataIndex"], _plain(leaf.name), _ARGS[1], _CALL, out["_StorageInfo"])
         out.write(*map(_plain, (shard_file(leaf.rank), leaf.record_offset, leaf.record_size)), _ARGS[3], _CALL)
@@ -74,39 +68,42 @@ def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int
     """Its name and what stock torch knows of it. Returns the memo's number of the name; those of the offsets of its
     chunks come next."""
     dims = len(tensor.shape)
-    sizes = [*zip(*(_taken(column, rows) for column in plan.sizes[:dims]), strict=True)] or [()] * len(rows)
+    columns = [_taken(column, rows) for column in plan.sizes[:dims]]
+    is_even = all(len(set(column)) == 1 for column in columns)
+    sizes = [tuple(column[0] for column in columns)] if is_even else list(zip(*columns, strict=True))
     for size in dict.fromkeys(sizes):
-        if ("size", size) not in out:
-            out.keep(("size", size), out["Size"] + _plain(size) + _ARGS[1] + _CALL)
+        if size not in out.sizes:
+            out.sizes[size] = out.keep(out["Size"] + _plain(size) + _ARGS[1] + _CALL)
+    dtype = out.dtype(tensor.dtype)
     name = out.memoize(_plain(tensor.name))
-    out.write(out["TensorStorageMetadata"], out["TensorProperties"], out["dtype", tensor.dtype], _ARGS[1], _CALL)
+    out.write(out["TensorStorageMetadata"], out["TensorProperties"], dtype, _ARGS[1], _CALL)
     out.write(out["Size"], _plain(tensor.shape), _ARGS[1], _CALL, b"](")
     opened, closed = (b"", _ARGS[dims]) if dims < len(_ARGS) else (b"(", b"t")
-    row = _Row()
+    row = _Row(len(rows))
     row.constant(out["ChunkStorageMetadata"] + out["Size"] + opened)
     for column in plan.offsets[:dims]:
         row.integers(_taken(column, rows))
     row.constant(closed + _ARGS[1] + _CALL + _MEMOIZE)
-    row.references(map(out.number, zip(repeat("size"), sizes)))
+    row.references(repeat(out.sizes[sizes[0]]) if is_even else map(out.sizes.__getitem__, sizes))
     row.constant(_ARGS[2] + _CALL)
-    out.write_rows(row, count=len(rows), memoized=len(rows))
+    out.write_rows(row, memoized=len(rows))
     out.write(b"e", _ARGS[3], _CALL)
     return name
 
 
-def _write_places(out: "_Pickle", plan: Plan, rows: Sequence[int], name: int) -> None:
-    """For each chunk its key and the record it lies in."""
+def _write_places(out: "_Pickle", plan: Plan, rows: Sequence[int], name: int, files: Mapping[int, int]) -> None:
+    """For each chunk its key and the record it lies in. files: the memo's number of an object's file name."""
     sizes = _taken(plan.payload_size, rows)
-    row = _Row()
+    row = _Row(len(rows))
     row.constant(out["MetadataIndex"] + _reference(name))
     row.references(count(name + 1))
     row.integers(range(len(rows)))
     row.constant(_ARGS[3] + _CALL + out["_StorageInfo"])
-    row.references(map(out.number, zip(repeat("file"), _taken(plan.object, rows))))
+    row.references(map(files.__getitem__, _taken(plan.object, rows)))
     row.integers(_taken(plan.record_offset, rows))
     row.integers([*map(add, sizes, _taken(plan.frame, rows))])
     row.constant(_ARGS[3] + _CALL)
-    out.write_rows(row, count=len(rows), memoized=0)
+    out.write_rows(row, memoized=0)
 
 
 def _taken(column: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
@@ -116,13 +113,14 @@ def _taken(column: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
 class _Row:
     """The opcodes of many like things, as one format of `struct` and a column of arguments for each of its fields."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._format = "<"
         self._columns: list[Iterable[object]] = []
 
     def constant(self, data: bytes) -> None:
         self._format += f"{len(data)}s"
-        self._columns.append(repeat(data))
+        self._columns.append(repeat(data, self._count))
 
     def references(self, numbers: Iterable[int]) -> None:
         """To what was memoized under these numbers."""
@@ -136,18 +134,21 @@ class _Row:
         self._format += "q" if is_long else "i"
         self._columns.append(column)
 
-    def data(self, count: int) -> bytes:
-        columns = (islice(column, count) for column in self._columns)
-        return b"".join(map(struct.Struct(self._format).pack, *columns))
+    def data(self) -> bytes:
+        return b"".join(map(struct.Struct(self._format).pack, *self._columns))
 
 
 class _Pickle:
-    """A pickle under way. Its memo numbers things in the order in which they were memoized."""
+    """A pickle under way. Its memo numbers things in the order in which they were memoized. sizes: those of chunks."""
 
     def __init__(self) -> None:
         self._parts = [b"\x80\x04"]
-        self._numbers: dict[object, int] = {}
         self._memoized = 0
+        self._names: dict[str, int] = {}
+        self._dtypes: dict[str, int] = {}
+        self.sizes: dict[tuple[int, ...], int] = {}
+        for name, module in _MODULES.items():
+            self._names[name] = self.keep(_global(module, name))
 
     def write(self, *opcodes: bytes) -> None:
         self._parts += opcodes
@@ -158,23 +159,24 @@ class _Pickle:
         self._memoized += 1
         return self._memoized - 1
 
-    def keep(self, key: object, opcodes: bytes) -> None:
-        """Memoize a thing for later, under a key, and leave nothing on the stack."""
-        self._numbers[key] = self.memoize(opcodes)
+    def keep(self, opcodes: bytes) -> int:
+        """Memoize a thing for later and leave nothing on the stack."""
+        number = self.memoize(opcodes)
         self.write(_POP)
+        return number
 
-    def write_rows(self, row: _Row, *, count: int, memoized: int) -> None:
-        self.write(row.data(count))
+    def write_rows(self, row: _Row, *, memoized: int) -> None:
+        self.write(row.data())
         self._memoized += memoized
 
-    def number(self, key: object) -> int:
-        return self._numbers[key]
+    def __getitem__(self, name: str) -> bytes:
+        """A class of torch."""
+        return _reference(self._names[name])
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._numbers
-
-    def __getitem__(self, key: object) -> bytes:
-        return _reference(self._numbers[key])
+    def dtype(self, name: str) -> bytes:
+        if name not in self._dtypes:
+            self._dtypes[name] = self.keep(_global("torch", name))
+        return _reference(self._dtypes[name])
 
     def data(self) -> bytes:
         return b"".join(self._parts)

@@ -13,14 +13,7 @@ from typing import Self
 from weakref import WeakValueDictionary
 
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.errors import (
-    ConfigError,
-    CorruptError,
-    FencedError,
-    RaycheckError,
-    StoreError,
-    SupersededError,
-)
+from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
 from raycheck.shards.progress import Progress
 from raycheck.shards.selection import EVERYTHING, RestoreReport, Selection
