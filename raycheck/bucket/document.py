@@ -8,10 +8,10 @@ numbers raise CorruptError with the path of the field.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from raycheck.errors import CorruptError
 
@@ -24,8 +24,10 @@ class NewerFormatError(CorruptError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Base of all documents. `unknown` holds fields of newer minor writers."""
+    """Base of all documents. `unknown` holds fields of newer minor writers. is_long: has records of every rank, so
+    that it is written without a line for each of their fields."""
 
+    is_long: ClassVar[bool] = False
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -34,7 +36,8 @@ D = TypeVar("D", bound=Document)
 
 def dump(document: Document) -> bytes:
     """UTF-8 JSON with sorted keys: equal documents give equal bytes."""
-    return json.dumps(_to_json(document), sort_keys=True, allow_nan=False, indent=1).encode()
+    indent = None if document.is_long else 1
+    return json.dumps(_to_json(document), sort_keys=True, allow_nan=False, indent=indent).encode()
 
 
 def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
@@ -64,17 +67,24 @@ def check_format_version(tree: object, *, what: str) -> None:
 
 
 def _to_json(value: object) -> object:
-    if is_dataclass(value) and isinstance(value, Document):
-        tree = dict(value.unknown)
-        for spec in fields(value):
-            if spec.name != "unknown":
-                tree[spec.name] = _to_json(getattr(value, spec.name))
-        return tree
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, Document):
+        return {**value.unknown, **{name: _to_json(getattr(value, name)) for name in _names(cast("Any", type(value)))}}
     if isinstance(value, tuple | list):
         return [_to_json(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _to_json(item) for key, item in value.items()}
     return value
+
+
+_SCALARS = (str, int, float, bool, NoneType)
+
+
+@cache
+def _names(cls: Any) -> frozenset[str]:
+    """Of the fields that are known."""
+    return frozenset(spec.name for spec in fields(cls)) - {"unknown"}
 
 
 @cache
@@ -118,7 +128,7 @@ def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
             known[spec.name] = _parse(hints[spec.name], value[spec.name], f"{path}.{spec.name}")
         elif spec.default is MISSING and spec.default_factory is MISSING:
             raise CorruptError(f"{path} lacks the field {spec.name!r}")
-    return cls(unknown={key: item for key, item in value.items() if key not in hints}, **known)
+    return cls(unknown={key: item for key, item in value.items() if key not in _names(cast("Any", cls))}, **known)
 
 
 def _finite(text: str) -> float:

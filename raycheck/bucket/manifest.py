@@ -6,6 +6,7 @@ a pure function of the ranks' reports, so that a coordinator which died half-way
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from raycheck.bucket.document import FORMAT_VERSION, Document, load
 from raycheck.bucket.layout import component_prefix, index_key, metadata_key, shard_key
@@ -60,6 +61,8 @@ class Manifest(Document):
     done twice, so that a restart does not throw away what was trained since.
     """
 
+    is_long: ClassVar[bool] = True
+
     format_version: int = FORMAT_VERSION
     key: str
     step: int
@@ -77,7 +80,8 @@ class Manifest(Document):
 
     @property
     def size_bytes(self) -> int:
-        return sum(blob.size_bytes for _, blob in self.objects())
+        shards = sum(shard.size_bytes for part in self.components for shard in part.shards)
+        return self.index.size_bytes + sum(part.metadata.size_bytes for part in self.components) + shards
 
     @property
     def refs(self) -> tuple[str, ...]:

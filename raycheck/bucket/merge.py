@@ -13,7 +13,7 @@ from itertools import accumulate, chain, pairwise, repeat
 
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.columns import spread
-from raycheck.bucket.index import Column, Index, Leaf, Object, Plan, Tensor
+from raycheck.bucket.index import Column, Leaf, Object, Plan, Tensor
 from raycheck.errors import ConfigError
 
 Box = tuple[tuple[int, int], ...]
@@ -22,32 +22,12 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merged:
-    """cuts: of each rank's checksums what is kept, as slices. has_copies: ranks wrote the same box."""
+    """num_crcs: checksums of each rank. cuts: what is kept of them, as slices. has_copies: ranks wrote the same box."""
 
     plan: Plan
+    num_crcs: tuple[int, ...]
     cuts: tuple[tuple[slice, ...], ...]
     has_copies: bool
-
-    def crcs(self, ranks: Sequence["Column[int]"]) -> "Column[int]":
-        """Those of the whole from those of each rank."""
-        whole = array("I")
-        for own, cuts in zip(ranks, self.cuts, strict=True):
-            for cut in cuts:
-                whole.extend(own[cut])
-        return whole
-
-
-def merge(sections: Sequence[Index]) -> tuple[Index, bool]:
-    """The whole index from each rank's section, in order of rank, and whether ranks wrote the same box. Raises as
-    merge_plans."""
-    merged = merge_plans([section.plan for section in sections])
-    whole = Index(
-        plan=merged.plan,
-        crcs=merged.crcs([section.crcs for section in sections]),
-        values=sections[0].values,
-        rank_values=tuple(values for section in sections for values in section.rank_values),
-    )
-    return whole, merged.has_copies
 
 
 def merge_plans(plans: Sequence[Plan]) -> Merged:
@@ -60,7 +40,8 @@ def merge_plans(plans: Sequence[Plan]) -> Merged:
     starts = list(accumulate((sum(map(len, own)) for own in runs), initial=0))
     copies = _copies(rows, starts)
     has_copies = any(rows.payload_size[row] for row in copies)
-    cuts = [[slice(0, sum(item.num_crcs for item in plan.objects))] for plan in plans]
+    num_crcs = tuple(sum(item.num_crcs for item in plan.objects) for plan in plans)
+    cuts = [[slice(0, count)] for count in num_crcs]
     if copies:
         ends = [-1, *copies, starts[-1]]
         rows = rows.each(_taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
@@ -77,7 +58,7 @@ def merge_plans(plans: Sequence[Plan]) -> Merged:
         starts=array("q", starts),
         **{item.name: getattr(rows, item.name) for item in fields(rows)},
     )
-    return Merged(plan=whole, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
+    return Merged(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

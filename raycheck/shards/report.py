@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import put_once
-from raycheck.bucket.index_file import dump_index, load_index
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
-from raycheck.bucket.merge import merge, uncovered
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.errors import SaveFailedError
 from raycheck.settings import Retention
-from raycheck.shards.dcp import dcp_metadata
-from raycheck.shards.state import Progress
+from raycheck.shards.plans import Plans, Section
+from raycheck.shards.progress import Progress
 
 SAVE_ALIKE = "every rank must call end_step and save equally often"
 
@@ -27,7 +25,7 @@ SAVE_ALIKE = "every rank must call end_step and save equally often"
 class Report:
     """What one rank hands in when its shards are durable, or why they are not (`failure`).
 
-    section: its part of the index, encoded. partial: see Manifest.
+    section: its part of the index. partial: see Manifest.
     """
 
     group: str
@@ -38,7 +36,7 @@ class Report:
     progress: Progress
     failure: str = ""
     shards: tuple[ShardRecord, ...] = ()
-    section: bytes = b""
+    section: Section | None = None
     restored_from: str | None = None
     partial: tuple[str, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
@@ -53,9 +51,9 @@ class Report:
         return str(layout.CheckpointName(step=self.progress.step, attempt=self.attempt, save=self.save))
 
 
-def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
+def assemble(store: Store, reports: Sequence[Report], plans: Plans | None = None) -> tuple[Manifest, bool]:
     """Step 16: write index and `.metadata`; returns the manifest to write next, and whether ranks wrote something
-    twice, so that they should agree anew on who writes it. `reports`: all, in order of rank.
+    twice, so that they should agree anew on who writes it. `reports`: all, in order of rank. plans: of earlier saves.
 
     Raises SaveFailedError when the shards leave a hole or overlap, ConfigError when ranks disagree on a tensor.
     """
@@ -67,21 +65,27 @@ def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
             raise SaveFailedError(
                 f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
             )
-    sections = [load_index(report.section, what=f"report of rank {report.rank}") for report in reports]
-    index, has_copies = merge(sections)
-    holes = uncovered(index.plan)
+    sections = [report.section for report in reports if report.section is not None]
+    assert len(sections) == len(reports), "a report without a failure has a section"
+    shards: dict[str, list[ShardRecord]] = {}
+    for report in reports:
+        for shard in report.shards:
+            shards.setdefault(shard.component, []).append(shard)
+    whole = (plans or Plans()).whole(sections, sorted(shards))
+    holes = whole.holes
     if holes:
         raise SaveFailedError(
             f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
             f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
         )
     components = []
-    for component in sorted({shard.component for report in reports for shard in report.shards}):
-        shards = [shard for report in reports for shard in report.shards if shard.component == component]
-        metadata = _put_blob(store, layout.metadata_key(name, component), dcp_metadata(index, component))
+    for component, (metadata, blob) in whole.metadata.items():
+        _put(store, layout.metadata_key(name, component), metadata)
         components.append(
-            Component(name=component, checkpoint=name, metadata=metadata, shards=tuple(shards)),
+            Component(name=component, checkpoint=name, metadata=blob, shards=tuple(shards[component])),
         )
+    index = whole.index(sections)
+    _put(store, layout.index_key(name), index)
     manifest = Manifest(
         key=name,
         step=first.progress.step,
@@ -93,7 +97,7 @@ def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
         restored_from=first.restored_from,
         partial=first.partial,
         metrics=first.metrics,
-        index=_put_blob(store, layout.index_key(name), dump_index(index)),
+        index=Blob(size_bytes=len(index), crc32=crc32(index)),
         components=tuple(components),
         ranks=tuple(
             RankRecord(
@@ -105,12 +109,11 @@ def assemble(store: Store, reports: Sequence[Report]) -> tuple[Manifest, bool]:
             for report in reports
         ),
     )
-    return manifest, has_copies
+    return manifest, whole.merged.has_copies
 
 
-def _put_blob(store: Store, key: str, data: bytes) -> Blob:
+def _put(store: Store, key: str, data: bytes) -> None:
     if len(data) <= MAX_CONDITIONAL_BYTES:
         put_once(store, key, data)
     else:
         store.put(key, data)  # too large for a condition; a repeated write carries the same bytes
-    return Blob(size_bytes=len(data), crc32=crc32(data))

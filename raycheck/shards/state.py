@@ -23,6 +23,7 @@ from raycheck.shards.entries import entries_of, parts_of
 from raycheck.shards.holdings import holdings_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import Piece, mine, piece_of, tied, without_memory
+from raycheck.shards.progress import Progress
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
 from raycheck.shards.selection import ASSETS, EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
@@ -31,15 +32,6 @@ from raycheck.shards.stager import Staged, Stager
 from raycheck.shards.watch import local_of
 
 COMPONENT = "train"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """step: completed optimizer steps, and index of the next. epoch, samples: consumed position of the data."""
-
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
 
 
 class TrainState:

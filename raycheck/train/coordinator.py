@@ -33,6 +33,7 @@ from raycheck.errors import (
     SupersededError,
 )
 from raycheck.shards.agreement import Agreement, Holdings
+from raycheck.shards.plans import Plans
 from raycheck.shards.report import Report, assemble
 from raycheck.train.exports import Exports
 from raycheck.train.log import logger, show_log
@@ -69,6 +70,7 @@ class Coordinator:
         self._adopted: dict[str, int] = {}  # group taken over -> last save committed before
         self._saves: dict[tuple[str, int], PendingSave] = {}
         self._agreements: dict[tuple[str, int], Meeting] = {}
+        self._plans = Plans()
         self._probed = False
         self._next_tidy_at = float("-inf")
         self._untidied = 0
@@ -93,6 +95,11 @@ class Coordinator:
         await self._adopt(report.group)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._past, report)
+        section = report.section and self._plans.completed(report.section)
+        if section is None and not report.failure:
+            return Outcome(kind="pending", key=report.checkpoint, message="its plan is not known", wants_plan=True)
+        if section is not report.section:
+            report = replace(report, section=section)
         at = (report.group, report.save)
         if report.failure:
             self._agreements.setdefault(at, Meeting()).fail(report)
@@ -211,7 +218,7 @@ class Coordinator:
         if failures:
             return Outcome(kind="failed", key=name, message="; ".join(failures))
         try:
-            manifest, has_copies = assemble(self._store, [reports[rank] for rank in sorted(reports)])
+            manifest, has_copies = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
             data = protocol.write_manifest(self._store, manifest)
             if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
                 return Outcome(kind="superseded", key=name)

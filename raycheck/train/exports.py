@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.shards.export import export_hf
 from raycheck.train.log import logger
 
 
@@ -34,6 +33,8 @@ class Exports:
         return len(wait(list(self._running.values()), timeout=timeout_s).not_done)
 
     def _export(self, checkpoint: Checkpoint) -> None:
+        from raycheck.shards.export import export_hf  # torch, which a coordinator needs for nothing else
+
         key = checkpoint.entry.key
         began = time.monotonic()
         try:

@@ -15,13 +15,15 @@ from raycheck.shards.report import SAVE_ALIKE, Report
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a save. "pending" names the ranks that have not reported; ask again. agree_anew: before the next
-    save, since ranks wrote the same thing."""
+    """What became of a save. "pending" names the ranks that have not reported; ask again. wants_plan: with the plan,
+    of which this coordinator does not know the hash. agree_anew: before the next save, since ranks wrote the same
+    thing."""
 
     kind: Literal["committed", "superseded", "failed", "pending"]
     key: str
     message: str = ""
     agree_anew: bool = False
+    wants_plan: bool = False
 
 
 class PendingSave:

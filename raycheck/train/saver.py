@@ -15,14 +15,15 @@ from dataclasses import replace
 import torch
 
 from raycheck.bucket import layout
-from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.agreement import Agreement
+from raycheck.shards.plans import Section
+from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report
 from raycheck.shards.stager import Staged
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.state import COMPONENT, TrainState
 from raycheck.train.group import Group
 from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome
@@ -58,6 +59,7 @@ class Saver:
         self._failures = 0
         self._last_failure = ""
         self._pending: Future[Outcome] | None = None
+        self._known_plan = b""  # hash of the one that the coordinator has, if it was not started again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
 
     def begin(self, progress: Progress, metrics: Mapping[str, object], *, is_news: bool = False) -> None:
@@ -183,7 +185,9 @@ class Saver:
             store = self._group.store
             store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
             shard = ShardRecord(component=COMPONENT, rank=report.rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
-            report = replace(report, shards=(shard,), section=dump_index(staged.section()))
+            section = Section.of(staged.section())
+            is_known = section.plan_hash == self._known_plan
+            report = replace(report, shards=(shard,), section=section.without_plan() if is_known else section)
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
         report = replace(report, upload_s=time.monotonic() - began)
@@ -196,8 +200,12 @@ class Saver:
             )
             if outcome.kind == "committed" and is_news:
                 self._point_ray_to(outcome.key)
+            if outcome.kind == "committed" and report.section is not None:
+                self._known_plan = report.section.plan_hash
             if outcome.kind != "pending":
                 return outcome
+            if outcome.wants_plan:
+                report = replace(report, section=section)
             if time.monotonic() > deadline:
                 raise SaveFailedError(
                     f"rank {report.rank}: {what} was not committed within {self._settings.save_timeout_s:.0f} s: "

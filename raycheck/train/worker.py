@@ -13,17 +13,11 @@ from typing import Self
 from weakref import WeakValueDictionary
 
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.errors import (
-    ConfigError,
-    CorruptError,
-    FencedError,
-    RaycheckError,
-    StoreError,
-    SupersededError,
-)
+from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
+from raycheck.shards.progress import Progress
 from raycheck.shards.selection import EVERYTHING, RestoreReport, Selection
-from raycheck.shards.state import Progress, Restored, TrainState
+from raycheck.shards.state import Restored, TrainState
 from raycheck.train.coordinator import Claim
 from raycheck.train.data import Batches
 from raycheck.train.group import Group

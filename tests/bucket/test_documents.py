@@ -6,6 +6,7 @@ import json
 import math
 import struct
 import zlib
+from array import array
 from collections import Counter, OrderedDict, deque, namedtuple
 from dataclasses import replace
 from enum import IntEnum
@@ -28,7 +29,7 @@ from raycheck.bucket.latest import MAX_BYTES, Attempt, Entry, Evicted, Latest, d
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.lossless import MAX_DEPTH, decode, encode
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord, load_manifest
-from raycheck.bucket.merge import merge, uncovered
+from raycheck.bucket.merge import merge_plans, uncovered
 from raycheck.errors import ConfigError, CorruptError
 from tests.bucket.helpers import tiny_index
 
@@ -742,6 +743,21 @@ def test_sections_of_all_ranks_merge_into_one_index():
     assert whole.values == {"shared": 1}
     assert [item["rank"] for item in whole.rank_values] == [0, 1, 2]
     assert load_index(dump_index(whole), what="x") == whole
+
+
+def merge(sections: list[Index]) -> tuple[Index, bool]:
+    """The whole index, and whether ranks wrote the same box."""
+    merged = merge_plans([section.plan for section in sections])
+    kept = [
+        crc for section, cuts in zip(sections, merged.cuts, strict=True) for cut in cuts for crc in section.crcs[cut]
+    ]
+    whole = Index(
+        plan=merged.plan,
+        crcs=array("I", kept),
+        values=sections[0].values,
+        rank_values=tuple(values for section in sections for values in section.rank_values),
+    )
+    return whole, merged.has_copies
 
 
 def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:

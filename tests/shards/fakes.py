@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.store import Store
-from raycheck.shards.state import Progress, Restored, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import Restored, TrainState
 from tests.shards.saving import save
 
 Tensors = Mapping[str, torch.Tensor]

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.latest import Entry
 from raycheck.bucket.store import open_store
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import TrainState
 from tests.shards.ranks import mesh_of
 from tests.shards.saving import Uploaded, upload
 

@@ -8,15 +8,16 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
-from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
 from raycheck.shards.agreement import agree
+from raycheck.shards.plans import Section
+from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.stager import Staged
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.state import COMPONENT, TrainState
 from tests.invariants import assert_invariants
 
 ME = Identity(owner="driver", coordinator="coordinator")
@@ -24,10 +25,10 @@ ME = Identity(owner="driver", coordinator="coordinator")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uploaded:
-    """What a rank hands in: its shard's record and its section of the index, encoded."""
+    """What a rank hands in: its shard's record and its section of the index."""
 
     record: ShardRecord
-    section: bytes
+    section: Section
 
 
 def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> str:
@@ -42,7 +43,7 @@ def upload(store: Store, staged: Staged, *, name: str, rank: int) -> Uploaded:
     key = layout.shard_key(name, COMPONENT, rank)
     store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
     record = ShardRecord(component=COMPONENT, rank=rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
-    return Uploaded(record=record, section=dump_index(staged.section()))
+    return Uploaded(record=record, section=Section.of(staged.section()))
 
 
 def committed(

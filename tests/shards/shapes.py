@@ -18,7 +18,8 @@ from raycheck.bucket.latest import Entry
 from raycheck.bucket.store import open_store
 from raycheck.errors import StateMismatchError
 from raycheck.shards.agreement import agree
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import TrainState
 from tests.shards.fsdp import Tensors
 from tests.shards.saving import Uploaded, upload
 

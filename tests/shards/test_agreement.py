@@ -15,8 +15,9 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.shards.agreement import SPREAD_FROM_BYTES, Held, Holdings, agree
 from raycheck.shards.per_rank import PerRank
+from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report, assemble
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.state import TrainState
 from tests.shards.saving import Own, agreed, claimed, save, upload
 
 State = dict[str, Any]

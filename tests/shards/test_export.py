@@ -36,7 +36,8 @@ from raycheck.settings import StorageSettings
 from raycheck.shards.contents import SAFETENSORS_DTYPES
 from raycheck.shards.export import INDEX_FILE, export_hf
 from raycheck.shards.lora import as_saved
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import TrainState
 from raycheck.shards.weights import Source, _boxes
 from tests.invariants import assert_invariants
 from tests.shards import hf
@@ -538,8 +539,7 @@ def test_a_file_that_is_no_file_s_bytes_is_refused(run: Store, tmp_path: Path, p
 def with_values(run: Store, state: dict[str, Any], files: dict[str, object]) -> Checkpoint:
     """A checkpoint whose tokenizer entry claims other files, as whoever writes to the bucket may have it."""
     staged = TrainState(state, rank=0, world_size=1).stage(Progress(step=1))
-    section = staged._section
-    staged.add({**section.values, "tokenizer": {"files": files}}, dict(section.rank_values[0]))
+    staged.add({**staged._values, "tokenizer": {"files": files}}, staged._rank_values)
     return save(run, [staged])
 
 

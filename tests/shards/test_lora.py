@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError
 from raycheck.shards.export import export_hf
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import TrainState
 from tests.shards import hf
 from tests.shards.fakes import playing
 from tests.shards.ranks import mesh_of

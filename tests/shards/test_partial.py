@@ -11,8 +11,9 @@ from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.per_rank import PerRank
+from raycheck.shards.progress import Progress
 from raycheck.shards.selection import RestoreReport, Selection
-from raycheck.shards.state import Progress, Restored, TrainState
+from raycheck.shards.state import Restored, TrainState
 from tests.shards.saving import save_state
 
 State = dict[str, Any]

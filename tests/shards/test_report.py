@@ -7,8 +7,9 @@ import torch
 
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
+from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report, assemble
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.state import TrainState
 from tests.invariants import assert_invariants
 from tests.shards.saving import upload
 

@@ -20,8 +20,9 @@ from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.index import Chunk, Index
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import CorruptError, NotFoundError
+from raycheck.shards.progress import Progress
 from raycheck.shards.reader import REQUEST_BYTES
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.state import COMPONENT, TrainState
 from tests.shards import fsdp
 from tests.shards.conftest import Trained
 from tests.shards.fakes import assert_equal, check_restore, playing, save_played

@@ -16,7 +16,8 @@ from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.shards.agreement import agree
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import COMPONENT, TrainState
 from tests.shards import fsdp, shapes
 from tests.shards.fakes import check_restore, local, playing, save_played
 from tests.shards.ranks import Ranks

@@ -17,8 +17,9 @@ from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.shards.pieces import Piece, piece_of
+from raycheck.shards.progress import Progress
 from raycheck.shards.stager import ALIGN, Leaves, Staged, Stager
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.state import COMPONENT, TrainState
 from tests.shards.saving import agreed, restore_state, save, save_state, shard_bytes
 
 

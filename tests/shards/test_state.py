@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.shards.progress import Progress
 from raycheck.shards.selection import Selection
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.state import TrainState
 from raycheck.train.data import Batches
 from tests.shards.saving import Own, restore_state, save, save_state
 

@@ -17,8 +17,9 @@ from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.shards.per_rank import PerRank
+from raycheck.shards.progress import Progress
 from raycheck.shards.selection import Selection
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.state import COMPONENT, TrainState
 from tests.shards import fsdp, shapes
 from tests.shards.ranks import Ranks
 from tests.shards.saving import agreed, claimed, committed, restore_state, save, save_state

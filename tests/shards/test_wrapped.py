@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.progress import Progress
+from raycheck.shards.state import TrainState
 from tests.shards.saving import restore_state, save_state
 
 # importing inductor uses torch's own deprecated names
