@@ -7,18 +7,29 @@ was started from it has ended; the caller waits for that.
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from raycheck.bucket.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
 from raycheck.bucket.index import Chunk, Index, Leaf, Tensor
+from raycheck.shards.buffer import Buffer
 from raycheck.shards.frame import Frame, frame_for
-from raycheck.shards.pieces import Piece, Place
+from raycheck.shards.pieces import Piece
 
 ALIGN = 64
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
+
+
+Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
+"""What the layout depends on: of each piece dtype, sizes, and where it lives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardName:
+    component: str
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +55,20 @@ class Staged:
     def __init__(
         self,
         view: memoryview,
-        section: Index,
         slots: Sequence[Slot],
         *,
-        aliases: Sequence[tuple[int, Place]],
+        shard: ShardName,
+        pieces: Sequence[Piece],
+        leaves: Sequence[Leaf],
         copied: Sequence[torch.Event],
     ) -> None:
         self._view = view
-        self._section = section
         self._slots = slots
-        self._aliases = aliases
+        self._shard = shard
+        self._pieces = pieces
+        self._leaves = leaves
+        self._values: Mapping[str, object] = {}
+        self._rank_values: Mapping[str, object] = {}
         self._copied = copied
         self._crcs: list[tuple[int, ...]] = []
         self.size_bytes = len(view)
@@ -76,17 +91,40 @@ class Staged:
 
     def add(self, values: Mapping[str, object], rank_values: Mapping[str, object]) -> None:
         """What goes into the index beside the shard."""
-        self._section = replace(self._section, values=values, rank_values=(rank_values,))
+        self._values = values
+        self._rank_values = rank_values
 
     def section(self) -> Index:
         """This rank's part of the index. Only after all parts were taken."""
         assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
-        chunks = [replace(chunk, crcs=crcs) for chunk, crcs in zip(self._section.chunks, self._crcs, strict=True)]
-        tensors = list(self._section.tensors)
-        for number, (name, path) in self._aliases:  # a tied tensor: another name of the same bytes
+        tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in self._pieces]
+        chunks = [self._chunk(number, piece) for number, piece in enumerate(self._pieces)]
+        aliases = [(number, place) for number, piece in enumerate(self._pieces) for place in piece.aliases]
+        for number, (name, path) in aliases:  # a tied tensor: another name of the same bytes
             chunks.append(replace(chunks[number], tensor=len(tensors)))
             tensors.append(replace(tensors[number], name=name, path=path))
-        return replace(self._section, tensors=tuple(tensors), chunks=tuple(chunks))
+        return Index(
+            tensors=tuple(tensors),
+            chunks=tuple(chunks),
+            leaves=tuple(self._leaves),
+            values=self._values,
+            rank_values=(self._rank_values,),
+        )
+
+    def _chunk(self, number: int, piece: Piece) -> Chunk:
+        slot = self._slots[number]
+        return Chunk(
+            tensor=number,
+            component=self._shard.component,
+            rank=self._shard.rank,
+            offsets=piece.offsets,
+            sizes=piece.sizes,
+            record_offset=slot.start,
+            record_size=slot.frame.record_size,
+            payload_offset=slot.payload.start,
+            payload_size=slot.frame.payload_size,
+            crcs=self._crcs[number],
+        )
 
     def _seal(self, slot: Slot) -> None:
         payload = self._view[slot.payload]
@@ -105,78 +143,101 @@ class Stager:
     """The buffer of one component on one rank. Layout and views are kept while the pieces keep their form."""
 
     def __init__(self, component: str, rank: int) -> None:
-        self._component = component
-        self._rank = rank
-        self._form: tuple[object, ...] | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._shard = ShardName(component=component, rank=rank)
+        self._form: Form | None = None
+        self._buffer: Buffer | None = None
+        self._view = memoryview(b"")
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
+        self._has_heads = False
+        self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """Claim the memory for pieces of this form, and have it faulted in behind the training. Raises ConfigError."""
+        form = _form(pieces)
+        if form != self._form:
+            self._lay_out(form)
+            self._allocate(self._end).fault_in()
 
     def stage(self, pieces: Sequence[Piece], leaves: Leaves) -> Staged:
         """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
-        order before anything the caller's device stream does next."""
+        order before anything the caller's device stream does next. Raises ConfigError when memory is too small."""
         records = [(name, path, _pickled(value)) for name, (path, value) in leaves.items()]
-        form = tuple((p.name, p.local.dtype, p.sizes, p.local.device.type) for p in pieces)
-        tensors_end = self._lay_out(form, pieces)
+        form = _form(pieces)
+        if form != self._form:
+            self._lay_out(form)
+        tensors_end = self._end
         total = tensors_end + sum(len(data) for _, _, data in records)
-        if form != self._form or total > self._buffer.numel():
-            self._allocate(pieces, total)
-            self._form = form
+        if self._buffer is None or total > self._buffer.size_bytes:
+            self._allocate(total)
+        assert self._buffer is not None, "just allocated"
+        self._buffer.ready()
+        if not self._has_heads:
+            self._write_heads()
         copied = self._copy(pieces)
-        view = _view(self._buffer)[:total]
+        view = self._view[:total]
         stock_leaves = []
         at = tensors_end
         for name, path, data in records:
             view[at : at + len(data)] = data
-            leaf = Leaf(
-                name=name,
-                path=path,
-                component=self._component,
-                rank=self._rank,
-                record_offset=at,
-                record_size=len(data),
-            )
+            leaf = Leaf(name=name, path=path, record_offset=at, record_size=len(data), **asdict(self._shard))
             stock_leaves.append(leaf)
             at += len(data)
-        chunks = [self._chunk(i, piece, slot) for i, (piece, slot) in enumerate(zip(pieces, self._slots, strict=True))]
-        tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
-        section = Index(tensors=tuple(tensors), chunks=tuple(chunks), leaves=tuple(stock_leaves))
-        aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
-        return Staged(view, section, self._slots, aliases=aliases, copied=copied)
+        return Staged(view, self._slots, shard=self._shard, pieces=pieces, leaves=stock_leaves, copied=copied)
 
-    def _lay_out(self, form: tuple[object, ...], pieces: Sequence[Piece]) -> int:
-        if form != self._form:
-            self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
-            self._slots = []
-            end = 0
-            for piece in pieces:
-                slot = Slot(start=-(-end // ALIGN) * ALIGN, frame=frame_for(piece.local.dtype, piece.sizes))
-                self._slots.append(slot)
-                end = slot.stop
+    @property
+    def _end(self) -> int:
         return self._slots[-1].stop if self._slots else 0
 
-    def _allocate(self, pieces: Sequence[Piece], total: int) -> None:
-        """A zeroed buffer with some slack for leaves that grow, heads written, one view per piece."""
-        on_device = any(piece.local.device.type != "cpu" for piece in pieces)
-        self._buffer = torch.zeros(total + total // 64 + 4096, dtype=torch.uint8, pin_memory=on_device)
-        view = _view(self._buffer)
-        self._views = []
-        for piece, slot in zip(pieces, self._slots, strict=True):
-            view[slot.start : slot.payload.start] = slot.frame.head
-            self._views.append(self._buffer[slot.payload].view(piece.local.dtype).view(piece.sizes))
+    def _lay_out(self, form: Form) -> None:
+        self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
+        self._release()
+        self._slots, self._by_device = [], {}
+        end = 0
+        for number, (dtype, sizes, device) in enumerate(form):
+            slot = Slot(start=-(-end // ALIGN) * ALIGN, frame=frame_for(dtype, sizes))
+            self._slots.append(slot)
+            self._by_device.setdefault(device, []).append(number)
+            end = slot.stop
+        self._form = form
+
+    def _allocate(self, total: int) -> Buffer:
+        """With some slack for leaves that grow, and one view per piece."""
+        self._release()
+        on_device = any(device.type != "cpu" for device in self._by_device)
+        self._buffer = Buffer(total + total // 64 + 4096, pinned=on_device)
+        self._view = memoryview(cast("Any", self._buffer.tensor.numpy()))
+        for slot, (dtype, sizes, _) in zip(self._slots, self._form or (), strict=True):
+            self._views.append(self._buffer.tensor[slot.payload].view(dtype).view(sizes))
+        return self._buffer
+
+    def _release(self) -> None:
+        """Before the next one is claimed; an upload under way keeps it a while longer."""
+        if self._buffer is not None:
+            self._buffer.ready()
+        self._buffer, self._view, self._views, self._has_heads = None, memoryview(b""), [], False
+
+    def _write_heads(self) -> None:
+        for slot in self._slots:
+            self._view[slot.start : slot.payload.start] = slot.frame.head
+        self._has_heads = True
 
     def _copy(self, pieces: Sequence[Piece]) -> list[torch.Event]:
         """Copies from the host are done when it returns; those from devices when their events have come."""
-        pairs = list(zip(self._views, (piece.local for piece in pieces), strict=True))
-        on_host = [(view, source) for view, source in pairs if source.device.type == "cpu"]
-        devices = sorted({source.device for _, source in pairs if source.device.type != "cpu"}, key=str)
+        events = []
         with torch.no_grad():
-            if on_host:
-                torch._foreach_copy_([view for view, _ in on_host], [source for _, source in on_host])
-            return [self._copy_from(device, pairs) for device in devices]
+            for device, numbers in self._by_device.items():
+                views, sources = [self._views[i] for i in numbers], [pieces[i].local for i in numbers]
+                if device.type == "cpu":
+                    torch._foreach_copy_(views, sources)
+                else:
+                    events.append(self._copy_from(device, views, sources))
+        return events
 
-    def _copy_from(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
+    def _copy_from(
+        self, device: torch.device, views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> torch.Event:
         """On a side stream that starts after the step and that the next step waits for: the optimizer's next write
         cannot overtake the copy, and the host does not wait for it."""
         current = torch.accelerator.current_stream(device)
@@ -184,30 +245,15 @@ class Stager:
         side.wait_stream(current)
         copied = torch.Event(device)
         with side:
-            for view, source in pairs:
-                if source.device == device:
-                    view.copy_(source, non_blocking=True)
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source, non_blocking=True)
             copied.record(side)
         current.wait_stream(side)
         return copied
 
-    def _chunk(self, number: int, piece: Piece, slot: Slot) -> Chunk:
-        return Chunk(
-            tensor=number,
-            component=self._component,
-            rank=self._rank,
-            offsets=piece.offsets,
-            sizes=piece.sizes,
-            record_offset=slot.start,
-            record_size=slot.frame.record_size,
-            payload_offset=slot.payload.start,
-            payload_size=slot.frame.payload_size,
-            crcs=(),
-        )
 
-
-def _view(buffer: torch.Tensor) -> memoryview:
-    return memoryview(cast("Any", buffer.numpy()))
+def _form(pieces: Sequence[Piece]) -> Form:
+    return tuple((piece.local.dtype, piece.sizes, piece.local.device) for piece in pieces)
 
 
 def _pickled(value: object) -> bytes:
