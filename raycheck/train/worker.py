@@ -191,7 +191,7 @@ class Checkpointer:
         self._hear_of(saver.poll())
         if self._over is not None:
             raise self._over
-        if self._rhythm.is_due(self._step):
+        if self._rhythm.is_due(self._step, is_busy=saver.is_busy):
             self.save(metrics)
         self._rhythm.tell_ray()
 
