@@ -6,6 +6,7 @@ was started from it has ended; the caller waits for that.
 """
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from raycheck.shards.frame import Frame, frame_for
 from raycheck.shards.pieces import Piece
 
 ALIGN = 64
+SLACK_BYTES = 1024 * 1024
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
 
 
@@ -149,16 +151,16 @@ class Stager:
         self._view = memoryview(b"")
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
-        self._has_heads = False
+        self._is_dressed = False
         self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Claim the memory for pieces of this form, and have it faulted in behind the training. Raises ConfigError."""
-        form = _form(pieces)
-        if form != self._form:
-            self._lay_out(form)
-            self._allocate(self._end).fault_in()
+    def prepare(self, pieces: Sequence[Piece], *, world_size: int) -> None:
+        """Claim the memory for this rank's part of `pieces`, and have it faulted in behind the training. What other
+        ranks may hold as well counts by the share that an agreement will give to each. Raises ConfigError."""
+        shares = [(frame_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in pieces]
+        if self._buffer is None:
+            self._claim(sum(size // holders + ALIGN for size, holders in shares), pieces).fault_in()
 
     def stage(self, pieces: Sequence[Piece], leaves: Leaves) -> Staged:
         """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
@@ -169,12 +171,10 @@ class Stager:
             self._lay_out(form)
         tensors_end = self._end
         total = tensors_end + sum(len(data) for _, _, data in records)
-        if self._buffer is None or total > self._buffer.size_bytes:
-            self._allocate(total)
-        assert self._buffer is not None, "just allocated"
-        self._buffer.ready()
-        if not self._has_heads:
-            self._write_heads()
+        if self._buffer is None or not self._suits(self._buffer, total):
+            self._claim(total, pieces)
+        if not self._is_dressed:
+            self._dress()
         copied = self._copy(pieces)
         view = self._view[:total]
         stock_leaves = []
@@ -192,7 +192,8 @@ class Stager:
 
     def _lay_out(self, form: Form) -> None:
         self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
-        self._release()
+        if self._is_dressed:
+            self._release()
         self._slots, self._by_device = [], {}
         end = 0
         for number, (dtype, sizes, device) in enumerate(form):
@@ -202,26 +203,40 @@ class Stager:
             end = slot.stop
         self._form = form
 
-    def _allocate(self, total: int) -> Buffer:
-        """With some slack for leaves that grow, and one view per piece."""
+    def _suits(self, buffer: Buffer, total: int) -> bool:
+        """Whether it is large enough, and was not prepared for much more than there is."""
+        most = total + total // 4 + 2 * SLACK_BYTES
+        return total <= buffer.size_bytes and (self._is_dressed or buffer.size_bytes <= most)
+
+    def _claim(self, total: int, pieces: Sequence[Piece]) -> Buffer:
+        """With some slack for leaves that grow."""
         self._release()
-        on_device = any(device.type != "cpu" for device in self._by_device)
-        self._buffer = Buffer(total + total // 64 + 4096, pinned=on_device)
-        self._view = memoryview(cast("Any", self._buffer.tensor.numpy()))
-        for slot, (dtype, sizes, _) in zip(self._slots, self._form or (), strict=True):
-            self._views.append(self._buffer.tensor[slot.payload].view(dtype).view(sizes))
+        pinned = any(piece.local.device.type != "cpu" for piece in pieces)
+        size = total + total // 64 + SLACK_BYTES
+        self._buffer = Buffer(-(-size // ALIGN) * ALIGN, pinned=pinned)
         return self._buffer
 
     def _release(self) -> None:
         """Before the next one is claimed; an upload under way keeps it a while longer."""
         if self._buffer is not None:
             self._buffer.ready()
-        self._buffer, self._view, self._views, self._has_heads = None, memoryview(b""), [], False
+        self._buffer, self._view, self._views, self._is_dressed = None, memoryview(b""), [], False
 
-    def _write_heads(self) -> None:
-        for slot in self._slots:
-            self._view[slot.start : slot.payload.start] = slot.frame.head
-        self._has_heads = True
+    def _dress(self) -> None:
+        """Heads written, and one view per piece."""
+        assert self._buffer is not None, "just claimed"
+        assert self._form is not None, "just laid out"
+        self._buffer.ready()
+        self._view = memoryview(cast("Any", self._buffer.tensor.numpy()))
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        for slot, (dtype, sizes, _) in zip(self._slots, self._form, strict=True):
+            start = slot.payload.start
+            self._view[slot.start : start] = slot.frame.head
+            flat = typed.get(dtype)
+            if flat is None:
+                flat = typed[dtype] = self._buffer.tensor.view(dtype)
+            self._views.append(flat.as_strided(sizes, _strides(sizes), start // dtype.itemsize))
+        self._is_dressed = True
 
     def _copy(self, pieces: Sequence[Piece]) -> list[torch.Event]:
         """Copies from the host are done when it returns; those from devices when their events have come."""
@@ -254,6 +269,11 @@ class Stager:
 
 def _form(pieces: Sequence[Piece]) -> Form:
     return tuple((piece.local.dtype, piece.sizes, piece.local.device) for piece in pieces)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _pickled(value: object) -> bytes:

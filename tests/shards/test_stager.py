@@ -222,7 +222,7 @@ def test_a_first_save_that_was_prepared_finds_its_memory_touched_and_its_bytes_r
     pieces = pieces_of(tensors)
     prepared, cold = Stager("train", 0), Stager("train", 0)
 
-    prepared.prepare(pieces)
+    prepared.prepare(pieces, world_size=1)
     prepared._buffer._thread.join()
 
     pages = (8 << 22) // mmap.PAGESIZE
@@ -235,14 +235,29 @@ def test_preparing_may_be_overtaken_by_a_stage_or_a_change_of_form():
     stager = Stager("train", 0)
     first, second = {"a": torch.randn(1 << 22)}, {"a": torch.randn(1 << 22), "b": torch.randn(3)}
 
-    stager.prepare(pieces_of(first))
+    stager.prepare(pieces_of(first), world_size=1)
     overtaken = shard_bytes(stager.stage(pieces_of(first), leaves_of({"step": 1})))
-    stager.prepare(pieces_of(first))
-    stager.prepare(pieces_of(second))
+    stager.prepare(pieces_of(first), world_size=1)
     changed = shard_bytes(stager.stage(pieces_of(second), leaves_of({"step": 2})))
 
     assert overtaken == fresh_bytes(first, {"step": 1})
     assert changed == fresh_bytes(second, {"step": 2})
+
+
+def test_a_rank_prepares_its_share_of_what_all_ranks_hold_and_keeps_no_more_than_it_writes():
+    stager, pieces = Stager("train", 0), pieces_of({f"w{i}": torch.randn(1 << 20) for i in range(8)})
+
+    stager.prepare(pieces, world_size=4)
+    foreseen = stager._buffer
+    stager.stage(pieces[:2], {})
+    kept = stager._buffer
+    wasteful = Stager("train", 0)
+    wasteful.prepare(pieces, world_size=1)
+    wasteful.stage(pieces[:1], {})
+
+    assert kept is foreseen
+    assert foreseen.size_bytes < 3 << 22
+    assert wasteful._buffer.size_bytes < 2 << 22
 
 
 def test_a_stage_that_failed_does_not_spoil_the_next_one():
