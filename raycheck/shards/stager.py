@@ -6,19 +6,32 @@ was started from it has ended; the caller waits for that.
 """
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from raycheck.bucket.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
 from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
+from raycheck.shards.buffer import Buffer
 from raycheck.shards.frame import Frame, frame_for
-from raycheck.shards.pieces import Piece, Place
+from raycheck.shards.pieces import Piece
 
 ALIGN = 64
+SLACK_BYTES = 1024 * 1024
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
+
+
+Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
+"""What the layout depends on: of each piece dtype, sizes, and where it lives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardName:
+    component: str
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +59,18 @@ class Staged:
         view: memoryview,
         slots: Sequence[Slot],
         *,
-        tensors: Sequence[Tensor],
-        chunks: Sequence[Chunk],
+        shard: ShardName,
+        pieces: Sequence[Piece],
         leaves: Sequence[Leaf],
-        aliases: Sequence[tuple[int, Place]],
         copied: Sequence[torch.Event],
     ) -> None:
         self._view = view
         self._slots = slots
-        self._tensors = tensors
-        self._chunks = chunks
+        self._shard = shard
+        self._pieces = pieces
         self._leaves = leaves
         self._values: Mapping[str, object] = {}
         self._rank_values: Mapping[str, object] = {}
-        self._aliases = aliases
         self._copied = copied
         self._crcs: list[tuple[int, ...]] = []
         self.size_bytes = len(view)
@@ -88,12 +99,28 @@ class Staged:
     def section(self) -> Index:
         """This rank's part of the index. Only after all parts were taken."""
         assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
-        chunks = [replace(chunk, crcs=crcs) for chunk, crcs in zip(self._chunks, self._crcs, strict=True)]
-        tensors = list(self._tensors)
-        for number, (name, path) in self._aliases:  # a tied tensor: another name of the same bytes
+        tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in self._pieces]
+        chunks = [self._chunk(number, piece) for number, piece in enumerate(self._pieces)]
+        aliases = [(number, place) for number, piece in enumerate(self._pieces) for place in piece.aliases]
+        for number, (name, path) in aliases:  # a tied tensor: another name of the same bytes
             chunks.append(replace(chunks[number], tensor=len(tensors)))
             tensors.append(replace(tensors[number], name=name, path=path))
         return index_of(tensors, chunks, leaves=self._leaves, values=self._values, rank_values=[self._rank_values])
+
+    def _chunk(self, number: int, piece: Piece) -> Chunk:
+        slot = self._slots[number]
+        return Chunk(
+            tensor=number,
+            component=self._shard.component,
+            rank=self._shard.rank,
+            offsets=piece.offsets,
+            sizes=piece.sizes,
+            record_offset=slot.start,
+            record_size=slot.frame.record_size,
+            payload_offset=slot.payload.start,
+            payload_size=slot.frame.payload_size,
+            crcs=self._crcs[number],
+        )
 
     def _seal(self, slot: Slot) -> None:
         payload = self._view[slot.payload]
@@ -112,86 +139,120 @@ class Stager:
     """The buffer of one component on one rank. Layout and views are kept while the pieces keep their form."""
 
     def __init__(self, component: str, rank: int) -> None:
-        self._component = component
-        self._rank = rank
-        self._form: tuple[object, ...] | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._shard = ShardName(component=component, rank=rank)
+        self._form: Form | None = None
+        self._planned: Sequence[Piece] = ()
+        self._buffer: Buffer | None = None
+        self._view = memoryview(b"")
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
+        self._is_dressed = False
+        self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def stage(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor], leaves: Leaves) -> Staged:
-        """Copy `sources`, the live tensors of `pieces`, and the pickled `leaves` (for stock tools only) into the
-        buffer. The copy is enqueued in order before anything the caller's device stream does next."""
+    def prepare(self, pieces: Sequence[Piece], *, world_size: int) -> None:
+        """Claim the memory for this rank's part of `pieces`, and have it faulted in behind the training. What other
+        ranks may hold as well counts by the share that an agreement will give to each. Raises ConfigError."""
+        shares = [(frame_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in pieces]
+        if self._buffer is None:
+            self._claim(sum(size // holders + ALIGN for size, holders in shares), [p.local for p in pieces]).fault_in()
+
+    def stage(self, pieces: Sequence[Piece], leaves: Leaves, sources: Sequence[torch.Tensor] | None = None) -> Staged:
+        """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
+        order before anything the caller's device stream does next. sources: the live tensors of pieces without memory;
+        the very list of the last time says that nothing but their elements changed. Raises ConfigError when memory is
+        too small."""
         records = [(name, path, _pickled(value)) for name, (path, value) in leaves.items()]
-        form = tuple(
-            (p.name, p.local.dtype, p.sizes, source.device.type) for p, source in zip(pieces, sources, strict=True)
-        )
-        tensors_end = self._lay_out(form, pieces)
+        sources = [piece.local for piece in pieces] if sources is None else sources
+        if pieces is not self._planned or self._form is None:
+            form = _form(pieces, sources)
+            if form != self._form:
+                self._lay_out(form)
+            self._planned = pieces
+        tensors_end = self._end
         total = tensors_end + sum(len(data) for _, _, data in records)
-        if form != self._form or total > self._buffer.numel():
-            self._allocate(pieces, total, pin=any(source.device.type != "cpu" for source in sources))
-            self._form = form
+        if self._buffer is None or not self._suits(self._buffer, total):
+            self._claim(total, sources)
+        if not self._is_dressed:
+            self._dress()
         copied = self._copy(sources)
-        view = _view(self._buffer)[:total]
+        view = self._view[:total]
         stock_leaves = []
         at = tensors_end
         for name, path, data in records:
             view[at : at + len(data)] = data
-            leaf = Leaf(
-                name=name,
-                path=path,
-                component=self._component,
-                rank=self._rank,
-                record_offset=at,
-                record_size=len(data),
-            )
+            leaf = Leaf(name=name, path=path, record_offset=at, record_size=len(data), **asdict(self._shard))
             stock_leaves.append(leaf)
             at += len(data)
-        chunks = [self._chunk(i, piece, slot) for i, (piece, slot) in enumerate(zip(pieces, self._slots, strict=True))]
-        tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
-        aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
-        return Staged(
-            view,
-            self._slots,
-            tensors=tensors,
-            chunks=chunks,
-            leaves=stock_leaves,
-            aliases=aliases,
-            copied=copied,
-        )
+        return Staged(view, self._slots, shard=self._shard, pieces=pieces, leaves=stock_leaves, copied=copied)
 
-    def _lay_out(self, form: tuple[object, ...], pieces: Sequence[Piece]) -> int:
-        if form != self._form:
-            self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
-            self._slots = []
-            end = 0
-            for piece in pieces:
-                slot = Slot(start=-(-end // ALIGN) * ALIGN, frame=frame_for(piece.local.dtype, piece.sizes))
-                self._slots.append(slot)
-                end = slot.stop
+    @property
+    def _end(self) -> int:
         return self._slots[-1].stop if self._slots else 0
 
-    def _allocate(self, pieces: Sequence[Piece], total: int, *, pin: bool) -> None:
-        """A zeroed buffer with some slack for leaves that grow, heads written, one view per piece."""
-        self._buffer = torch.zeros(total + total // 64 + 4096, dtype=torch.uint8, pin_memory=pin)
-        view = _view(self._buffer)
-        self._views = []
-        for piece, slot in zip(pieces, self._slots, strict=True):
-            view[slot.start : slot.payload.start] = slot.frame.head
-            self._views.append(self._buffer[slot.payload].view(piece.local.dtype).view(piece.sizes))
+    def _lay_out(self, form: Form) -> None:
+        self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
+        if self._is_dressed:
+            self._release()
+        self._slots, self._by_device = [], {}
+        end = 0
+        for number, (dtype, sizes, device) in enumerate(form):
+            slot = Slot(start=-(-end // ALIGN) * ALIGN, frame=frame_for(dtype, sizes))
+            self._slots.append(slot)
+            self._by_device.setdefault(device, []).append(number)
+            end = slot.stop
+        self._form = form
+
+    def _suits(self, buffer: Buffer, total: int) -> bool:
+        """Whether it is large enough, and was not prepared for much more than there is."""
+        most = total + total // 4 + 2 * SLACK_BYTES
+        return total <= buffer.size_bytes and (self._is_dressed or buffer.size_bytes <= most)
+
+    def _claim(self, total: int, sources: Sequence[torch.Tensor]) -> Buffer:
+        """With some slack for leaves that grow."""
+        self._release()
+        pinned = any(source.device.type != "cpu" for source in sources)
+        size = total + total // 64 + SLACK_BYTES
+        self._buffer = Buffer(-(-size // ALIGN) * ALIGN, pinned=pinned)
+        return self._buffer
+
+    def _release(self) -> None:
+        """Before the next one is claimed; an upload under way keeps it a while longer."""
+        if self._buffer is not None:
+            self._buffer.ready()
+        self._buffer, self._view, self._views, self._is_dressed = None, memoryview(b""), [], False
+
+    def _dress(self) -> None:
+        """Heads written, and one view per piece."""
+        assert self._buffer is not None, "just claimed"
+        assert self._form is not None, "just laid out"
+        self._buffer.ready()
+        self._view = memoryview(cast("Any", self._buffer.tensor.numpy()))
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        for slot, (dtype, sizes, _) in zip(self._slots, self._form, strict=True):
+            start = slot.payload.start
+            self._view[slot.start : start] = slot.frame.head
+            flat = typed.get(dtype)
+            if flat is None:
+                flat = typed[dtype] = self._buffer.tensor.view(dtype)
+            self._views.append(flat.as_strided(sizes, _strides(sizes), start // dtype.itemsize))
+        self._is_dressed = True
 
     def _copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Event]:
         """Copies from the host are done when it returns; those from devices when their events have come."""
-        pairs = list(zip(self._views, sources, strict=True))
-        on_host = [(view, source) for view, source in pairs if source.device.type == "cpu"]
-        devices = sorted({source.device for _, source in pairs if source.device.type != "cpu"}, key=str)
+        events = []
         with torch.no_grad():
-            if on_host:
-                torch._foreach_copy_([view for view, _ in on_host], [source for _, source in on_host])
-            return [self._copy_from(device, pairs) for device in devices]
+            for device, numbers in self._by_device.items():
+                views, tensors = [self._views[i] for i in numbers], [sources[i] for i in numbers]
+                if device.type == "cpu":
+                    torch._foreach_copy_(views, tensors)
+                else:
+                    events.append(self._copy_from(device, views, tensors))
+        return events
 
-    def _copy_from(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
+    def _copy_from(
+        self, device: torch.device, views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> torch.Event:
         """On a side stream that starts after the step and that the next step waits for: the optimizer's next write
         cannot overtake the copy, and the host does not wait for it."""
         current = torch.accelerator.current_stream(device)
@@ -199,30 +260,20 @@ class Stager:
         side.wait_stream(current)
         copied = torch.Event(device)
         with side:
-            for view, source in pairs:
-                if source.device == device:
-                    view.copy_(source, non_blocking=True)
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source, non_blocking=True)
             copied.record(side)
         current.wait_stream(side)
         return copied
 
-    def _chunk(self, number: int, piece: Piece, slot: Slot) -> Chunk:
-        return Chunk(
-            tensor=number,
-            component=self._component,
-            rank=self._rank,
-            offsets=piece.offsets,
-            sizes=piece.sizes,
-            record_offset=slot.start,
-            record_size=slot.frame.record_size,
-            payload_offset=slot.payload.start,
-            payload_size=slot.frame.payload_size,
-            crcs=(),
-        )
+
+def _form(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Form:
+    return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(pieces, sources, strict=True))
 
 
-def _view(buffer: torch.Tensor) -> memoryview:
-    return memoryview(cast("Any", buffer.numpy()))
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _pickled(value: object) -> bytes:

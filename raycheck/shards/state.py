@@ -68,6 +68,12 @@ class TrainState:
         self._agreement = agreement
         self._plan = None
 
+    def prepare(self) -> None:
+        """Claim the memory to stage in and have it faulted in behind the training. Best after the first optimizer step,
+        when all state exists. Raises ConfigError when there is too little."""
+        held = [piece for piece in self._pieces(self._gather()) if piece.is_held]
+        self._stager.prepare(held, world_size=self._world_size)
+
     def stage(self, progress: Progress) -> Staged:
         """Copy this rank's shard into the buffer. Live state may change again when it returns (on an accelerator:
         by work enqueued from then on). Raises ConfigError, naming the path, for what cannot be saved."""
@@ -86,7 +92,8 @@ class TrainState:
             elif part.is_per_rank or part.name in self._agreement.apart:
                 rank_values[part.name] = found.values
                 leaves |= found.leaves
-        staged = self._stager.stage(*self._own(gathered), leaves)
+        own, sources = self._own(gathered)
+        staged = self._stager.stage(own, leaves, sources)
         staged.add(values, rank_values)
         return staged
 

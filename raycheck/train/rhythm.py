@@ -1,7 +1,8 @@
 """When to save and when to tell Ray: decisions that come out the same on every rank.
 
 Step triggers are arithmetic. Time, preemption and news of commits are rank 0's word, handed to all ranks in one small
-broadcast every k steps, with k chosen so that it costs under 1 % of the step time.
+broadcast every k steps, with k chosen so that it costs under 1 % of the step time. Whether a save is skipped because
+the one before is still under way is its word too, asked for at the trigger itself.
 """
 
 import time
@@ -12,6 +13,7 @@ from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.train import ray_names
 from raycheck.train.group import Group
+from raycheck.train.log import logger
 
 RAY_REPORT_PAUSE_S = 5.0
 """Two of Ray's reports within 2 s block the training loop."""
@@ -44,6 +46,8 @@ class Rhythm:
     def __init__(self, settings: SaveSettings, group: Group) -> None:
         if settings.every_seconds is not None and group.broadcast is None and group.world_size > 1:
             raise ConfigError("SaveSettings(every_seconds=...) needs Group(broadcast=...): ranks must decide alike")
+        if settings.when_busy == "skip" and group.broadcast is None and group.world_size > 1:
+            raise ConfigError('SaveSettings(when_busy="skip") needs Group(broadcast=...): ranks must decide alike')
         self._settings = settings
         self._group = group
         self._saved_at = time.monotonic()
@@ -61,14 +65,16 @@ class Rhythm:
         self._next_sync = step + 1
         self._synced_at = (step, time.monotonic())
 
-    def is_due(self, step: int) -> bool:
-        """Whether this step's end is a moment to save."""
+    def is_due(self, step: int, *, is_busy: bool = False) -> bool:
+        """Whether this step's end is a moment to save. is_busy: a save of this rank is under way; rank 0's counts."""
         self._word = _Word(step=None, save=False, news=None, gap=1)
         if self._group.broadcast is not None and step >= self._next_sync:
-            self._sync(step)
+            self._sync(step, is_busy=is_busy)
         settings = self._settings
         is_round = is_multiple(step, settings.every_steps) or is_multiple(step, settings.export_every_steps)
-        return self._word.save or is_round
+        if not is_round or self._word.save or settings.when_busy == "wait":
+            return is_round or self._word.save
+        return self._has_room(step, is_busy=is_busy)
 
     def saved(self) -> None:
         """A save begins."""
@@ -99,12 +105,21 @@ class Rhythm:
             self._word = self._hear(_Word(step=None, save=False, news=self._news, gap=1), step=None)
             self.tell_ray()
 
-    def _sync(self, step: int) -> None:
+    def _has_room(self, step: int, *, is_busy: bool) -> bool:
+        """Rank 0's word at a step trigger. Its save ends when all ranks have reported theirs, or one has failed."""
+        if self._group.world_size > 1:
+            word = None if self._group.rank else _Word(step=step, save=not is_busy, news=None, gap=1)
+            is_busy = not self._hear(word, step=step).save
+        if is_busy and self._group.rank == 0:
+            logger.warning("run %s: step %d is not saved: the save before it is still under way", self._group.uri, step)
+        return not is_busy
+
+    def _sync(self, step: int, *, is_busy: bool) -> None:
         began = time.monotonic()
         leaving = ray_names.preemption_deadline() if self._group.is_ray_train else None
         word: _Word | None = None
         if self._group.rank == 0:
-            save = self._is_time(leaving)
+            save = self._is_time(leaving, is_busy=is_busy)
             word = _Word(step=step, save=save, news=self._fresh_news(began), gap=self._gap(step, began))
         self._word = self._hear(word, step=step)
         # The least seen: the rest is waiting for slower ranks, which talking less would not save.
@@ -123,12 +138,14 @@ class Rhythm:
             )
         return heard
 
-    def _is_time(self, leaving: float | None) -> bool:
+    def _is_time(self, leaving: float | None, *, is_busy: bool) -> bool:
         now = time.monotonic()
         if leaving is not None and leaving != self._notice:
             # A save that cannot end before the node goes would only cost steps; the one in flight goes on.
             self._notice = leaving
             return time.time() + 1.5 * self._save_s < leaving
+        if is_busy and self._settings.when_busy == "skip":
+            return False
         every = self._settings.every_seconds
         return every is not None and now - self._saved_at >= every
 

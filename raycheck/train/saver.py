@@ -62,6 +62,11 @@ class Saver:
         self._known_plan = b""  # hash of the one that the coordinator has, if it was not started again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way: the next one would have to wait for the buffer."""
+        return self._pending is not None and not self._pending.done()
+
     def begin(self, progress: Progress, metrics: Mapping[str, object], *, is_news: bool = False) -> None:
         """Stage the state and start its upload. Call after `wait`. is_news: Ray will be told of it.
 

@@ -84,6 +84,7 @@ class Checkpointer:
         self._rhythm = Rhythm(self.settings, self._group)
         self._saver: Saver | None = None
         self._step = 0
+        self._is_prepared = False
         self._metrics: dict[str, object] = {}
         self._over: RaycheckError | None = None
         self._closed = threading.Event()
@@ -181,12 +182,15 @@ class Checkpointer:
         saver = self._claimed()
         self._step += 1
         self._metrics = detached(metrics or {})
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._state.prepare()
         for data in self._data:
             data.end_step()
         self._hear_of(saver.poll())
         if self._over is not None:
             raise self._over
-        if self._rhythm.is_due(self._step):
+        if self._rhythm.is_due(self._step, is_busy=saver.is_busy):
             self.save(metrics)
         self._rhythm.tell_ray()
 

@@ -20,14 +20,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itse
 class Holder:
     """One rank that holds a replicated model, and a number of its own."""
 
-    def __init__(self, rank: int, world_size: int, group: str, uri: str, coordinator, *, seed: int = 0) -> None:
+    def __init__(
+        self, rank: int, world_size: int, group: str, uri: str, coordinator, *, seed: int = 0, **settings
+    ) -> None:
         torch.manual_seed(seed)
         self.model = torch.nn.Linear(600, 500)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.number = raycheck.PerRank({"fresh": rank})
         self.place = raycheck.Group(id=group, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
         self.state = {"model": self.model, "optimizer": self.optimizer, "number": self.number}
-        self.ckpt = raycheck.Checkpointer(self.state, raycheck.SaveSettings(every_steps=2), group=self.place)
+        self.ckpt = raycheck.Checkpointer(
+            self.state, raycheck.SaveSettings(every_steps=2, **settings), group=self.place
+        )
 
     def restore(self, **options):
         return self.ckpt.restore(**options)
@@ -210,6 +214,25 @@ def test_a_node_without_permission_is_told_before_the_run_is_claimed(cluster: No
             ray.get(holder.restore.remote())
 
     assert_invariants(open_store(uri.replace(str(proxy.port), s3.partition("127.0.0.1:")[2].partition("&")[0])))
+
+
+@pytest.mark.slow
+def test_a_save_that_falls_due_during_another_one_is_left_out_on_request(cluster: None, s3: str) -> None:
+    with fault_proxy(s3) as proxy:
+        uri = join_uri(proxy.uri, uuid4().hex)
+        coordinator = raycheck.start_coordinator(uri, owner="me")
+        holder = Holder.remote(0, 1, "group", uri, coordinator, when_busy="skip")
+        ray.get(holder.restore.remote())
+        rule = proxy.rule("hold", "PUT", "distcp")
+
+        ray.get(holder.train.remote(2))
+        rule.wait()
+        ray.get(holder.train.remote(3))
+        rule.release()
+        ray.get(holder.close.remote())
+
+        body = assert_invariants(open_store(uri))
+    assert [entry.step for entry in body.live] == [2, 5], "step 4 fell due while step 2 was held up"
 
 
 @pytest.mark.slow

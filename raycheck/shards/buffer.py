@@ -1,0 +1,126 @@
+"""Host memory for a rank's shard: claimed up front, faulted in behind the training, and never more than there is.
+
+A page that was never touched costs ten times the copy into it. So a thread touches them all ahead of the first save.
+For copies from an accelerator the memory is page-locked instead, which touches it as well.
+"""
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from raycheck.errors import ConfigError
+
+_WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
+_STRIDE = 4 * 1024 * 1024
+"""Bytes faulted in at a time: other threads that map memory wait meanwhile."""
+
+
+class Buffer:
+    """`size_bytes` zeroed bytes as one flat uint8 tensor. Raises ConfigError when the host has not that much left."""
+
+    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+        check_fits(size_bytes, available_bytes())
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if pinned:
+            self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+            return
+        pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "linux":
+            # Else every page would be faulted anew, and doubled, after a data loader has forked its workers.
+            with contextlib.suppress(OSError):  # an older kernel
+                pages.madvise(_WIPE_ON_FORK)
+        self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        self._thread = threading.Thread(target=self._fault_in, args=(pages,), name="raycheck-buffer", daemon=True)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tensor.numel()
+
+    def fault_in(self) -> None:
+        """Begin to touch all pages, in a thread. Call once, before anything is written."""
+        if self._thread is not None:
+            self._thread.start()
+
+    def ready(self) -> None:
+        """Let nothing but the caller write from now on. Pages not touched by then are faulted in by the caller."""
+        self._stopped.set()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _fault_in(self, pages: mmap.mmap) -> None:
+        populate = _populate()
+        view = memoryview(pages)
+        for at in range(0, len(view), _STRIDE):
+            if self._stopped.is_set():
+                return
+            length = min(_STRIDE, len(view) - at)
+            if populate is None or populate(self.tensor.data_ptr() + at, length, _POPULATE_WRITE) != 0:
+                touched = view[at : at + length : mmap.PAGESIZE]
+                touched[:] = bytes(len(touched))
+
+
+def _populate() -> "ctypes._NamedFuncPointer | None":
+    """madvise, called without the GIL; None where it cannot do this."""
+    if sys.platform != "linux":
+        return None
+    try:
+        found = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return found
+
+
+def check_fits(size_bytes: int, available: int | None) -> None:
+    """Say what is about to be claimed. Raises ConfigError when it cannot fit; None for available: not known here."""
+    if available is not None and size_bytes > available:
+        raise ConfigError(
+            f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
+            "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
+        )
+    logging.getLogger("raycheck").info("staging buffer: %d bytes of host memory", size_bytes)
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """What this process may still claim: the host's memory or its control groups', whichever is less. None where the
+    system does not say."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        total = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        found = [total["MemAvailable"]]
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = mount / path.strip("/")
+        lefts = [_left(at, names) for at in (folder, *folder.parents) if at.is_relative_to(mount)]
+        found += [left for left in lefts if left is not None]
+    return min(found)
+
+
+def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
+    """Bytes that a control group may still claim, its page cache given up. None: no limit, or none to be seen."""
+    limit, usage, cache = names
+    try:
+        most = int((folder / limit).read_text())
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, most - used + int(stat.get(cache, 0)))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,98 @@
+"""Decisions to save come out the same on every rank, whatever each of them has heard of its last save."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import raycheck
+from raycheck.errors import ConfigError
+from raycheck.settings import SaveSettings
+from raycheck.train.rhythm import Rhythm
+from tests.train.in_thread import InThread
+
+
+class Ranks:
+    """Threads that stand for ranks, with a broadcast from rank 0 as a collective has it: nobody passes alone."""
+
+    def __init__(self, world_size: int) -> None:
+        self.size = world_size
+        self._all = threading.Barrier(world_size, timeout=30.0)
+        self._said: queue.Queue[Any] = queue.Queue()
+
+    def broadcast_of(self, rank: int) -> Callable[[Any], Any]:
+        def broadcast(value: Any) -> Any:
+            if rank == 0:
+                for _ in range(self.size):
+                    self._said.put(value)
+            self._all.wait()
+            heard = self._said.get_nowait()
+            self._all.wait()
+            return heard
+
+        return broadcast
+
+    def run(self, settings: SaveSettings, steps: int, busy: Callable[[int, int], bool]) -> list[list[int]]:
+        """By rank, the steps at which it would save. busy: of (rank, step)."""
+
+        def one(rank: int) -> list[int]:
+            rhythm = Rhythm(settings, group(rank, self.size, self.broadcast_of(rank)))
+            return [step for step in range(1, steps + 1) if rhythm.is_due(step, is_busy=busy(rank, step))]
+
+        threads = [InThread(lambda rank=rank: one(rank)) for rank in range(self.size)]
+        return [thread.join() for thread in threads]
+
+
+def group(rank: int, world_size: int, broadcast: Callable[[Any], Any] | None) -> raycheck.Group:
+    return raycheck.Group(
+        id="g", uri="memory://r", rank=rank, world_size=world_size, coordinator=None, broadcast=broadcast
+    )
+
+
+def test_a_busy_rank_0_skips_the_save_of_all_ranks():
+    settings = SaveSettings(every_steps=3, when_busy="skip")
+
+    saved = Ranks(3).run(settings, 12, lambda rank, step: rank == 0 and step in (3, 9))
+
+    assert saved == [[6, 12]] * 3
+
+
+def test_another_rank_that_is_busy_does_not_decide():
+    """Its save has its outcome already, or rank 0 would be busy as well; it only has to hear of it."""
+    settings = SaveSettings(every_steps=3, when_busy="skip")
+
+    saved = Ranks(3).run(settings, 9, lambda rank, step: rank > 0)
+
+    assert saved == [[3, 6, 9]] * 3
+
+
+def test_who_waits_skips_nothing_and_asks_nobody():
+    rhythm = Rhythm(SaveSettings(every_steps=2), group(1, 2, None))
+
+    assert [step for step in range(1, 7) if rhythm.is_due(step, is_busy=True)] == [2, 4, 6]
+
+
+def test_a_rank_alone_decides_by_itself():
+    rhythm = Rhythm(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
+
+    assert [rhythm.is_due(step, is_busy=step == 2) for step in (1, 2, 3)] == [True, False, True]
+
+
+def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
+    settings = SaveSettings(every_steps=None, every_seconds=1e-9, when_busy="skip")
+
+    saved = Ranks(1).run(settings, 4, lambda rank, step: step < 3)
+
+    assert saved == [[3, 4]]
+
+
+def test_skipping_needs_a_way_to_decide_alike():
+    with pytest.raises(ConfigError, match=r"when_busy.*broadcast"):
+        Rhythm(SaveSettings(when_busy="skip"), group(0, 2, None))
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="when_busy='queue'"):
+        SaveSettings(when_busy="queue")
