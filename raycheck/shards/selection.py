@@ -1,10 +1,10 @@
 """Which part of a checkpoint a restore takes, and the account it gives of itself."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from raycheck.errors import ConfigError
+from raycheck.errors import ConfigError, StateMismatchError
 
 OWN_ENTRIES = ("progress", "rng")
 """Entries that raycheck adds to every state."""
@@ -89,6 +89,23 @@ class RestoreReport:
         names = ("restored", "skipped", "missing", "unexpected", "fresh", "unused")
         parts = [f"{name}: {_short(getattr(self, name))}" for name in names if getattr(self, name)]
         return "; ".join(parts) or "nothing was restored"
+
+
+def refuse_differences(key: str, report: RestoreReport, mismatched: Sequence[str], *, strict: bool) -> None:
+    """Raise StateMismatchError that lists them all. mismatched: on both sides but not alike; always refused."""
+    if not mismatched and not (strict and (report.missing or report.unexpected)):
+        return
+    lines = [
+        f"checkpoint {key} and the live state do not hold the same things; nothing was changed.",
+        *(f"  not alike: {line}" for line in mismatched),
+        *(f"  missing in the checkpoint: {line}" for line in report.missing),
+        *(f"  only in the checkpoint: {line}" for line in report.unexpected),
+    ]
+    if not mismatched:
+        lines.append(
+            "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
+        )
+    raise StateMismatchError("\n".join(lines))
 
 
 def _covers(given: str, name: str) -> bool:

@@ -14,9 +14,8 @@ import torch
 
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.index import Index, places
-from raycheck.bucket.lossless import encode
 from raycheck.bucket.manifest import Manifest
-from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError, StateMismatchError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.entries import entries_of, parts_of
@@ -26,7 +25,14 @@ from raycheck.shards.pieces import Piece, mine, piece_of, tied, without_memory
 from raycheck.shards.progress import Progress
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
-from raycheck.shards.selection import ASSETS, EVERYTHING, OWN_ENTRIES, RestoreReport, Selection
+from raycheck.shards.selection import (
+    ASSETS,
+    EVERYTHING,
+    OWN_ENTRIES,
+    RestoreReport,
+    Selection,
+    refuse_differences,
+)
 from raycheck.shards.sharing import read_shared
 from raycheck.shards.stager import Staged, Stager
 from raycheck.shards.watch import local_of
@@ -82,7 +88,7 @@ class TrainState:
         rank_values: dict[str, Any] = {"rng": rng_values()}
         leaves: Leaves = {}
         if self._rank == 0:
-            values |= {"progress": _progress_values(progress), ASSETS: self._assets}
+            values |= {"progress": progress.values(), ASSETS: self._assets}
             for name in ("step", "epoch", "samples"):
                 leaves[f"progress.{name}"] = (("progress", name), getattr(progress, name))
         for part, found in zip(self._parts, gathered, strict=True):
@@ -131,9 +137,9 @@ class TrainState:
             wanted = {part: part.prepare(found) for part, found in saved.items()}
             pieces = self._targets(wanted, saved)
             report = self._report(saved, wanted, selection, there)
-            progress = _progress_of(index) if selection.takes("progress") else Progress()
+            progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
         mismatched = [line for found in saved.values() for line in found.mismatched]
-        _refuse_differences(checkpoint, report, mismatched, strict=strict)
+        refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
         try:
             read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
             fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
@@ -284,17 +290,6 @@ class Restored:
         return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"
 
 
-def _progress_values(progress: Progress) -> Any:
-    return encode({"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}, "progress")
-
-
-def _progress_of(index: Index) -> Progress:
-    found = index.values["progress"]
-    if any(type(found[name]) is not int or found[name] < 0 for name in ("step", "epoch", "samples")):
-        raise ValueError(f"progress is {str(found)[:100]}")
-    return Progress(step=found["step"], epoch=found["epoch"], samples=found["samples"])
-
-
 @contextmanager
 def _corrupt_if_odd(checkpoint: Checkpoint) -> Iterator[None]:
     try:  # an index that passed its checksum may still have been written by somebody hostile
@@ -305,21 +300,3 @@ def _corrupt_if_odd(checkpoint: Checkpoint) -> Iterator[None]:
         raise CorruptError(
             f"checkpoint {checkpoint.entry.key} holds values that do not fit the state: {type(error).__name__}: {error}"
         ) from error
-
-
-def _refuse_differences(
-    checkpoint: Checkpoint, report: RestoreReport, mismatched: Sequence[str], *, strict: bool
-) -> None:
-    if not mismatched and not (strict and (report.missing or report.unexpected)):
-        return
-    lines = [
-        f"checkpoint {checkpoint.entry.key} and the live state do not hold the same things; nothing was changed.",
-        *(f"  not alike: {line}" for line in mismatched),
-        *(f"  missing in the checkpoint: {line}" for line in report.missing),
-        *(f"  only in the checkpoint: {line}" for line in report.unexpected),
-    ]
-    if not mismatched:
-        lines.append(
-            "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
-        )
-    raise StateMismatchError("\n".join(lines))
