@@ -134,8 +134,13 @@ def _show(what: str, verb: str, found: Direction) -> None:
         _say(f"fastest: {_way(found.best)}; measured {rounds} time(s) only, which tells nothing of the noise")
         return
     text = f"recommended: {_way(found.recommended)} ({rounds} rounds, noise {found.noise:.0%}"
-    others = ", ".join(_way(way) for way in found.alike if way != found.recommended)
-    _say(f"{text}, which does not tell it from {others})" if others else f"{text}; the others are slower)")
+    others = [_way(way) for way in found.alike if way != found.recommended]
+    if not others:
+        _say(f"{text}; the others are slower)")
+    elif len(others) == len(found.plain) - 1:
+        _say(f"{text}, which does not tell it from any other)")
+    else:
+        _say(f"{text}, which does not tell it from {', '.join(others)})")
 
 
 def _tell_limits(found: Measured, size_bytes: int) -> None:

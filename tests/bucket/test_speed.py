@@ -177,6 +177,16 @@ def test_what_noise_does_not_tell_apart_is_decided_by_memory():
     assert found.share == pytest.approx(0.9)
 
 
+def test_however_noisy_the_store_no_way_that_looked_slower_is_recommended():
+    small, large = Way(part_bytes=8 * MIB, in_flight=2), Way(part_bytes=8 * MIB, in_flight=16)
+    plain = {small: Series((20.0, 50.0, 90.0)), large: Series((30.0, 100.0, 180.0))}
+
+    found = Direction(plain=plain, own=Series((50.0,)))
+
+    assert found.alike == (small, large)
+    assert found.recommended == large
+
+
 def test_reads_are_measured_as_a_restore_makes_them():
     own = Way(part_bytes=reader.REQUEST_BYTES, in_flight=reader.REQUESTS_IN_FLIGHT)
 

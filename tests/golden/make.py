@@ -1,7 +1,7 @@
-"""Writes `tests/golden/v1` with the code as it is: `python -m tests.golden.make`. No test runs it.
+"""Writes `tests/golden/v1/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
 
-Once a format version is released its folder is never written again: it stands for what lies in people's buckets. A
-later version gets a folder beside it, and readers must read both.
+Once a format version is released its run is never written again: it stands for what lies in people's buckets. A
+later version gets a folder beside `v1`, and readers must read both.
 """
 
 import shutil
@@ -38,4 +38,4 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(__file__).parent / VERSION)
+    make(Path(__file__).parent / VERSION / "run")
