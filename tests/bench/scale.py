@@ -50,9 +50,9 @@ FULL = Scale(
 )
 QUICK = Scale(
     name="quick",
-    state_bytes=128 * MIB,
+    state_bytes=64 * MIB,
     upload_bytes=64 * MIB,
-    wire_bytes=128 * MIB,
+    wire_bytes=64 * MIB,
     memory_bytes=256 * MIB,
     rounds=3,
     ranks=8,

@@ -15,9 +15,9 @@ from raycheck.demo.server import s3_server
 from tests.bucket import ceph
 from tests.bucket.ministack import VERSION, ministack_server
 
-IDLE_SHARE = 0.1
-IDLE_WITHIN_S = 5.0
-LOOK_EVERY_S = 0.05
+IDLE_SHARE = 0.15
+IDLE_WITHIN_S = 2.0
+LOOK_EVERY_S = 0.1
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # Deleted objects must be gone before their bytes add up; by default they stay for hours.
 ROOM = """
@@ -41,7 +41,7 @@ class Server:
     placement: str
 
     def settle(self) -> None:
-        """Wait until it is idle, so that no side pays for what the one before left to do. Gives up after 5 s."""
+        """Wait until it is idle, so that no side pays for what the one before left to do. Gives up after 2 s."""
         deadline = time.monotonic() + IDLE_WITHIN_S
         before = self._cpu_s()
         while self.pids and time.monotonic() < deadline:
