@@ -1,7 +1,8 @@
 """All ranks' plans as one, and the proof that nothing is missing.
 
-Works on whole columns: rows of all ranks are sorted by tensor once, then each column is one gather. Only tensors that
-several ranks wrote in part alike, or that were cut along several dimensions, are looked at box by box.
+Works on whole columns: where each tensor's rows lie among those of all ranks is found once, then every column is put
+together from runs of them. Only tensors that several ranks wrote in part alike, or that were cut along several
+dimensions, are looked at box by box.
 """
 
 import math

@@ -23,6 +23,7 @@ from raycheck.shards.plans import Section
 from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report
 from raycheck.train.coordinator import Coordinator
+from raycheck.train.meeting import Outcome
 
 HEAD, FRAME = 704, 1184
 
@@ -87,10 +88,17 @@ async def _saves(coordinator: Coordinator, sections: Sequence[Section], *, saves
             for rank, section in enumerate(sections)
         ]
         began = time.process_time()
-        outcomes = await asyncio.gather(*(coordinator.report(report) for report in reports))
+        outcomes = await asyncio.gather(*(_outcome(coordinator, report) for report in reports))
         seconds.append(time.process_time() - began)
         assert {outcome.kind for outcome in outcomes} == {"committed"}, outcomes[0]
     return seconds
+
+
+async def _outcome(coordinator: Coordinator, report: Report) -> Outcome:
+    """As a rank asks: again for as long as it is told to."""
+    while (outcome := await coordinator.report(report)).kind == "pending":
+        pass
+    return outcome
 
 
 def simulated(world_size: int, *, tensors: int) -> list[Section]:
