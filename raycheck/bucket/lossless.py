@@ -35,7 +35,8 @@ def encode(value: object, path: str, tensor: NameTensor = lambda _value, _path: 
         return encode(item, f"{path}.{step}", tensor, depth=depth + 1)
 
     def each(items: Iterable[object]) -> list[Any]:
-        return [item if type(item) in _PLAIN else go(item, i) for i, item in enumerate(items)]
+        known = _PLAIN if depth < MAX_DEPTH else ()
+        return [item if type(item) in known else go(item, i) for i, item in enumerate(items)]
 
     def pairs(items: Mapping[Any, object]) -> list[Any]:
         return [[go(key, "key"), go(item, key)] for key, item in items.items()]

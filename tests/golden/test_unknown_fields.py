@@ -13,7 +13,7 @@ import torch
 import raycheck
 from raycheck.bucket import edits, layout
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.index import MAGIC
+from raycheck.bucket.index_file import MAGIC
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.settings import Retention
@@ -77,14 +77,24 @@ def with_new(tree: Any, *, is_document: bool = True) -> Any:
 
 
 def with_new_index_header(data: bytes) -> bytes:
-    """A field more in the header, and a column more behind the others."""
-    raw = zlib.decompress(data[len(MAGIC) :])
+    """A field and a part more in the header; in the plan a field more, and a column behind the others."""
+    (length,) = struct.unpack_from("<Q", data, len(MAGIC))
+    start = len(MAGIC) + 8
+    header, parts = json.loads(data[start : start + length]), data[start + length :]
+    (_, plan_size), *others = header["parts"]
+    plan = with_new_plan_header(parts[:plan_size])
+    listed = [["plan", len(plan)], *others, ["of a newer writer", 3]]
+    text = json.dumps(header | NEW | {"parts": listed}).encode()
+    return MAGIC + struct.pack("<Q", len(text)) + text + plan + parts[plan_size:] + b"new"
+
+
+def with_new_plan_header(data: bytes) -> bytes:
+    raw = zlib.decompress(data)
     (length,) = struct.unpack_from("<Q", raw)
-    header = json.loads(raw[8 : 8 + length]) | NEW
-    header["columns"].append(["of a newer writer", 2])
-    text = json.dumps(header).encode()
-    columns = raw[8 + length :] + struct.pack("<QQ", 1, 2)
-    return MAGIC + zlib.compress(struct.pack("<Q", len(text)) + text + columns)
+    header = json.loads(raw[8 : 8 + length])
+    columns = [*header["columns"], ["of a newer writer", 2, 1, header["columns"][0][3]]]
+    text = json.dumps(header | NEW | {"columns": columns}).encode()
+    return zlib.compress(struct.pack("<Q", len(text)) + text + raw[8 + length :] + b"\x01\x02")
 
 
 def news_in(store: Store) -> int:
