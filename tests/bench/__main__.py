@@ -46,7 +46,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="smaller states, fewer rounds: under 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="smaller states, fewer rounds: a few minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument(
         "--only", type=_goals, default=(), metavar="R1,R9", help="these goals, and what comes with them"
