@@ -8,6 +8,7 @@ are the same with and without memory.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.index import Index
@@ -66,38 +67,48 @@ class Whole:
 
 
 class Plans:
-    """Those of the ranks' last saves, by hash, and what they became together."""
+    """Those of the ranks' last saves, by hash, and what they became together. Those that no report named since the save
+    before the last are forgotten."""
 
     def __init__(self) -> None:
+        self._lock = Lock()  # reports come in while a save is concluded in a thread
+        self._named: dict[bytes, bytes] = {}  # since the last save was concluded
         self._known: dict[bytes, bytes] = {}
         self._whole: tuple[object, Whole] | None = None
 
-    def completed(self, section: Section) -> Section | None:
-        """With its plan; None when only its hash was sent and it is not known here."""
-        if section.plan:
-            self._known[section.plan_hash] = section.plan
-            return section
-        plan = self._known.get(section.plan_hash)
-        return None if plan is None else replace(section, plan=plan)
+    def knows(self, section: Section) -> bool:
+        """Whether its plan is here, or comes with it."""
+        with self._lock:
+            plan = section.plan or self._plan(section.plan_hash)
+            if plan:
+                self._named[section.plan_hash] = plan
+            return bool(plan)
+
+    def _plan(self, digest: bytes) -> bytes:
+        return self._named.get(digest) or self._known.get(digest, b"")
 
     def whole(self, sections: Sequence[Section], components: Sequence[str]) -> Whole:
-        """sections: of all ranks, in order, each with its plan. Raises ConfigError when ranks disagree on a tensor."""
+        """sections: of all ranks, in order, each known. Raises ConfigError when ranks disagree on a tensor."""
         form = (tuple(section.plan_hash for section in sections), tuple(components))
         before = self._whole
-        if before is not None and before[0] == form:
-            return before[1]
-        known = Known()
-        plans = [
-            load_plan(section.plan, what=f"report of rank {rank}", known=known) for rank, section in enumerate(sections)
-        ]
-        merged = merge_plans(plans)
-        metadata = {component: dcp_metadata(merged.plan, component) for component in components}
-        whole = Whole(
-            plan=dump_plan(merged.plan),
-            merged=merged,
-            holes=tuple(uncovered(merged.plan)),
-            metadata={name: (data, Blob(size_bytes=len(data), crc32=crc32(data))) for name, data in metadata.items()},
-        )
-        self._known = {section.plan_hash: section.plan for section in sections}
-        self._whole = (form, whole)
-        return whole
+        if before is None or before[0] != form:
+            with self._lock:
+                plans = [section.plan or self._plan(section.plan_hash) for section in sections]
+            before = (form, _whole(plans, components))
+            self._whole = before
+        with self._lock:
+            self._known, self._named = self._named, {}
+        return before[1]
+
+
+def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> Whole:
+    known = Known()
+    plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
+    merged = merge_plans(plans)
+    metadata = {component: dcp_metadata(merged.plan, component) for component in components}
+    return Whole(
+        plan=dump_plan(merged.plan),
+        merged=merged,
+        holes=tuple(uncovered(merged.plan)),
+        metadata={name: (data, Blob(size_bytes=len(data), crc32=crc32(data))) for name, data in metadata.items()},
+    )

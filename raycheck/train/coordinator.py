@@ -95,11 +95,8 @@ class Coordinator:
         await self._adopt(report.group)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._past, report)
-        section = report.section and self._plans.completed(report.section)
-        if section is None and not report.failure:
+        if report.section is not None and not self._plans.knows(report.section):
             return Outcome(kind="pending", key=report.checkpoint, message="its plan is not known", wants_plan=True)
-        if section is not report.section:
-            report = replace(report, section=section)
         at = (report.group, report.save)
         if report.failure:
             self._agreements.setdefault(at, Meeting()).fail(report)
