@@ -500,10 +500,8 @@ def test_a_file_name_from_a_hostile_bucket_becomes_no_file(run: Store, tmp_path:
 def test_an_asset_that_is_no_text_is_refused_by_its_file(run: Store, tmp_path: Path):
     state = {"model": hf.llama()}
     staged = TrainState(state, rank=0, world_size=1).stage(Progress(step=1))
-    values, ranks = staged._section.values, staged._section.rank_values
-    staged.add(
-        {**values, "assets": {"model": {**values["assets"]["model"], "config.json": '"\ud800"'}}}, dict(ranks[0])
-    )
+    values, ranks = staged._values, staged._rank_values
+    staged.add({**values, "assets": {"model": {**values["assets"]["model"], "config.json": '"\ud800"'}}}, ranks)
     checkpoint = save(run, [staged])
 
     with pytest.raises(CorruptError, match=r"config\.json"):
@@ -539,8 +537,7 @@ def test_a_file_that_is_no_file_s_bytes_is_refused(run: Store, tmp_path: Path, p
 def with_values(run: Store, state: dict[str, Any], files: dict[str, object]) -> Checkpoint:
     """A checkpoint whose tokenizer entry claims other files, as whoever writes to the bucket may have it."""
     staged = TrainState(state, rank=0, world_size=1).stage(Progress(step=1))
-    section = staged._section
-    staged.add({**section.values, "tokenizer": {"files": files}}, dict(section.rank_values[0]))
+    staged.add({**staged._values, "tokenizer": {"files": files}}, staged._rank_values)
     return save(run, [staged])
 
 
