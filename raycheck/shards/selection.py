@@ -1,10 +1,11 @@
 """Which part of a checkpoint a restore takes, and the account it gives of itself."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.errors import ConfigError, CorruptError, RaycheckError, StateMismatchError
 
 OWN_ENTRIES = ("progress", "rng")
 """Entries that raycheck adds to every state."""
@@ -106,6 +107,19 @@ def refuse_differences(key: str, report: RestoreReport, mismatched: Sequence[str
             "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
         )
     raise StateMismatchError("\n".join(lines))
+
+
+@contextmanager
+def corrupt_if_odd(key: str) -> Iterator[None]:
+    """For what is taken from an index: one that passed its checksum may still have been written by somebody hostile."""
+    try:
+        yield
+    except RaycheckError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CorruptError(
+            f"checkpoint {key} holds values that do not fit the state: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _covers(given: str, name: str) -> bool:

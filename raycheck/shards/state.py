@@ -4,8 +4,7 @@ The user's entries, plus what raycheck adds by itself: `rng` (per rank) and `pro
 whole checkpoint was compared with the live state; every difference is listed in one error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.index import Index, places
 from raycheck.bucket.manifest import Manifest
-from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
+from raycheck.errors import ConfigError, NotFoundError
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.entries import entries_of, parts_of
@@ -31,6 +30,7 @@ from raycheck.shards.selection import (
     OWN_ENTRIES,
     RestoreReport,
     Selection,
+    corrupt_if_odd,
     refuse_differences,
 )
 from raycheck.shards.sharing import read_shared
@@ -132,7 +132,7 @@ class TrainState:
         there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
         saved_tensors = (tensor.name for tensor in index.tensors)
         selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
-        with _corrupt_if_odd(checkpoint):
+        with corrupt_if_odd(checkpoint.entry.key):
             saved = self._saved(index, selection)
             wanted = {part: part.prepare(found) for part, found in saved.items()}
             pieces = self._targets(wanted, saved)
@@ -288,15 +288,3 @@ class Restored:
 
     def apply_rng(self, rank: int) -> str:
         return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"
-
-
-@contextmanager
-def _corrupt_if_odd(checkpoint: Checkpoint) -> Iterator[None]:
-    try:  # an index that passed its checksum may still have been written by somebody hostile
-        yield
-    except RaycheckError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CorruptError(
-            f"checkpoint {checkpoint.entry.key} holds values that do not fit the state: {type(error).__name__}: {error}"
-        ) from error
