@@ -1,6 +1,7 @@
 """`python -m tests.bench`: raycheck and its peers against what machine and store can do at best, in one run."""
 
 import argparse
+import logging
 import os
 import shlex
 import sys
@@ -23,6 +24,7 @@ def main() -> int:
     arguments = _arguments()
     for text in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
+    logging.getLogger("raycheck").setLevel(logging.WARNING)
     began = perf_counter()
     with started(arguments.server) as server:
         torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -16,7 +16,7 @@ class Scale:
     and requests are counted, `memory_bytes` where memory is.
 
     ranks, tensors: of the simulated coordinator. steps_s: of a training without uploads. before_first_s: from when a
-    TrainState is made to its first save. warm_ups: rounds that do not count. states: those that time is measured on.
+    TrainState is prepared to its first save. warm_ups: rounds that do not count. states: those that time is measured on.
     loaded_by: how many ranks load what four saved. has_processes: whether what needs fresh processes is measured too.
     """
 
@@ -43,7 +43,7 @@ FULL = Scale(
     wire_bytes=256 * MIB,
     memory_bytes=512 * MIB,
     rounds=5,
-    ranks=64,
+    ranks=1024,
     tensors=1000,
     steps_s=0.5,
     before_first_s=1.0,
@@ -55,7 +55,7 @@ QUICK = Scale(
     wire_bytes=128 * MIB,
     memory_bytes=256 * MIB,
     rounds=3,
-    ranks=8,
+    ranks=256,
     tensors=1000,
     steps_s=0.2,
     before_first_s=0.5,
