@@ -33,6 +33,7 @@ TINY = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", MEASURES, ids=lambda keys: keys[0])
 def test_a_measure_gives_a_row_for_each_of_its_goals(keys: tuple[str, ...], s3: str, tmp_path, capsys) -> None:
     bench = Bench(server=Server(kind="moto", name="moto", uri=s3, pids=(), placement="anywhere"), scale=TINY)

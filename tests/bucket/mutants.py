@@ -21,7 +21,6 @@ class Mutant:
     where: str
     old: str
     new: str
-    is_slow: bool = False
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Replace the function wherever a module of raycheck or of the tests holds it."""
@@ -53,7 +52,6 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a commit does not look at the coordinator",
-        is_slow=True,
         where="commit:commit",
         old=" or current.coordinator != me.coordinator",
         new="",
@@ -130,7 +128,6 @@ MUTANTS = (
     ),
     Mutant(
         lacks="retention drops the pinned",
-        is_slow=True,
         where="retention:_protected",
         old="if entry.pinned:",
         new="if False:",
@@ -155,7 +152,6 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a sweep deletes of the attempt it reads",
-        is_slow=True,
         where="sweep:_garbage",
         old="if name.attempt < number and str(name) not in named:",
         new="if name.attempt <= number and str(name) not in named:",

@@ -58,10 +58,8 @@ def run_short_ones() -> None:
         run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=40, derandomize=False))
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(it, marks=[pytest.mark.slow] * it.is_slow, id=it.lacks.replace(" ", "-")) for it in MUTANTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [pytest.param(it, id=it.lacks.replace(" ", "-")) for it in MUTANTS])
 def test_the_histories_notice_when(mutant: Mutant, monkeypatch):
     mutant.install(monkeypatch)
 

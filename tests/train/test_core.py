@@ -120,6 +120,7 @@ def test_a_replaced_group_is_told_that_its_attempt_is_over(cluster: None, s3: st
     assert [entry.key for entry in body.live] == ["step-000000002-a2-s1"]
 
 
+@pytest.mark.slow
 def test_steps_before_restore_are_refused(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
@@ -130,6 +131,7 @@ def test_steps_before_restore_are_refused(cluster: None, s3: str) -> None:
     assert_invariants(open_store(uri))
 
 
+@pytest.mark.slow
 def test_a_rank_that_saves_alone_fails_that_save_and_mixes_nothing(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     coordinator = raycheck.start_coordinator(uri, owner="me")
@@ -196,6 +198,7 @@ def test_two_open_checkpointers_of_a_run_in_one_process_are_refused(cluster: Non
     assert len(assert_invariants(open_store(uri)).live) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_sees_another_place_than_the_driver_is_told_so(cluster: None) -> None:
     uri = f"memory://{uuid4().hex}"  # of each process its own, as a folder on each node would be
     holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))

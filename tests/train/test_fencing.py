@@ -106,6 +106,7 @@ def test_failed_saves_do_not_end_training_before_their_limit(job, s3: str, tmp_p
         assert body.entry(body.head).step == 12
 
 
+@pytest.mark.slow
 def test_too_many_failed_saves_in_a_row_end_training_with_the_reason(job, s3: str, tmp_path: Path) -> None:
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
@@ -120,6 +121,7 @@ def test_too_many_failed_saves_in_a_row_end_training_with_the_reason(job, s3: st
         assert_invariants(open_store(join_uri(storage, "run")))
 
 
+@pytest.mark.slow
 def test_wrong_settings_end_the_run_before_any_worker_starts(job, tmp_path: Path) -> None:
     storage = f"file://{tmp_path}/runs"
     raycheck.fit(job(storage, "run", epochs=1, workers=1, mode="plain"))

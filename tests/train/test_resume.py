@@ -80,6 +80,7 @@ def test_a_killed_run_is_bit_identical_to_one_never_killed(
     assert body.entry(body.head).step == STEPS
 
 
+@pytest.mark.slow
 def test_right_after_a_commit_raycheck_is_not_behind_although_ray_is(job, s3: str, tmp_path: Path) -> None:
     storage = join_uri(s3, uuid4().hex)
 
@@ -109,6 +110,7 @@ def test_a_worker_killed_in_the_middle_of_its_upload_leaves_no_half_checkpoint(j
         assert store.list_names(layout.CHECKPOINTS_PREFIX) == sorted(listed), "torn objects were swept"
 
 
+@pytest.mark.slow
 def test_a_worker_killed_after_every_report_loses_nothing(job, s3: str, tmp_path: Path) -> None:
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
