@@ -17,6 +17,7 @@ import torch
 from raycheck.errors import ConfigError
 
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
+_Names = tuple[str, str, tuple[str, ...]]
 _STRIDE = 4 * 1024 * 1024
 """Bytes faulted in at a time: other threads that map memory wait meanwhile."""
 
@@ -102,10 +103,11 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            mount = root / "sys/fs/cgroup"
+            names: _Names = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
         elif "memory" in controllers.split(","):
             mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
         else:
             continue
         folder = mount / path.strip("/")
@@ -114,13 +116,13 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(found)
 
 
-def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
+def _left(folder: Path, names: _Names) -> int | None:
     """Bytes that a control group may still claim, its page cache given up. None: no limit, or none to be seen."""
     limit, usage, cache = names
     try:
         most = int((folder / limit).read_text())
         used = int((folder / usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, most - used + int(stat.get(cache, 0)))
+        return max(0, most - used + sum(int(stat.get(name, 0)) for name in cache))
     except (OSError, ValueError):
         return None

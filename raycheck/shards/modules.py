@@ -190,6 +190,9 @@ class _Places:
     def __init__(self, root: torch.nn.Module, plain: Callable[[str], str], prefix: str, names: Iterable[str]) -> None:
         places: dict[str, tuple[dict[str, Any], str]] = {}
         self._sizes: list[tuple[Sized, int]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._nothing: list[tuple[dict[str, Any], str]] = []  # registered, but None so far
+        self._left_out: list[tuple[set[str], frozenset[str]]] = []
         self._children: list[tuple[dict[str, Any], str, object]] = []
         self._before: list[Callable[[], object]] = []
         for path, module in root.named_modules(remove_duplicate=False):
@@ -200,8 +203,10 @@ class _Places:
             for held in (parameters, buffers):
                 places.update({f"{prefix}.{plain(start + key)}": (held, key) for key in held})
             hooks = module._state_dict_pre_hooks, module._state_dict_hooks  # noqa: SLF001
-            containers = (parameters, buffers, children, module._non_persistent_buffers_set, *hooks)  # noqa: SLF001
-            self._sizes += [(held, len(held)) for held in containers]
+            self._attributes.append(vars(module))
+            self._sizes += [(held, len(held)) for held in (parameters, buffers, children, *hooks)]
+            self._nothing += [(held, key) for held in (parameters, buffers) for key in held if held[key] is None]
+            self._left_out.append((module._non_persistent_buffers_set, frozenset(module._non_persistent_buffers_set)))  # noqa: SLF001
             self._children += [(children, key, child) for key, child in children.items()]
             self._before += [partial(hook, module, start, False) for hook in hooks[0].values()]
         self._places = [places[name] for name in names]
@@ -209,9 +214,14 @@ class _Places:
     def fetch(self) -> list[Any]:
         for hook in self._before:
             hook()
-        if any(len(held) != size for held, size in self._sizes) or any(
-            held.get(key) is not child for held, key, child in self._children
-        ):
+        is_as_before = (
+            all(len(held) == size for held, size in self._sizes)
+            and all(held[key] is None for held, key in self._nothing)
+            and all(held == names for held, names in self._left_out)
+            and all(held.get(key) is child for held, key, child in self._children)
+            and not any("state_dict" in attributes for attributes in self._attributes)
+        )
+        if not is_as_before:
             raise LookupError("the module was built differently when it was looked at last")
         return [held[key] for held, key in self._places]
 
@@ -220,7 +230,8 @@ def _is_plain(module: torch.nn.Module) -> bool:
     """Whether it says its state in torch's own way. FSDP2 does: its hook before only puts sharded parameters back."""
     kind = type(module)
     way = (kind.state_dict, kind._save_to_state_dict, kind.get_extra_state)  # noqa: SLF001
-    return way == _OWN_WAY and not module._state_dict_hooks  # noqa: SLF001
+    is_own = {"state_dict", "_save_to_state_dict", "get_extra_state"} & vars(module).keys()
+    return way == _OWN_WAY and not is_own and not module._state_dict_hooks  # noqa: SLF001
 
 
 def _is_wrapper(value: Any) -> bool:

@@ -193,7 +193,7 @@ class OptimizerPart(Part):
 def _is_plain(optimizer: Optimizer) -> bool:
     """Whether it says its state in torch's own way."""
     hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001
-    return type(optimizer).state_dict is _OWN_WAY and not any(hooks)
+    return type(optimizer).state_dict is _OWN_WAY and "state_dict" not in vars(optimizer) and not any(hooks)
 
 
 def _merged(saved: SavedPart) -> Any:

@@ -4,14 +4,17 @@ should not be asked for them by every one.
 Used where the ranks have a torch process group of their own; without one each rank reads all it wants.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raycheck.errors import RaycheckError
+from raycheck.errors import RaycheckError, StoreError
 from raycheck.shards.pieces import Piece
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -24,23 +27,22 @@ def read_shared(read: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece],
 
     Returns the bytes that this rank fetched. Raises what `read` raised on this rank, else on the lowest that failed.
     """
-    if not _can_share(pieces, rank, world_size):
+    if not _has_group(world_size):
         return read(pieces)
-    by_box = {_box(piece): piece for piece in pieces}
-    wanted: list[list[Box] | None] = [None] * world_size
-    dist.all_gather_object(wanted, list(by_box))
-    common = sorted(set(by_box).intersection(*(boxes or [] for boxes in wanted)))
+    by_box = {_box(piece): piece for piece in pieces if piece.sizes == piece.shape}
+    own = sorted(by_box) if dist.get_rank() == rank and _can_send(pieces) else []
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=16).digest()
+    is_alike = len(set(_gathered((digest, None), world_size))) == 1
+    common = own if is_alike else sorted(set(own).intersection(*_gather(own, world_size)))
     reader_of = _readers({box: by_box[box].size_bytes for box in common}, world_size)
     failure, fetched = None, 0
     try:
-        fetched = read([piece for box, piece in by_box.items() if reader_of.get(box, rank) == rank])
+        fetched = read([piece for piece in pieces if reader_of.get(_box(piece), rank) == rank])
     except RaycheckError as error:
         failure = error
-    failures: list[RaycheckError | None] = [None] * world_size
-    dist.all_gather_object(failures, failure)
-    first = failure or next(filter(None, failures), None)
-    if first is not None:
-        raise first
+    except Exception as error:  # noqa: BLE001  the others must not wait for this rank
+        failure = StoreError(f"rank {rank} could not read its share: {type(error).__name__}: {error}")
+    _gathered((None, failure), world_size)
     ordered = sorted((reader, box) for box, reader in reader_of.items())
     for reader, group in groupby(ordered, itemgetter(0)):
         for bucket in _buckets([by_box[box] for _, box in group]):
@@ -48,16 +50,40 @@ def read_shared(read: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece],
     return fetched
 
 
-def _can_share(pieces: Sequence[Piece], rank: int, world_size: int) -> bool:
-    """Ranks judge alike: a group is of all of them or of none, and its devices are those of the state."""
-    if world_size == 1 or not dist.is_available() or not dist.is_initialized():
-        return False
-    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-        return False
+@contextmanager
+def told_to_all(world_size: int) -> Iterator[None]:
+    """For what comes before `read_shared`: an error on one rank is raised on those that wait for it there."""
+    try:
+        yield
+    except RaycheckError as error:
+        if _has_group(world_size):
+            _gather((None, error), world_size)
+        raise
+
+
+def _has_group(world_size: int) -> bool:
+    """Whether there is a process group of this many ranks. Judged alike by all of them."""
+    return world_size > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
+
+
+def _gather(item: Any, world_size: int) -> list[Any]:
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, item)
+    return gathered
+
+
+def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) -> list[bytes | None]:
+    """The first of each rank's pair. Raises this rank's error, else the lowest rank's that has one."""
+    pairs = _gather(item, world_size)
+    failure = item[1] or next((error for _, error in pairs if error is not None), None)
+    if failure is not None:
+        raise failure
+    return [found for found, _ in pairs]
+
+
+def _can_send(pieces: Sequence[Piece]) -> bool:
     devices = {part.partition(":")[0] for part in dist.get_backend_config().split(",")}
-    wanted: list[bool] = [False] * world_size
-    dist.all_gather_object(wanted, {piece.local.device.type for piece in pieces} <= devices)
-    return all(wanted)
+    return {piece.local.device.type for piece in pieces} <= devices
 
 
 def _box(piece: Piece) -> Box:

@@ -229,14 +229,15 @@ class Stager:
         self._buffer.ready()
         self._view = memoryview(cast("Any", self._buffer.tensor.numpy()))
         typed: dict[torch.dtype, torch.Tensor] = {}
+        views = []
         for slot, (dtype, sizes, _) in zip(self._slots, self._form, strict=True):
             start = slot.payload.start
             self._view[slot.start : start] = slot.frame.head
             flat = typed.get(dtype)
             if flat is None:
                 flat = typed[dtype] = self._buffer.tensor.view(dtype)
-            self._views.append(flat.as_strided(sizes, _strides(sizes), start // dtype.itemsize))
-        self._is_dressed = True
+            views.append(flat.as_strided(sizes, _strides(sizes), start // dtype.itemsize))
+        self._views, self._is_dressed = views, True
 
     def _copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Event]:
         """Copies from the host are done when it returns; those from devices when their events have come."""

@@ -5,6 +5,7 @@ whole checkpoint was compared with the live state; every difference is listed in
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from raycheck.shards.selection import (
     corrupt_if_odd,
     refuse_differences,
 )
-from raycheck.shards.sharing import read_shared
+from raycheck.shards.sharing import read_shared, told_to_all
 from raycheck.shards.stager import Staged, Stager
 from raycheck.shards.watch import local_of
 
@@ -76,9 +77,10 @@ class TrainState:
 
     def prepare(self) -> None:
         """Claim the memory to stage in and have it faulted in behind the training. Best after the first optimizer step,
-        when all state exists. Raises ConfigError when there is too little."""
-        held = [piece for piece in self._pieces(self._gather()) if piece.is_held]
-        self._stager.prepare(held, world_size=self._world_size)
+        when all state exists. That there is too little is for the first save to say, which tells the other ranks."""
+        with suppress(ConfigError):
+            held = [piece for piece in self._pieces(self._gather()) if piece.is_held]
+            self._stager.prepare(held, world_size=self._world_size)
 
     def stage(self, progress: Progress) -> Staged:
         """Copy this rank's shard into the buffer. Live state may change again when it returns (on an accelerator:
@@ -121,25 +123,26 @@ class TrainState:
         changed; CorruptError or NotFoundError while reading, after which the state is a mixture and the process must
         not train on.
         """
-        manifest = checkpoint.manifest()
-        index = checkpoint.index(manifest)
-        lineage = manifest.partial
-        if once and str(selection) in lineage:
-            selection = EVERYTHING
-        if selection != EVERYTHING:
-            lineage = (*lineage, str(selection))
-        places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
-        there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
-        saved_tensors = (tensor.name for tensor in index.tensors)
-        selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
-        with corrupt_if_odd(checkpoint.entry.key):
-            saved = self._saved(index, selection)
-            wanted = {part: part.prepare(found) for part, found in saved.items()}
-            pieces = self._targets(wanted, saved)
-            report = self._report(saved, wanted, selection, there)
-            progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
-        mismatched = [line for found in saved.values() for line in found.mismatched]
-        refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
+        with told_to_all(self._world_size if share else 1):
+            manifest = checkpoint.manifest()
+            index = checkpoint.index(manifest)
+            lineage = manifest.partial
+            if once and str(selection) in lineage:
+                selection = EVERYTHING
+            if selection != EVERYTHING:
+                lineage = (*lineage, str(selection))
+            places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
+            there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
+            saved_tensors = (tensor.name for tensor in index.tensors)
+            selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
+            with corrupt_if_odd(checkpoint.entry.key):
+                saved = self._saved(index, selection)
+                wanted = {part: part.prepare(found) for part, found in saved.items()}
+                pieces = self._targets(wanted, saved)
+                report = self._report(saved, wanted, selection, there)
+                progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
+            mismatched = [line for found in saved.values() for line in found.mismatched]
+            refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
         try:
             read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
             fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
@@ -158,9 +161,10 @@ class TrainState:
         )
 
     def _gather(self) -> list[Gathered]:
+        plan, self._plan = self._plan, None  # when a part raises, the others have seen changes that no plan has
         gathered = [part.gather() for part in self._parts]
-        if not all(found.is_as_before for found in gathered):
-            self._plan = None
+        if all(found.is_as_before for found in gathered):
+            self._plan = plan
         return gathered
 
     def _own(self, gathered: Sequence[Gathered]) -> tuple[list[Piece], list[torch.Tensor]]:

@@ -42,6 +42,6 @@ class Watch:
         try:
             tensors = self._fetch()
             forms = [form_of(tensor) for tensor in tensors]
-        except (LookupError, AttributeError):  # AttributeError: no tensor stands there now
+        except (LookupError, AttributeError, RuntimeError):  # none stands there now, or one of another kind
             return None
         return dict(zip(self._names, tensors, strict=True)) if forms == self._forms else None

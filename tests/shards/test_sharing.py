@@ -59,3 +59,10 @@ def test_a_rank_that_cannot_read_its_share_stops_them_all(ranks: Ranks, checkpoi
 
     assert len(set(told)) == 1
     assert told[0].startswith("CorruptError: shard of rank 0, component train: tensor "), told[0]
+
+
+def test_a_rank_that_refuses_the_checkpoint_stops_them_all(ranks: Ranks, checkpoint: Checkpoint) -> None:
+    told = ranks.run(replicas.load, 3, checkpoint.store.uri, checkpoint.entry, ((), ("nothing.such",), ()))
+
+    assert len(set(told)) == 1
+    assert told[0].startswith("ConfigError: restore: there is no 'nothing.such'"), told[0]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raycheck.bucket.index import Index
+from raycheck.errors import ConfigError
 from raycheck.shards.state import Progress, TrainState
 from tests.shards.saving import shard_bytes
 
@@ -35,6 +36,9 @@ class Live:
 @pytest.fixture
 def live() -> Live:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 2)))
+    model.register_buffer("scale", None)
+    model.register_parameter("shift", None)
+    model.register_buffer("unsaved", torch.ones(2), persistent=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     live = Live(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
     live.step()
@@ -122,6 +126,28 @@ def a_buffer_comes(live: Live) -> None:
 @change
 def a_buffer_is_no_longer_kept(live: Live) -> None:
     live.model[1]._non_persistent_buffers_set.add("running_var")
+
+
+@change
+def a_buffer_that_was_none_is_a_tensor(live: Live) -> None:
+    live.model.scale = torch.full((2,), 3.0)
+
+
+@change
+def a_parameter_that_was_none_is_a_tensor(live: Live) -> None:
+    live.model.shift = nn.Parameter(torch.full((2,), 4.0))
+
+
+@change
+def two_buffers_swap_their_persistence(live: Live) -> None:
+    live.model[1]._non_persistent_buffers_set.add("running_mean")
+    live.model._non_persistent_buffers_set.clear()
+
+
+@change
+def the_module_has_a_state_dict_of_its_own(live: Live) -> None:
+    own = live.model.state_dict
+    live.model.state_dict = lambda *args, **options: dict(list(own(*args, **options).items())[:2])
 
 
 @change
@@ -222,6 +248,19 @@ def test_a_state_that_was_looked_at_in_between_is_planned_anew(live: Live) -> No
     used.holdings()
 
     assert saved_by(used) == saved_by(live.state("model"))
+
+
+def test_a_part_that_raises_leaves_no_plan_behind(live: Live) -> None:
+    used = live.state()
+    saved_by(used)
+    live.model[0].bias.data = torch.full((4,), 6.0)
+    live.optimizer.param_groups[0]["odd"] = object()
+    with pytest.raises(ConfigError, match="odd"):
+        saved_by(used)
+
+    del live.optimizer.param_groups[0]["odd"]
+
+    assert saved_by(used) == saved_by(live.state())
 
 
 @pytest.mark.parametrize("move", ["parameter", "slot", "all slots"])
