@@ -247,7 +247,9 @@ def test_a_crash_of_the_restart_after_a_crash_leaves_a_restorable_run(name, reco
     assert tally.restarts >= 30
 
 
-@pytest.fixture(params=[("file", 1), pytest.param(("s3", 3), marks=pytest.mark.slow)], ids=["file", "s3"])
+@pytest.fixture(
+    params=[pytest.param(item, marks=pytest.mark.slow) for item in (("file", 1), ("s3", 3))], ids=["file", "s3"]
+)
 def real(request, tmp_path, monkeypatch):
     """What makes an empty store, another one each time; and which of the faults there is time for: every first, ..."""
     kind, every = request.param

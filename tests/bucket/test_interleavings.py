@@ -180,7 +180,16 @@ MANY = {"commit with prune and prune", "claim and prune", "prune and eviction", 
 ORDERS_AT_LEAST = 4
 
 
-@pytest.mark.parametrize("name", PAIRS)
+LONG = {
+    "claim and claim",
+    "commit with prune and prune",
+    "prune and eviction",
+    "rewind and claim and save",
+    "rewind and eviction",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(it, marks=[pytest.mark.slow] * (it in LONG)) for it in PAIRS])
 def test_two_processes_in_any_order_leave_a_restorable_run(name, clock, record_property):
     orders = Orders(old, PAIRS[name][:2], clock, max_switches=2 if name in MANY else 0)
 

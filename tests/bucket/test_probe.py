@@ -21,7 +21,7 @@ def test_a_node_with_all_rights_passes_and_leaves_nothing(store):
 @pytest.mark.parametrize(
     ("method", "path", "times", "verb", "permission"),
     [
-        ("PUT", "probes/", 1, "put", "s3:PutObject"),
+        ("PUT", "probes/", 2, "put", "s3:PutObject"),
         ("GET", "probes/", 2, "get", "s3:GetObject"),
         ("GET", "list-type", 1, "list", "s3:ListBucket"),
         ("DELETE", "probes/", 1, "delete", "s3:DeleteObject"),
@@ -51,7 +51,7 @@ def test_a_conditional_put_that_is_denied_is_told_apart_from_the_plain_one(s3):
 
 def test_the_keys_permissions_are_named_where_encryption_is_on(s3):
     with fault_proxy(s3) as proxy:
-        proxy.rule("deny", "PUT", "probes/", times=1)
+        proxy.rule("deny", "PUT", "probes/", times=2)
         store = open_store(join_uri(proxy.uri, uuid4().hex), StorageSettings(encryption="aws:kms"))
 
         with pytest.raises(ConfigError, match=re.escape("kms:GenerateDataKey")):
@@ -80,7 +80,7 @@ def test_a_denial_is_told_from_other_failures_also_after_pickling(s3):
     import pickle
 
     with fault_proxy(s3) as proxy:
-        proxy.rule("deny", "PUT", "a")
+        proxy.rule("deny", "PUT", "a", times=2)
         with pytest.raises(StoreError) as caught:
             open_store(join_uri(proxy.uri, uuid4().hex)).put("a", b"1")
 

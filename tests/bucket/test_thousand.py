@@ -76,6 +76,7 @@ def test_latest_stays_small_over_a_thousand_commits_of_many_attempts_and_drivers
     assert set(names) == {item.key for item in (*body.live, *body.evicted)}
 
 
+@pytest.mark.slow
 def test_a_latest_full_of_evicted_names_can_still_be_claimed_and_pruned():
     """Commits that come quicker than prunes fill it. Such a save may fail, but the run must not be lost."""
     store = open_store(f"memory://{uuid4().hex}")

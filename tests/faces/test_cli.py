@@ -107,6 +107,7 @@ def test_export_hf_writes_what_others_load(run, tmp_path: Path) -> None:
     assert_invariants(open_store(uri))
 
 
+@pytest.mark.slow
 def test_export_hf_says_what_to_do_instead(run, tmp_path: Path) -> None:
     uri, _ = run
 

@@ -211,7 +211,7 @@ def test_a_node_without_permission_is_told_before_the_run_is_claimed(cluster: No
     with fault_proxy(s3) as proxy:
         uri = join_uri(proxy.uri, uuid4().hex)
         holder = Holder.remote(0, 1, "group", uri, raycheck.start_coordinator(uri, owner="me"))
-        proxy.rule("deny", "PUT", "probes/")
+        proxy.rule("deny", "PUT", "probes/", times=2)
 
         with pytest.raises(raycheck.ConfigError, match=r"node .*: put: .*s3:PutObject"):
             ray.get(holder.restore.remote())
