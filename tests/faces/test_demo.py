@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 
 def demo(*args: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "raycheck", "demo", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=dict(os.environ))
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ))
 
 
 def test_the_demo_loses_a_worker_and_goes_on_and_its_kept_run_can_be_resumed() -> None:
