@@ -70,19 +70,12 @@ class Object:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Where everything lies, without checksums and values: the same at every save until the state changes its form.
-
-    One row per chunk, those of tensor i from `starts[i]` to `starts[i + 1]`. A row of a tensor with fewer dimensions
-    than others has the offset 0 and the size 1 in the rest of them. head, frame: bytes of the record before, and around
-    its payload. crc_at: where a row's checksums begin among those of its object; all of an index are in the order of
-    `objects`.
+class Rows:
+    """One row per chunk, in columns. A row of a tensor with fewer dimensions than others has the offset 0 and the size
+    1 in the rest of them. head, frame: bytes of the record before, and around its payload. crc_at: where a row's
+    checksums begin among those of its object.
     """
 
-    tensors: tuple[Tensor, ...]
-    objects: tuple[Object, ...]
-    leaves: tuple[Leaf, ...]
-    starts: "Column[int]"
     object: "Column[int]"
     offsets: tuple["Column[int]", ...]
     sizes: tuple["Column[int]", ...]
@@ -91,6 +84,20 @@ class Plan:
     frame: "Column[int]"
     payload_size: "Column[int]"
     crc_at: "Column[int]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Rows):
+    """Where everything lies, without checksums and values: the same at every save until the state changes its form.
+
+    The rows of tensor i are those from `starts[i]` to `starts[i + 1]`. All checksums of an index are in the order of
+    `objects`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    objects: tuple[Object, ...]
+    leaves: tuple[Leaf, ...]
+    starts: "Column[int]"
 
     def rows(self) -> Iterator[tuple[int, int]]:
         """First row and end of each tensor."""

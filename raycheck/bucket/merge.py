@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise, repeat
 
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.columns import spread
-from raycheck.bucket.index import Column, Leaf, Object, Plan, Tensor
+from raycheck.bucket.index import Column, Leaf, Object, Plan, Rows, Tensor
 from raycheck.errors import ConfigError
 
 Box = tuple[tuple[int, int], ...]
@@ -37,7 +37,8 @@ def merge_plans(plans: Sequence[Plan]) -> Merged:
     tensors, numbers = _numbered(plans)
     objects = [item for plan in plans for item in plan.objects]
     runs = _runs(numbers, len(tensors))
-    rows = _side_by_side(plans, dims=max((len(tensor.shape) for tensor in tensors), default=0)).each(_taken(runs))
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    rows = _each(_side_by_side(plans, dims), _taken(runs))
     starts = list(accumulate((sum(map(len, own)) for own in runs), initial=0))
     copies = _copies(rows, starts)
     has_copies = any(rows.payload_size[row] for row in copies)
@@ -45,7 +46,7 @@ def merge_plans(plans: Sequence[Plan]) -> Merged:
     cuts = [[slice(0, count)] for count in num_crcs]
     if copies:
         ends = [-1, *copies, starts[-1]]
-        rows = rows.each(_taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
+        rows = _each(rows, _taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
         starts = [start - bisect_left(copies, start) for start in starts]
         rows, objects, cuts = _without_crcs_of_copies(rows, objects, [len(plan.objects) for plan in plans])
     leaves: dict[str, Leaf] = {}
@@ -62,30 +63,18 @@ def merge_plans(plans: Sequence[Plan]) -> Merged:
     return Merged(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
-    """The columns of a plan."""
-
-    object: "Column[int]"
-    offsets: tuple["Column[int]", ...]
-    sizes: tuple["Column[int]", ...]
-    record_offset: "Column[int]"
-    head: "Column[int]"
-    frame: "Column[int]"
-    payload_size: "Column[int]"
-    crc_at: "Column[int]"
-
-    def each(self, change: Callable[["Column[int]"], "Column[int]"]) -> "_Rows":
-        return _Rows(
-            object=change(self.object),
-            offsets=tuple(map(change, self.offsets)),
-            sizes=tuple(map(change, self.sizes)),
-            record_offset=change(self.record_offset),
-            head=change(self.head),
-            frame=change(self.frame),
-            payload_size=change(self.payload_size),
-            crc_at=change(self.crc_at),
-        )
+def _each(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) -> Rows:
+    """The rows with every column changed."""
+    return Rows(
+        object=change(rows.object),
+        offsets=tuple(map(change, rows.offsets)),
+        sizes=tuple(map(change, rows.sizes)),
+        record_offset=change(rows.record_offset),
+        head=change(rows.head),
+        frame=change(rows.frame),
+        payload_size=change(rows.payload_size),
+        crc_at=change(rows.crc_at),
+    )
 
 
 def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
@@ -144,7 +133,7 @@ def _joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
     return whole
 
 
-def _side_by_side(plans: Sequence[Plan], dims: int) -> _Rows:
+def _side_by_side(plans: Sequence[Plan], dims: int) -> Rows:
     """The columns of all ranks, one after the other; objects are counted through."""
     first_objects = accumulate((len(plan.objects) for plan in plans), initial=0)
 
@@ -152,7 +141,7 @@ def _side_by_side(plans: Sequence[Plan], dims: int) -> _Rows:
         found = ((getattr(plan, name), len(plan.object)) for plan in plans)
         return _joined(own[dim] if dim < len(own) else repeat(fill, count) for own, count in found)
 
-    return _Rows(
+    return Rows(
         object=_joined(map(first.__add__, plan.object) for plan, first in zip(plans, first_objects, strict=False)),
         offsets=tuple(dimension("offsets", dim, 0) for dim in range(dims)),
         sizes=tuple(dimension("sizes", dim, 1) for dim in range(dims)),
@@ -164,7 +153,7 @@ def _side_by_side(plans: Sequence[Plan], dims: int) -> _Rows:
     )
 
 
-def _copies(rows: _Rows, starts: Sequence[int]) -> list[int]:
+def _copies(rows: Rows, starts: Sequence[int]) -> list[int]:
     """Rows whose box of the same tensor an earlier row has."""
     copies: list[int] = []
     for first, end in pairwise(starts):
@@ -180,8 +169,8 @@ def _copies(rows: _Rows, starts: Sequence[int]) -> list[int]:
 
 
 def _without_crcs_of_copies(
-    rows: _Rows, objects: Sequence[Object], num_objects: Sequence[int]
-) -> tuple[_Rows, list[Object], list[list[slice]]]:
+    rows: Rows, objects: Sequence[Object], num_objects: Sequence[int]
+) -> tuple[Rows, list[Object], list[list[slice]]]:
     """What is kept of each rank's checksums; rows and objects by what is kept. num_objects: of each rank."""
     rank_of = [rank for rank, count in enumerate(num_objects) for _ in range(count)]
     base_of = [0] * len(objects)
