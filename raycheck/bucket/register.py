@@ -57,7 +57,7 @@ class Register:
         """`read`, of a run that must be there. Raises NotFoundError when it is not."""
         found = self.read()
         if found is None:
-            raise NotFoundError(f"{self.store.uri}: no run here (no object named latest)")
+            raise self._no_run()
         return found
 
     def swap(self, decide: Decide, *, what: str) -> Latest:
@@ -92,10 +92,13 @@ class Register:
 
         def decide(body: Latest | None, now: float) -> Latest | None:
             if body is None:
-                raise NotFoundError(f"{self.store.uri}: no run here (no object named latest)")
+                raise self._no_run()
             return change(body, now)
 
         return self.swap(decide, what=what)
+
+    def _no_run(self) -> NotFoundError:
+        return NotFoundError(f"{self.store.uri}: no run here (no object named latest)")
 
     def _write(self, new: Latest, got: Got | None) -> None:
         data = dump_latest(new)
