@@ -50,8 +50,8 @@ class OptimizerPart(Part):
         if self._last is not None:
             watch, found = self._last
             tensors = watch.look()
-            other = self.gathered({"param_groups": self._groups()})
-            if tensors is not None and not other.tensors:
+            other = None if tensors is None else self.gathered({"param_groups": self._groups()})
+            if tensors is not None and other is not None and not other.tensors:
                 values = {**found.values, "other": other.values["other"]}
                 return replace(found, tensors=tensors, values=values, leaves=other.leaves, is_as_before=True)
         found = super().gather()
@@ -82,8 +82,10 @@ class OptimizerPart(Part):
     def _groups(self) -> list[dict[str, Any]]:
         """The options of each group, with names for parameters."""
         groups = zip(self.optimizer.param_groups, self._names, strict=True)
-        options = [({key: value for key, value in group.items() if key != "params"}, names) for group, names in groups]
-        return [{**group, "params": list(names)} for group, names in options]
+        return [
+            {key: value for key, value in group.items() if key != "params"} | {"params": list(names)}
+            for group, names in groups
+        ]
 
     def tree(self) -> dict[str, Any]:
         packed = self.optimizer.state_dict()
