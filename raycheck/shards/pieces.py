@@ -117,6 +117,11 @@ def memory(piece: Piece) -> tuple[object, ...]:
     return (address, local.device, local.dtype, local.stride(), piece.shape, piece.offsets, piece.sizes)
 
 
+def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
 def without_memory(piece: Piece) -> Piece:
     """What is known of a piece, to be kept: its memory must be able to go."""
     return replace(piece, local=torch.empty(piece.local.shape, dtype=piece.local.dtype, device="meta"))

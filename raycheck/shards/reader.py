@@ -17,7 +17,7 @@ from raycheck.bucket.index import Chunk, Index, Tensor
 from raycheck.bucket.layout import shard_file
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError
-from raycheck.shards.pieces import Piece
+from raycheck.shards.pieces import Piece, strides_of
 
 REQUEST_BYTES = 16 * 1024 * 1024
 GAP_BYTES = 64 * 1024
@@ -118,7 +118,7 @@ def _reads_of_box(  # noqa: PLR0917
             target_low=into,
         )
 
-    strides = _strides(chunk.sizes)
+    strides = strides_of(chunk.sizes)
     if sizes[1:] == chunk.sizes[1:] == piece.sizes[1:] and piece.local.is_contiguous():
         at = inside[0] * strides[0] if sizes else 0
         stop = at + math.prod(sizes)
@@ -208,7 +208,3 @@ def _place(payload: memoryview, read: Read) -> None:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its memory on this host is its bytes, one after the other."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

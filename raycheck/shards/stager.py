@@ -6,7 +6,6 @@ was started from it has ended; the caller waits for that.
 """
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -17,7 +16,7 @@ from raycheck.bucket.checksum import combined, crc32, sub_block_crcs, sub_block_
 from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.shards.buffer import Buffer
 from raycheck.shards.frame import Frame, frame_for
-from raycheck.shards.pieces import Piece
+from raycheck.shards.pieces import Piece, strides_of
 
 ALIGN = 64
 SLACK_BYTES = 1024 * 1024
@@ -236,7 +235,7 @@ class Stager:
             flat = typed.get(dtype)
             if flat is None:
                 flat = typed[dtype] = self._buffer.tensor.view(dtype)
-            views.append(flat.as_strided(sizes, _strides(sizes), start // dtype.itemsize))
+            views.append(flat.as_strided(sizes, strides_of(sizes), start // dtype.itemsize))
         self._views, self._is_dressed = views, True
 
     def _copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Event]:
@@ -270,11 +269,6 @@ class Stager:
 
 def _form(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Form:
     return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(pieces, sources, strict=True))
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _pickled(value: object) -> bytes:
