@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from tests.bench.ceilings import PART_BYTES
+from raycheck.bucket.store.lending import CUTS
 from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours
@@ -23,7 +23,6 @@ from tests.bench.scale import Bench
 from tests.bench.states import State, make_state
 
 STATE = "few large"
-PARTS_IN_FLIGHT = 4
 WARM_UP_BYTES = 1 << 20  # so little that no buffer of it can serve the save that is measured
 WITHIN_S = 300.0
 Save = Callable[[str, State], None]
@@ -37,7 +36,7 @@ def rows(bench: Bench) -> list[Row]:
     for side in (*ENGINES, STOCK):
         with ProcessPoolExecutor(1, mp_context=processes()) as fresh:
             extra[side] = fresh.submit(peak_bytes, side, bench.uri, size).result(WITHIN_S)
-    values = {side: (extra[side] - 2 * PART_BYTES * PARTS_IN_FLIGHT) / size for side in ENGINES}
+    values = {side: (extra[side] - 2 * CUTS["s3"].part_bytes * CUTS["s3"].in_flight) / size for side in ENGINES}
     return [
         Row(
             key="R8",
