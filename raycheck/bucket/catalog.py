@@ -29,17 +29,33 @@ class Finding:
     problem: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Manifest and index of a checkpoint, as bytes."""
+
+    manifest: bytes
+    index: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint: its entry in `latest`, and what lies behind it."""
+    """A committed checkpoint: its entry in `latest`, and what lies behind it. documents: as somebody else has read
+    them, checked all the same."""
 
     store: Store
     entry: Entry
+    documents: Documents | None = None
+
+    def read_documents(self) -> Documents:
+        """For others. Not checked. Raises CorruptError, or NotFoundError when evicted."""
+        keys = layout.manifest_key(self.entry.key), layout.index_key(self.entry.key)
+        manifest, index = (_get_live(self.store, self.entry.key, key) for key in keys)
+        return Documents(manifest=manifest, index=index)
 
     def manifest(self) -> Manifest:
         """Read and checked against the checksum in `latest`. Raises CorruptError, or NotFoundError when evicted."""
         key = layout.manifest_key(self.entry.key)
-        data = _get_live(self.store, self.entry.key, key)
+        data = self.documents.manifest if self.documents else _get_live(self.store, self.entry.key, key)
         if crc32(data) != self.entry.manifest_crc32:
             raise CorruptError(f"{self.store.uri}: {key} has another checksum than latest says")
         manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
@@ -50,7 +66,7 @@ class Checkpoint:
     def index(self, manifest: Manifest) -> Index:
         """Read and checked against the checksum in the manifest."""
         key = layout.index_key(self.entry.key)
-        data = _get_live(self.store, self.entry.key, key)
+        data = self.documents.index if self.documents else _get_live(self.store, self.entry.key, key)
         if len(data) != manifest.index.size_bytes or crc32(data) != manifest.index.crc32:
             raise CorruptError(f"{self.store.uri}: {key} is not what the manifest says (size or checksum)")
         return load_index(data, what=f"{self.store.uri}: {key}")

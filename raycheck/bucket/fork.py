@@ -4,18 +4,18 @@ The copy gets a name of attempt 0, which no live attempt can have. `latest` is c
 a run that does not exist yet, and the next try takes the next save number.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from raycheck.bucket.catalog import Checkpoint, directories, read_latest
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import write_manifest
+from raycheck.bucket.copying import copy_object
 from raycheck.bucket.latest import Attempt, Entry, Latest
 from raycheck.bucket.layout import CheckpointName
-from raycheck.bucket.manifest import Blob, Manifest, ShardRecord
+from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, CorruptError, NotFoundError
+from raycheck.errors import ConfigError, NotFoundError
 
 
 def fork(source: Store, target: Store, *, run_id: str) -> None:
@@ -87,21 +87,5 @@ def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manife
         components=tuple(replace(part, checkpoint=str(name)) for part in old.components),
     )
     for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):
-        _copy_object(checkpoint.store, old_key, record, target, new_key)
+        copy_object(checkpoint.store, old_key, record, target, new_key)
     return new
-
-
-def _copy_object(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
-    size, step = record.size_bytes, target.part_bytes(record.size_bytes)
-    seen = 0
-
-    def parts() -> Iterator[memoryview]:
-        nonlocal seen
-        for start in range(0, size, step):
-            data = source.get_range(key, start, min(start + step, size))
-            seen = crc32(data, seen)
-            yield memoryview(data)
-
-    target.put_parts(new_key, parts(), size)
-    if seen != record.crc32:
-        raise CorruptError(f"{source.uri}: {key} has checksum {seen:08x}, its manifest says {record.crc32:08x}")

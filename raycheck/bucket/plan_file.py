@@ -16,13 +16,14 @@ from typing import Any
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.columns import packed, spread, unpacked
 from raycheck.bucket.index import Column, Leaf, Object, Plan, Tensor
-from raycheck.errors import CorruptError
+from raycheck.errors import ConfigError, CorruptError
 
 MAX_DECODED_BYTES = 1 << 30
 MAX_DIMS = 64
 
 
 def dump_plan(plan: Plan) -> bytes:
+    """Raises ConfigError for a plan that is larger than a reader would take."""
     lines = b"\n".join(
         json.dumps([t.name, t.dtype, t.shape, t.path], separators=(",", ":")).encode() for t in plan.tensors
     )
@@ -34,7 +35,13 @@ def dump_plan(plan: Plan) -> bytes:
         "columns": [column[:4] for column in columns],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    return zlib.compress(b"".join((struct.pack("<Q", len(text)), text, lines, *(data for *_, data in columns))), 1)
+    whole = b"".join((struct.pack("<Q", len(text)), text, lines, *(data for *_, data in columns)))
+    if len(whole) > MAX_DECODED_BYTES:
+        raise ConfigError(
+            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} pieces would have {len(whole)} bytes, more "
+            f"than the {MAX_DECODED_BYTES} that a reader takes; shard over fewer ranks, or save fewer tensors"
+        )
+    return zlib.compress(whole, 1)
 
 
 def _columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:

@@ -53,7 +53,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
         for name, value in facts["checkpoint"].items():
-            out.print(Text(f"  {name:<14} {value if not isinstance(value, list) else ', '.join(map(str, value))}"))
+            out.print(Text(f"  {name:<14} {_in_words(value)}"))
 
 
 def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
@@ -83,6 +83,12 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
                 out.print(Text(f"     {finding.key}: {finding.problem}"))
     if bad:
         raise typer.Exit(1)
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {item}" for name, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:
@@ -116,7 +122,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
         "restored_from": manifest.restored_from,
         "tensors": len(index.tensors),
         "entries": sorted(set(index.values) - {"assets", "progress"}),
-        "components": [part.name for part in manifest.components],
+        "components": {part.name: part.checkpoint for part in manifest.components},
         "objects": sum(1 for _ in manifest.objects()) + 1,
         "blocked_s": max((rank.blocked_s for rank in manifest.ranks), default=0.0),
         "upload_s": max((rank.upload_s for rank in manifest.ranks), default=0.0),

@@ -6,7 +6,7 @@ rank's forward makes its own: those of the first rank that holds them are kept.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ class ModulePart(Part):
         self._parameters = {f"{name}.{self._plain(key)}" for key in keys}
         self._made_of: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
         self._last: tuple[Watch, Gathered] | None = None
+        self._last_frozen: frozenset[str] = frozenset()
 
     def tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
@@ -70,15 +71,23 @@ class ModulePart(Part):
         if self._last is not None:
             watch, found = self._last
             tensors = watch.look()
-            if tensors is not None:
+            if tensors is not None and self._frozen(tensors, tensors) == found.frozen:
                 return replace(found, tensors=tensors, is_as_before=True)
         found = super().gather()
-        self._last = None
+        live = {f"{self.name}.{self._plain(key)}": tensor for key, tensor in self._live().items()}
+        frozen = self._frozen(found.tensors, live)
+        found = replace(found, frozen=frozen, is_as_before=found.is_as_before and frozen == self._last_frozen)
+        self._last, self._last_frozen = None, frozen
         if not self._made_of and not found.values["extra"]:
             with suppress(LookupError):
                 watch = Watch(found.tensors, _Places(self.module, self._plain, self.name, found.tensors).fetch)
                 self._last = watch, replace(found, tensors={})
         return found
+
+    def _frozen(self, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Those of `names` whose parameter gets no gradient, also as what a tensor subclass is made of."""
+        fixed = {name for name in self._parameters if name in live and not live[name].requires_grad}
+        return frozenset(name for name in names if fixed and (name in fixed or name.rpartition(".")[0] in fixed))
 
     def _live(self) -> Named:
         module = self.module

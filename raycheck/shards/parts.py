@@ -27,13 +27,15 @@ class Gathered:
     """A part's live state: tensors by name, their paths where they are known, values as a lossless tree, and the
     non-tensor leaves (name to path and object) that only stock tools read.
 
-    is_as_before: known to be the same bytes of memory under the same names as the last time.
+    frozen: names of tensors that training does not change, as far as the part knows. is_as_before: known to be the same
+    bytes of memory under the same names as the last time, and frozen as then.
     """
 
     tensors: Named
     paths: Mapping[str, tuple[str | int, ...]]
     values: Any
     leaves: Leaves
+    frozen: frozenset[str] = frozenset()
     is_as_before: bool = False
 
 

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from raycheck.errors import ConfigError
 
+TRAIN = "train"
+"""The component of all that training changes."""
 Place = tuple[str, tuple[str | int, ...]]
 """A tensor's name, and its path in the state."""
 
@@ -24,6 +26,7 @@ class Piece:
     aliases: further names of the same memory (tied weights), stored once. is_unique: no other rank writes this box;
     otherwise the agreement says who does. may_spread: equal on every holder by construction (parameters and optimizer
     state), so that any of them may write it; False for buffers, which only the first holder's forward defines.
+    component: the one it is saved in.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Piece:
     is_unique: bool
     is_first_replica: bool
     may_spread: bool
+    component: str = TRAIN
 
     @property
     def dtype(self) -> str:

@@ -13,7 +13,7 @@ from threading import Lock
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.index import Index
 from raycheck.bucket.index_file import Parts, join_parts, parts_of
-from raycheck.bucket.manifest import Blob
+from raycheck.bucket.manifest import Blob, Component
 from raycheck.bucket.merge import Merged, merge_plans, uncovered
 from raycheck.bucket.plan_file import Known, dump_plan, load_plan
 from raycheck.errors import CorruptError
@@ -68,9 +68,10 @@ class Whole:
 
 class Plans:
     """Those of the ranks' last saves, by hash, and what they became together. Those that no report named since the save
-    before the last are forgotten."""
+    before the last are forgotten. components: of the newest commit, as far as it is known."""
 
     def __init__(self) -> None:
+        self.components: tuple[Component, ...] = ()
         self._lock = Lock()  # reports come in while a save is concluded in a thread
         self._named: dict[bytes, bytes] = {}  # since the last save was concluded
         self._known: dict[bytes, bytes] = {}

@@ -4,16 +4,18 @@ Every byte written here is a pure function of the reports sorted by rank: no clo
 that died half-way and its successor write the same.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raycheck.bucket import layout
+from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import put_once
+from raycheck.bucket.copying import copy_object
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
-from raycheck.errors import SaveFailedError
+from raycheck.errors import CorruptError, SaveFailedError
 from raycheck.settings import Retention
 from raycheck.shards.plans import Plans, Section
 from raycheck.shards.progress import Progress
@@ -25,7 +27,8 @@ SAVE_ALIKE = "every rank must call end_step and save equally often"
 class Report:
     """What one rank hands in when its shards are durable, or why they are not (`failure`).
 
-    section: its part of the index. partial: see Manifest.
+    section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
+    partial: see Manifest.
     """
 
     group: str
@@ -36,6 +39,7 @@ class Report:
     progress: Progress
     failure: str = ""
     shards: tuple[ShardRecord, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
     section: Section | None = None
     restored_from: str | None = None
     partial: tuple[str, ...] = ()
@@ -50,13 +54,27 @@ class Report:
         """The name of the checkpoint that this save will be."""
         return str(layout.CheckpointName(step=self.progress.step, attempt=self.attempt, save=self.save))
 
+    @property
+    def written(self) -> tuple[ShardRecord, ...]:
+        """The shards that were uploaded."""
+        return tuple(shard for shard in self.shards if shard.component not in self.kept)
+
 
 def assemble(store: Store, reports: Sequence[Report], plans: Plans | None = None) -> tuple[Manifest, bool]:
     """Step 16: write index and `.metadata`; returns the manifest to write next, and whether ranks wrote something
-    twice, so that they should agree anew on who writes it. `reports`: all, in order of rank. plans: of earlier saves.
+    twice, so that they should agree anew on who writes it. `reports`: all, in order of rank. plans: what is known of
+    earlier saves.
 
-    Raises SaveFailedError when the shards leave a hole or overlap, ConfigError when ranks disagree on a tensor.
+    Raises SaveFailedError when the shards leave a hole or overlap, or a report or a shard that was kept is not what it
+    should be; ConfigError when ranks disagree on a tensor.
     """
+    try:
+        return _assemble(store, reports, plans or Plans())
+    except CorruptError as error:  # which would mean that the run is damaged
+        raise SaveFailedError(f"{reports[0].checkpoint}: {error}") from error
+
+
+def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Manifest, bool]:
     first, name = reports[0], reports[0].checkpoint
     if [report.rank for report in reports] != list(range(first.world_size)):
         raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
@@ -67,23 +85,14 @@ def assemble(store: Store, reports: Sequence[Report], plans: Plans | None = None
             )
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
-    shards: dict[str, list[ShardRecord]] = {}
-    for report in reports:
-        for shard in report.shards:
-            shards.setdefault(shard.component, []).append(shard)
-    whole = (plans or Plans()).whole(sections, sorted(shards))
+    whole = plans.whole(sections, sorted({shard.component for report in reports for shard in report.shards}))
     holes = whole.holes
     if holes:
         raise SaveFailedError(
             f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
             f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
         )
-    components = []
-    for component, (metadata, blob) in whole.metadata.items():
-        _put(store, layout.metadata_key(name, component), metadata)
-        components.append(
-            Component(name=component, checkpoint=name, metadata=blob, shards=tuple(shards[component])),
-        )
+    components = [_component(store, reports, part, blob, plans) for part, blob in whole.metadata.items()]
     index = whole.index(sections)
     _put(store, layout.index_key(name), index)
     manifest = Manifest(
@@ -104,12 +113,43 @@ def assemble(store: Store, reports: Sequence[Report], plans: Plans | None = None
                 rank=report.rank,
                 blocked_s=report.blocked_s,
                 upload_s=report.upload_s,
-                size_bytes=sum(shard.size_bytes for shard in report.shards),
+                size_bytes=sum(shard.size_bytes for shard in report.written),
             )
             for report in reports
         ),
     )
     return manifest, whole.merged.has_copies
+
+
+def _component(
+    store: Store, reports: Sequence[Report], name: str, metadata: tuple[bytes, Blob], plans: Plans
+) -> Component:
+    """One component, its `.metadata` written. When no rank has uploaded anything of it, and the head has or refers to
+    exactly this, it is referred to; else what some ranks kept is copied to where the others have written."""
+    checkpoint = reports[0].checkpoint
+    held = {report.rank: (report, shard) for report in reports for shard in report.shards if shard.component == name}
+    here = Component(
+        name=name, checkpoint=checkpoint, metadata=metadata[1], shards=tuple(shard for _, shard in held.values())
+    )
+    places = {report.kept.get(name, checkpoint) for report, _ in held.values()}
+    there = replace(here, checkpoint=min(places))
+    if len(places) == 1 and there != here and _is_in_head(store, there, plans):
+        return there
+    for rank, (report, shard) in held.items():
+        if name in report.kept:
+            source, target = (layout.shard_key(at, name, rank) for at in (report.kept[name], checkpoint))
+            copy_object(store, source, shard, store, target)
+    _put(store, layout.metadata_key(checkpoint, name), metadata[0])
+    return here
+
+
+def _is_in_head(store: Store, component: Component, plans: Plans) -> bool:
+    """The newest commit is asked, which the ranks' knowledge is of: a coordinator started again has not seen it."""
+    if component in plans.components:
+        return True
+    body = read_latest(store)
+    head = body.entry(body.head or "")
+    return head is not None and component in Checkpoint(store, head).manifest().components
 
 
 def _put(store: Store, key: str, data: bytes) -> None:

@@ -6,14 +6,16 @@ was started from it has ended; the caller waits for that.
 """
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from typing import Any, cast
 
 import torch
 
 from raycheck.bucket.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
-from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
+from raycheck.bucket.index import Chunk, Leaf, Tensor
+from raycheck.bucket.manifest import ShardRecord
 from raycheck.shards.buffer import Buffer
 from raycheck.shards.frame import Frame, frame_for
 from raycheck.shards.pieces import Piece, strides_of
@@ -21,7 +23,7 @@ from raycheck.shards.pieces import Piece, strides_of
 ALIGN = 64
 SLACK_BYTES = 1024 * 1024
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
-
+Rows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
 """What the layout depends on: of each piece dtype, sizes, and where it lives."""
@@ -31,6 +33,16 @@ Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
 class ShardName:
     component: str
     rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """What manifest and index say of a shard. Chunks count among these tensors."""
+
+    record: ShardRecord
+    tensors: tuple[Tensor, ...]
+    chunks: tuple[Chunk, ...]
+    leaves: tuple[Leaf, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,20 +70,19 @@ class Staged:
         view: memoryview,
         slots: Sequence[Slot],
         *,
-        shard: ShardName,
+        name: ShardName,
         pieces: Sequence[Piece],
         leaves: Sequence[Leaf],
         copied: Sequence[torch.Event],
     ) -> None:
+        self.name = name
         self._view = view
         self._slots = slots
-        self._shard = shard
         self._pieces = pieces
         self._leaves = leaves
-        self._values: Mapping[str, object] = {}
-        self._rank_values: Mapping[str, object] = {}
         self._copied = copied
         self._crcs: list[tuple[int, ...]] = []
+        self._shard: Shard | None = None
         self.size_bytes = len(view)
         self.crc32 = 0
 
@@ -90,36 +101,14 @@ class Staged:
             yield self._next(sent, part)
             sent += part
 
-    def add(self, values: Mapping[str, object], rank_values: Mapping[str, object]) -> None:
-        """What goes into the index beside the shard."""
-        self._values = values
-        self._rank_values = rank_values
-
-    def section(self) -> Index:
-        """This rank's part of the index. Only after all parts were taken."""
-        assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
-        tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in self._pieces]
-        chunks = [self._chunk(number, piece) for number, piece in enumerate(self._pieces)]
-        aliases = [(number, place) for number, piece in enumerate(self._pieces) for place in piece.aliases]
-        for number, (name, path) in aliases:  # a tied tensor: another name of the same bytes
-            chunks.append(replace(chunks[number], tensor=len(tensors)))
-            tensors.append(replace(tensors[number], name=name, path=path))
-        return index_of(tensors, chunks, leaves=self._leaves, values=self._values, rank_values=[self._rank_values])
-
-    def _chunk(self, number: int, piece: Piece) -> Chunk:
-        slot = self._slots[number]
-        return Chunk(
-            tensor=number,
-            component=self._shard.component,
-            rank=self._shard.rank,
-            offsets=piece.offsets,
-            sizes=piece.sizes,
-            record_offset=slot.start,
-            record_size=slot.frame.record_size,
-            payload_offset=slot.payload.start,
-            payload_size=slot.frame.payload_size,
-            crcs=self._crcs[number],
-        )
+    def shard(self) -> Shard:
+        """What became of it. Only after all parts were taken."""
+        if self._shard is None:
+            assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
+            record = ShardRecord(**asdict(self.name), size_bytes=self.size_bytes, crc32=self.crc32)
+            tensors, chunks = rows(self.name, self._pieces, self._slots, self._crcs)
+            self._shard = Shard(record=record, tensors=tensors, chunks=chunks, leaves=tuple(self._leaves))
+        return self._shard
 
     def _seal(self, slot: Slot) -> None:
         payload = self._view[slot.payload]
@@ -138,7 +127,7 @@ class Stager:
     """The buffer of one component on one rank. Layout and views are kept while the pieces keep their form."""
 
     def __init__(self, component: str, rank: int) -> None:
-        self._shard = ShardName(component=component, rank=rank)
+        self._name = ShardName(component=component, rank=rank)
         self._form: Form | None = None
         self._planned: Sequence[Piece] = ()
         self._buffer: Buffer | None = None
@@ -163,11 +152,7 @@ class Stager:
         too small."""
         records = [(name, path, _pickled(value)) for name, (path, value) in leaves.items()]
         sources = [piece.local for piece in pieces] if sources is None else sources
-        if pieces is not self._planned or self._form is None:
-            form = _form(pieces, sources)
-            if form != self._form:
-                self._lay_out(form)
-            self._planned = pieces
+        self._plan(pieces, sources)
         tensors_end = self._end
         total = tensors_end + sum(len(data) for _, _, data in records)
         if self._buffer is None or not self._suits(self._buffer, total):
@@ -180,19 +165,37 @@ class Stager:
         at = tensors_end
         for name, path, data in records:
             view[at : at + len(data)] = data
-            leaf = Leaf(name=name, path=path, record_offset=at, record_size=len(data), **asdict(self._shard))
+            leaf = Leaf(name=name, path=path, record_offset=at, record_size=len(data), **asdict(self._name))
             stock_leaves.append(leaf)
             at += len(data)
-        return Staged(view, self._slots, shard=self._shard, pieces=pieces, leaves=stock_leaves, copied=copied)
+        return Staged(view, self._slots, name=self._name, pieces=pieces, leaves=stock_leaves, copied=copied)
+
+    def rows(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Rows:
+        """Where these pieces would lie; checksums are not known."""
+        self._plan(pieces, sources)
+        return rows(self._name, pieces, self._slots, repeat(()))
+
+    def release(self) -> None:
+        """Give the memory back. Every request that reads it must have ended."""
+        if self._buffer is not None:
+            self._buffer.ready()
+        self._buffer, self._view, self._views, self._is_dressed = None, memoryview(b""), [], False
 
     @property
     def _end(self) -> int:
         return self._slots[-1].stop if self._slots else 0
 
+    def _plan(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> None:
+        if pieces is not self._planned or self._form is None:
+            form = _form(pieces, sources)
+            if form != self._form:
+                self._lay_out(form)
+            self._planned = pieces
+
     def _lay_out(self, form: Form) -> None:
         self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
         if self._is_dressed:
-            self._release()
+            self.release()
         self._slots, self._by_device = [], {}
         end = 0
         for number, (dtype, sizes, device) in enumerate(form):
@@ -208,18 +211,12 @@ class Stager:
         return total <= buffer.size_bytes and (self._is_dressed or buffer.size_bytes <= most)
 
     def _claim(self, total: int, sources: Sequence[torch.Tensor]) -> Buffer:
-        """With some slack for leaves that grow."""
-        self._release()
+        """With some slack for leaves that grow. An upload under way keeps the buffer before it a while longer."""
+        self.release()
         pinned = any(source.device.type != "cpu" for source in sources)
         size = total + total // 64 + SLACK_BYTES
         self._buffer = Buffer(-(-size // ALIGN) * ALIGN, pinned=pinned)
         return self._buffer
-
-    def _release(self) -> None:
-        """Before the next one is claimed; an upload under way keeps it a while longer."""
-        if self._buffer is not None:
-            self._buffer.ready()
-        self._buffer, self._view, self._views, self._is_dressed = None, memoryview(b""), [], False
 
     def _dress(self) -> None:
         """Heads written, and one view per piece."""
@@ -269,6 +266,31 @@ class Stager:
 
 def _form(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Form:
     return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(pieces, sources, strict=True))
+
+
+def rows(shard: ShardName, pieces: Sequence[Piece], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]) -> Rows:
+    """The tensors of a shard, and the chunks it has of them. One that is tied is there under each of its names."""
+    tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
+    chunks = [
+        Chunk(
+            tensor=number,
+            component=shard.component,
+            rank=shard.rank,
+            offsets=piece.offsets,
+            sizes=piece.sizes,
+            record_offset=slot.start,
+            record_size=slot.frame.record_size,
+            payload_offset=slot.payload.start,
+            payload_size=slot.frame.payload_size,
+            crcs=own,
+        )
+        for number, (piece, slot, own) in enumerate(zip(pieces, slots, crcs, strict=False))
+    ]
+    aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
+    for number, (name, path) in aliases:
+        chunks.append(replace(chunks[number], tensor=len(tensors)))
+        tensors.append(replace(tensors[number], name=name, path=path))
+    return tuple(tensors), tuple(chunks)
 
 
 def _pickled(value: object) -> bytes:

@@ -18,10 +18,11 @@ from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
+from raycheck.shards.components import Components, StagedState, by_component, frozen_component
 from raycheck.shards.entries import entries_of, parts_of
 from raycheck.shards.holdings import holdings_of
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
-from raycheck.shards.pieces import Piece, mine, piece_of, tied, without_memory
+from raycheck.shards.pieces import TRAIN, Piece, mine, piece_of, tied, without_memory
 from raycheck.shards.progress import Progress
 from raycheck.shards.reader import read_into
 from raycheck.shards.rng import apply_rng, rng_values
@@ -35,10 +36,7 @@ from raycheck.shards.selection import (
     refuse_differences,
 )
 from raycheck.shards.sharing import read_shared, told_to_all
-from raycheck.shards.stager import Staged, Stager
 from raycheck.shards.watch import local_of
-
-COMPONENT = "train"
 
 
 class TrainState:
@@ -53,8 +51,8 @@ class TrainState:
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
-        self._stager = Stager(COMPONENT, rank)
-        self._plan: tuple[list[Piece], list[tuple[int, str]]] | None = None
+        self.components = Components(rank)
+        self._plan: dict[str, tuple[list[Piece], list[tuple[int, str]]]] | None = None
 
     @property
     def models(self) -> list[str]:
@@ -80,9 +78,9 @@ class TrainState:
         when all state exists. That there is too little is for the first save to say, which tells the other ranks."""
         with suppress(ConfigError):
             held = [piece for piece in self._pieces(self._gather()) if piece.is_held]
-            self._stager.prepare(held, world_size=self._world_size)
+            self.components.prepare(by_component(held), world_size=self._world_size)
 
-    def stage(self, progress: Progress) -> Staged:
+    def stage(self, progress: Progress) -> StagedState:
         """Copy this rank's shard into the buffer. Live state may change again when it returns (on an accelerator:
         by work enqueued from then on). Raises ConfigError, naming the path, for what cannot be saved."""
         gathered = self._gather()
@@ -100,10 +98,8 @@ class TrainState:
             elif part.is_per_rank or part.name in self._agreement.apart:
                 rank_values[part.name] = found.values
                 leaves |= found.leaves
-        own, sources = self._own(gathered)
-        staged = self._stager.stage(own, leaves, sources)
-        staged.add(values, rank_values)
-        return staged
+        staged, kept = self.components.stage(self._own(gathered), leaves)
+        return StagedState(staged=staged, kept=kept, values=values, rank_values=rank_values)
 
     def apply(
         self,
@@ -150,6 +146,7 @@ class TrainState:
             raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
         for part, tensors in wanted.items():
             part.finish(saved[part], tensors)
+        self.components.restored(manifest, index, pieces)
         return Restored(
             manifest=manifest,
             progress=progress,
@@ -167,14 +164,20 @@ class TrainState:
             self._plan = plan
         return gathered
 
-    def _own(self, gathered: Sequence[Gathered]) -> tuple[list[Piece], list[torch.Tensor]]:
-        """What this rank writes, and its live tensors. Planned once: a plan stands until something moves."""
+    def _own(self, gathered: Sequence[Gathered]) -> dict[str, tuple[list[Piece], list[torch.Tensor]]]:
+        """What this rank writes, and its live tensors, by component. Planned once: a plan stands until something
+        moves."""
         if self._plan is None:
             own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
             part_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
-            self._plan = [without_memory(piece) for piece in own], [(part_of[piece.name], piece.name) for piece in own]
-        pieces, places = self._plan
-        return pieces, [local_of(gathered[number].tensors[name]) for number, name in places]
+            self._plan = {
+                component: ([without_memory(piece) for piece in pieces], [(part_of[p.name], p.name) for p in pieces])
+                for component, pieces in ({TRAIN: []} | by_component(own)).items()
+            }
+        return {
+            component: (pieces, [local_of(gathered[number].tensors[name]) for number, name in places])
+            for component, (pieces, places) in self._plan.items()
+        }
 
     def _pieces(self, gathered: Sequence[Gathered]) -> list[Piece]:
         """Tied ones drawn together. A rank's own value is never tied to what one rank writes for all."""
@@ -186,6 +189,8 @@ class TrainState:
                 piece = piece_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
                 if part.is_per_rank:
                     own.append(replace(piece, is_unique=True))
+                elif name in found.frozen:
+                    shared.append(replace(piece, component=frozen_component(part.name)))
                 else:
                     shared.append(piece)
         return [*tied(shared), *tied(own)]

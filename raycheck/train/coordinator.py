@@ -48,10 +48,12 @@ NOT_COME = "it saved without coming to this agreement; all ranks agree anew befo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The answer to a claim: the attempt's number, and the one checkpoint all ranks restore (None: start fresh)."""
+    """The answer to a claim: the attempt's number, and the one checkpoint all ranks restore (None: start fresh).
+    documents: Ray's reference to those of it, in a list; empty when each rank has to read them itself."""
 
     attempt: int
     restore: Entry | None
+    documents: list[Any]
 
 
 class Coordinator:
@@ -181,7 +183,15 @@ class Coordinator:
             world_size,
             f"restoring {entry.key}" if entry else "starting fresh",
         )
-        return Claim(attempt=attempt.number, restore=entry)
+        return Claim(attempt=attempt.number, restore=entry, documents=self._documents(entry) if entry else [])
+
+    def _documents(self, entry: Entry) -> list[Any]:
+        """Read once for all ranks. What is wrong with them is for the ranks to find out, and to say."""
+        try:
+            return [ray.put(Checkpoint(self._store, entry).read_documents())]
+        except (RaycheckError, ray.exceptions.RayError) as error:
+            logger.warning("run %s: each rank reads the index of %s: %s", self._uri, entry.key, error)
+            return []
 
     def _probe(self) -> None:
         for left in reversed(range(PROBE_ATTEMPTS)):
@@ -219,6 +229,7 @@ class Coordinator:
             data = protocol.write_manifest(self._store, manifest)
             if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
                 return Outcome(kind="superseded", key=name)
+            self._plans.components = manifest.components
             self._untidied += 1
             self._tell_of(manifest)
             if first.is_to_be_exported:
@@ -227,17 +238,19 @@ class Coordinator:
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
             return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
-        return Outcome(kind="committed", key=name, agree_anew=has_copies)
+        places = {part.name: part.checkpoint for part in manifest.components}
+        return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places)
 
     def _tell_of(self, manifest: Manifest) -> None:
         slowest = max(rank.upload_s for rank in manifest.ranks)
+        written = sum(rank.size_bytes for rank in manifest.ranks)
         logger.info(
             "run %s attempt %d: committed %s, %.1f MB, %.0f MB/s over all ranks, training blocked %.3f s",
             self._store.uri,
             manifest.attempt,
             manifest.key,
-            manifest.size_bytes / 1e6,
-            manifest.size_bytes / 1e6 / max(slowest, 1e-9),
+            written / 1e6,
+            written / 1e6 / max(slowest, 1e-9),
             max(rank.blocked_s for rank in manifest.ranks),
         )
 

@@ -5,8 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
+
+import ray
 
 from raycheck.bucket.layout import LATEST_KEY
 from raycheck.bucket.probe import probe_node
@@ -98,6 +101,12 @@ class Group:
     def store(self) -> Store:
         """One per rank: each holds its own connections."""
         return open_store(self.uri)
+
+    def fetch(self, references: list[Any], *, timeout_s: float) -> Any:
+        """What the coordinator has put into Ray's object store. None when that went with it, or nothing was put."""
+        with suppress(ray.exceptions.RayError):
+            return ray.get(references[0], timeout=timeout_s) if references else None
+        return None
 
     def tell(self, method: str, *args: Any) -> None:
         """Call the coordinator without waiting for its answer."""

@@ -4,8 +4,8 @@ Lives in the coordinator's event loop. Every answer is an outcome, never a recei
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raycheck.errors import ConfigError, SaveFailedError
@@ -17,13 +17,14 @@ from raycheck.shards.report import SAVE_ALIKE, Report
 class Outcome:
     """What became of a save. "pending" names the ranks that have not reported; ask again. wants_plan: with the plan,
     of which this coordinator does not know the hash. agree_anew: before the next save, since ranks wrote the same
-    thing."""
+    thing. places: of what is committed, the checkpoint that holds each component; empty when that is not known."""
 
     kind: Literal["committed", "superseded", "failed", "pending"]
     key: str
     message: str = ""
     agree_anew: bool = False
     wants_plan: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 class PendingSave:

@@ -15,15 +15,15 @@ from dataclasses import replace
 import torch
 
 from raycheck.bucket import layout
-from raycheck.bucket.manifest import ShardRecord
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.agreement import Agreement
+from raycheck.shards.components import StagedState
+from raycheck.shards.pieces import TRAIN
 from raycheck.shards.plans import Section
 from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report
-from raycheck.shards.stager import Staged
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.state import TrainState
 from raycheck.train.group import Group
 from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome
@@ -127,6 +127,8 @@ class Saver:
         self._pending = None
         if outcome.kind == "failed":
             self._failed(outcome.message)
+        else:
+            self._state.components.concluded(outcome.places)
         if outcome.kind != "committed":
             return None
         self._failures = 0
@@ -182,17 +184,16 @@ class Saver:
             if time.monotonic() > deadline:
                 raise SaveFailedError(f"rank {report.rank}: {what}: {answer.message}")
 
-    def _upload_and_report(self, staged: Staged, report: Report, deadline: float, is_news: bool) -> Outcome:
+    def _upload_and_report(self, staged: StagedState, report: Report, deadline: float, is_news: bool) -> Outcome:
         """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
-        key = layout.shard_key(report.checkpoint, COMPONENT, report.rank)
+        key = layout.shard_key(report.checkpoint, TRAIN, report.rank)
         began = time.monotonic()
         try:
-            store = self._group.store
-            store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
-            shard = ShardRecord(component=COMPONENT, rank=report.rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
+            staged.upload(self._group.store, report.checkpoint)
             section = Section.of(staged.section())
             is_known = section.plan_hash == self._known_plan
-            report = replace(report, shards=(shard,), section=section.without_plan() if is_known else section)
+            report = replace(report, shards=staged.records, kept=staged.places)
+            report = replace(report, section=section.without_plan() if is_known else section)
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
         report = replace(report, upload_s=time.monotonic() - began)
@@ -222,6 +223,7 @@ class Saver:
         self._must_agree = self._group.world_size > 1  # all ranks hear of the failure, so all of them come
         self._last_failure = message
         self.saved_step = -1
+        self._state.components.concluded({})
         if self._group.rank == 0:  # all ranks are told the same outcome
             logger.warning("run %s: save failed (%d in a row): %s", self._group.uri, self._failures, message)
         if self._failures >= self._settings.max_failed_saves:
@@ -229,7 +231,7 @@ class Saver:
 
 
 def _tell_of(uri: str, report: Report) -> None:
-    size = sum(shard.size_bytes for shard in report.shards)
+    size = sum(shard.size_bytes for shard in report.written)
     logger.info(
         "run %s attempt %d: saved step %d, %.1f MB of rank 0 at %.0f MB/s, training blocked %.3f s",
         uri,

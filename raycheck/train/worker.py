@@ -26,6 +26,7 @@ from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver, detached
 
 CLAIM_TIMEOUT_S = 300.0
+DOCUMENTS_TIMEOUT_S = 60.0
 EXPORTS_TIMEOUT_S = 3600.0
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
@@ -118,7 +119,8 @@ class Checkpointer:
             self._begin(claim, (str(selection),) if selection != EVERYTHING else ())
             return At(attempt=claim.attempt)
         began = time.monotonic()
-        checkpoint = Checkpoint(group.store, claim.restore)
+        documents = group.fetch(claim.documents, timeout_s=DOCUMENTS_TIMEOUT_S)
+        checkpoint = Checkpoint(group.store, claim.restore, documents)
         done = self._state.apply(checkpoint, selection, strict=strict, once=True, share=True)
         rng = self._apply_rng(done)
         self._step = done.progress.step

@@ -13,8 +13,9 @@ from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
+from raycheck.shards.components import StagedState
+from raycheck.shards.plans import Plans
 from raycheck.shards.report import Report, assemble
-from raycheck.shards.stager import Staged
 from raycheck.shards.state import Progress, TrainState
 from tests.bench.sampling import Measured
 from tests.bench.states import State
@@ -40,14 +41,15 @@ class Ours:
         self._train_state = TrainState(state.live, rank=0, world_size=1)
         self._register = Register(store)
         self._attempt = protocol.claim(self._register, ME, group="bench", world_size=1, resume="never", run_id="run")[0]
+        self._plans = Plans()
         self._saves = 0
 
-    def stage(self) -> Staged:
+    def stage(self) -> StagedState:
         return self._train_state.stage(Progress(step=self._saves + 1))
 
-    def upload(self, staged: Staged) -> Uploaded:
+    def upload(self, staged: StagedState) -> Uploaded:
         """Durable when it returns."""
-        return upload(self.store, staged, name=self._name(self._saves + 1), rank=0)
+        return upload(self.store, staged, name=self._name(self._saves + 1))
 
     def commit(self, uploaded: Uploaded) -> None:
         self._saves += 1
@@ -58,12 +60,15 @@ class Ours:
             attempt=self._attempt.number,
             save=self._saves,
             progress=Progress(step=self._saves),
-            shards=(uploaded.record,),
+            shards=uploaded.records,
+            kept=uploaded.kept,
             section=uploaded.section,
         )
-        manifest, _ = assemble(self.store, [report])
+        manifest, _ = assemble(self.store, [report], self._plans)
         data = protocol.write_manifest(self.store, manifest)
         assert protocol.commit(self._register, ME, manifest, data, Retention(keep_last=2))
+        self._plans.components = manifest.components
+        self._train_state.components.concluded({part.name: part.checkpoint for part in manifest.components})
 
     def newest(self) -> Checkpoint:
         return Checkpoint(self.store, read_latest(self.store).live[-1])
@@ -85,7 +90,8 @@ class Ours:
         return perf_counter() - began
 
     def clear(self) -> None:
-        """Delete what was saved; `latest` stays."""
+        """Delete what was saved; `latest` stays. The next save is whole."""
+        self._train_state.components.concluded({})
         for item in list(self.store.list_objects(layout.CHECKPOINTS_PREFIX)):
             self.store.delete(item.key)
 

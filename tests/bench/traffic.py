@@ -18,7 +18,8 @@ from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.latest import Entry
 from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store.uri import join_uri
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.pieces import TRAIN
+from raycheck.shards.state import TrainState
 from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours
@@ -99,7 +100,7 @@ def _resharded(bench: Bench, wire: Wire) -> Row:
     saved = save_played(open_with("fast", place), weights, world_size=SAVED_BY, is_bare=True)
     watched_uri = join_uri(wire.uri, folder)
     through = Checkpoint(open_with("fast", watched_uri), saved.entry)
-    stock_path = f"{plain_uri(watched_uri)}/{component_prefix(saved.entry.key, COMPONENT)}"
+    stock_path = f"{plain_uri(watched_uri)}/{component_prefix(saved.entry.key, TRAIN)}"
     ours, stock = {}, {}
     for world_size in bench.scale.loaded_by:
         needed = read = stock_read = 0

@@ -55,7 +55,7 @@ def test_show_tells_attempts_and_what_is_in_a_checkpoint(run) -> None:
     assert text.returncode == data.returncode == 0
     assert "fresh start" in text.stdout
     facts = json.loads(data.stdout)["checkpoint"]
-    assert (facts["step"], facts["tensors"], facts["components"]) == (3, 2, ["train"])
+    assert (facts["step"], facts["tensors"], facts["components"]) == (3, 2, {"train": facts["key"]})
 
 
 def test_verify_is_content_with_a_whole_run(run) -> None:

@@ -116,4 +116,4 @@ def save(rank: int, world_size: int, uri: str, name: str, step: int) -> Uploaded
     random.seed(SEED + rank)
     np.random.seed(SEED + rank)  # noqa: NPY002  the global state is what is saved
     torch.manual_seed(SEED + rank)
-    return upload(open_store(uri), saver.stage(progress_of(step)), name=name, rank=rank)
+    return upload(open_store(uri), saver.stage(progress_of(step)), name=name)

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 import raycheck
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.layout import component_prefix
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.pieces import TRAIN
+from raycheck.shards.state import TrainState
 from tests.golden import state as golden
 from tests.invariants import assert_invariants
 from tests.shards import fsdp
@@ -96,7 +97,7 @@ def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
         "progress": {"step": 0, "epoch": 0, "samples": 0},
     }
     checkpoint = checkpoint_of(folder, step)
-    place = folder / component_prefix(checkpoint.entry.key, COMPONENT)
+    place = folder / component_prefix(checkpoint.entry.key, TRAIN)
 
     dcp.load(tensors, storage_reader=FileSystemReader(place))
     dcp.load(others, storage_reader=FileSystemReader(place))

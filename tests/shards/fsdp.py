@@ -75,9 +75,7 @@ def save_trained(rank: int, world_size: int, places: dict[str, str]) -> tuple[di
     state = build(world_size, seed=1)
     train(state, PROGRESS.step)
     saver = TrainState(state, rank=rank, world_size=world_size)
-    uploads = {
-        uri: upload(open_store(uri), saver.stage(PROGRESS), name=name, rank=rank) for uri, name in places.items()
-    }
+    uploads = {uri: upload(open_store(uri), saver.stage(PROGRESS), name=name) for uri, name in places.items()}
     return uploads, full(state)
 
 

@@ -1,6 +1,6 @@
 """From staged shards to a committed checkpoint, as the workers and the coordinator do it, but without Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,12 @@ from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
 from raycheck.shards.agreement import agree
-from raycheck.shards.plans import Section
+from raycheck.shards.components import StagedState
+from raycheck.shards.plans import Plans, Section
 from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report, assemble
 from raycheck.shards.stager import Staged
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.state import TrainState
 from tests.invariants import assert_invariants
 
 ME = Identity(owner="driver", coordinator="coordinator")
@@ -25,9 +26,10 @@ ME = Identity(owner="driver", coordinator="coordinator")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uploaded:
-    """What a rank hands in: its shard's record and its section of the index."""
+    """What a rank hands in: its shards' records, where those lie that it kept, and its section of the index."""
 
-    record: ShardRecord
+    records: tuple[ShardRecord, ...]
+    kept: Mapping[str, str]
     section: Section
 
 
@@ -38,12 +40,10 @@ def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> s
     return str(layout.CheckpointName(step=step, attempt=attempt.number, save=save))
 
 
-def upload(store: Store, staged: Staged, *, name: str, rank: int) -> Uploaded:
+def upload(store: Store, staged: StagedState, *, name: str) -> Uploaded:
     """One rank's part: durable when it returns."""
-    key = layout.shard_key(name, COMPONENT, rank)
-    store.put_parts(key, staged.parts(store.part_bytes(staged.size_bytes)), staged.size_bytes)
-    record = ShardRecord(component=COMPONENT, rank=rank, size_bytes=staged.size_bytes, crc32=staged.crc32)
-    return Uploaded(record=record, section=Section.of(staged.section()))
+    staged.upload(store, name)
+    return Uploaded(records=staged.records, kept=staged.places, section=Section.of(staged.section()))
 
 
 def committed(
@@ -53,6 +53,7 @@ def committed(
     *,
     progress: Progress,
     metrics: dict[str, float] | None = None,
+    plans: Plans | None = None,
 ) -> Checkpoint:
     """The coordinator's part: index, `.metadata`, manifest, and the commit. Every invariant holds afterwards."""
     parsed = layout.CheckpointName.parse(name)
@@ -65,13 +66,14 @@ def committed(
             attempt=parsed.attempt,
             save=parsed.save,
             progress=progress,
-            shards=(item.record,),
+            shards=item.records,
+            kept=item.kept,
             section=item.section,
             metrics=metrics or {},
         )
         for rank, item in enumerate(uploads)
     ]
-    manifest, _ = assemble(store, reports)
+    manifest, _ = assemble(store, reports, plans)
     assert manifest.key == name
     data = protocol.write_manifest(store, manifest)
     assert protocol.commit(Register(store), ME, manifest, data, Retention(keep_last=10))
@@ -84,7 +86,7 @@ def committed(
 
 def save(
     store: Store,
-    staged: Sequence[Staged],
+    staged: Sequence[StagedState],
     *,
     save: int = 1,
     progress: Progress | None = None,
@@ -93,7 +95,7 @@ def save(
     """All of it, for ranks that live in this process."""
     progress = progress or Progress(step=save)
     name = claimed(store, world_size=len(staged), save=save, step=progress.step)
-    uploads = [upload(store, shard, name=name, rank=rank) for rank, shard in enumerate(staged)]
+    uploads = [upload(store, own, name=name) for own in staged]
     return committed(store, name, uploads, progress=progress, metrics=metrics)
 
 
@@ -123,8 +125,10 @@ def restore_state(checkpoint: Checkpoint, state: dict[str, object]) -> None:
     TrainState(state, rank=0, world_size=1).apply(checkpoint)
 
 
-def shard_bytes(staged: Staged) -> bytes:
-    """The whole object that an upload would send."""
+def shard_bytes(staged: Staged | StagedState) -> bytes:
+    """The whole object that an upload would send; of a state all of whose tensors are trained, the only one."""
+    if isinstance(staged, StagedState):
+        (staged,) = staged.staged
     return b"".join(bytes(part) for part in staged.parts(1 << 20))
 
 

@@ -101,7 +101,7 @@ def save_trained(rank: int, world_size: int, kind: str, uri: str, name: str) -> 
     staged = settled(state, rank, world_size).stage(PROGRESS)
     saved = full(state)
     train(state, 1, start=PROGRESS.step)
-    return upload(open_store(uri), staged, name=name, rank=rank), saved, full(state)
+    return upload(open_store(uri), staged, name=name), saved, full(state)
 
 
 def load(rank: int, world_size: int, kind: str, uri: str, entry: Entry) -> tuple[Tensors, Tensors, Any]:
@@ -130,7 +130,7 @@ def save_tied(rank: int, world_size: int, uri: str, name: str) -> tuple[Uploaded
         state["model"](torch.tensor([[0, 1]])).pow(2).sum().backward()
         state["optimizer"].step()
         state["optimizer"].zero_grad()
-    return upload(open_store(uri), settled(state, rank, world_size).stage(PROGRESS), name=name, rank=rank), full(state)
+    return upload(open_store(uri), settled(state, rank, world_size).stage(PROGRESS), name=name), full(state)
 
 
 def load_tied(rank: int, world_size: int, uri: str, entry: Entry) -> Tensors:

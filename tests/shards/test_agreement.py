@@ -236,7 +236,7 @@ def assembled(store: Store, ranks: Any, *, number: int) -> tuple[Manifest, bool]
     reports = []
     for rank, state in enumerate(ranks):
         progress = Progress(step=number)
-        done = upload(store, state.stage(progress), name=name, rank=rank)
+        done = upload(store, state.stage(progress), name=name)
         reports.append(
             Report(
                 group="group",
@@ -245,7 +245,7 @@ def assembled(store: Store, ranks: Any, *, number: int) -> tuple[Manifest, bool]
                 attempt=1,
                 save=number,
                 progress=progress,
-                shards=(done.record,),
+                shards=done.records,
                 section=done.section,
             )
         )

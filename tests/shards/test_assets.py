@@ -17,7 +17,8 @@ from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.shards.assets import FACTS, is_safe_file_name, module_assets
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.pieces import TRAIN
+from raycheck.shards.state import TrainState
 from tests.shards import hf
 from tests.shards.fakes import playing
 from tests.shards.ranks import mesh_of
@@ -138,7 +139,7 @@ def test_stock_torch_loads_a_checkpoint_with_a_tokenizer(tmp_path: Path):
     checkpoint = save_state(open_store(f"file://{tmp_path}/run"), {"model": model, "tokenizer": tokenizer})
     tokenizer.save_pretrained(tmp_path / "theirs")
 
-    place = tmp_path / "run" / component_prefix(checkpoint.entry.key, COMPONENT)
+    place = tmp_path / "run" / component_prefix(checkpoint.entry.key, TRAIN)
     dcp_to_torch_save(str(place), tmp_path / "whole.pt")
 
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)

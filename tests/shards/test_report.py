@@ -21,8 +21,8 @@ def reports(store: Store, *states: dict[str, object]) -> list[Report]:
         progress = Progress(step=5)
         staged = TrainState(state, rank=rank, world_size=len(states)).stage(progress)
         report = Report(group="g", rank=rank, world_size=len(states), attempt=1, save=1, progress=progress)
-        done = upload(store, staged, name=report.checkpoint, rank=rank)
-        made.append(replace(report, shards=(done.record,), section=done.section))
+        done = upload(store, staged, name=report.checkpoint)
+        made.append(replace(report, shards=done.records, section=done.section))
     return made
 
 

@@ -45,10 +45,10 @@ def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
             staged = TrainState(state, rank=rank, world_size=WORLD_SIZE).stage(Progress(step=2))
             sent(proxy)
 
-            uploaded = upload(store, staged, name=name, rank=rank)
+            uploaded = upload(store, staged, name=name)
 
-            part_bytes = store.part_bytes(staged.size_bytes)
-            assert sent(proxy) == counted.of_rank("s3", size_bytes=staged.size_bytes, part_bytes=part_bytes)
+            size = uploaded.records[0].size_bytes
+            assert sent(proxy) == counted.of_rank("s3", size_bytes=size, part_bytes=store.part_bytes(size))
             attempt = int(name.split("-a")[1].split("-")[0])
             reports.append(
                 Report(
@@ -58,7 +58,7 @@ def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
                     attempt=attempt,
                     save=1,
                     progress=Progress(step=2),
-                    shards=(uploaded.record,),
+                    shards=uploaded.records,
                     section=uploaded.section,
                 )
             )

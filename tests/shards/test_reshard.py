@@ -20,9 +20,10 @@ from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.index import Chunk, Index
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import CorruptError, NotFoundError
+from raycheck.shards.pieces import TRAIN
 from raycheck.shards.progress import Progress
 from raycheck.shards.reader import REQUEST_BYTES
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.state import TrainState
 from tests.shards import fsdp
 from tests.shards.conftest import Trained
 from tests.shards.fakes import assert_equal, check_restore, playing, save_played
@@ -312,7 +313,7 @@ def damage_swapped(store: Store, one: str, two: str) -> None:
 def test_a_damaged_shard_is_corrupt_and_named(store: Store, damage: Callable[[Store, str, str], None]):
     weights = small_weights()
     checkpoint = save_played(store, weights, world_size=2)
-    one, two = (keys.shard_key(checkpoint.entry.key, COMPONENT, rank) for rank in range(2))
+    one, two = (keys.shard_key(checkpoint.entry.key, TRAIN, rank) for rank in range(2))
 
     damage(store, one, two)
 
@@ -325,7 +326,7 @@ def test_a_missing_shard_is_an_error_that_names_it(store: Store):
     weights = small_weights()
     checkpoint = save_played(store, weights, world_size=2)
 
-    store.delete(keys.shard_key(checkpoint.entry.key, COMPONENT, 1))
+    store.delete(keys.shard_key(checkpoint.entry.key, TRAIN, 1))
 
     with pytest.raises((CorruptError, NotFoundError), match=r"__1_0\.distcp"):
         check_restore(checkpoint, weights, world_size=1)

@@ -16,8 +16,9 @@ from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.shards.agreement import agree
+from raycheck.shards.pieces import TRAIN
 from raycheck.shards.progress import Progress
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.state import TrainState
 from tests.shards import fsdp, shapes
 from tests.shards.fakes import check_restore, local, playing, save_played
 from tests.shards.ranks import Ranks
@@ -38,7 +39,7 @@ def test_a_mesh_of_two_by_two_real_ranks_is_saved_once_and_restored_anywhere(fil
 
     same_mesh = ranks.run(shapes.load, 4, kind, files.uri, checkpoint.entry)
     two_ranks = ranks.run(shapes.load, 2, "fsdp", files.uri, checkpoint.entry)
-    place = f"{files.uri.removeprefix('file://')}/{component_prefix(checkpoint.entry.key, COMPONENT)}"
+    place = f"{files.uri.removeprefix('file://')}/{component_prefix(checkpoint.entry.key, TRAIN)}"
     by_stock = ranks.run(shapes.load_by_stock_torch, 2, "fsdp", FileSystemReader, place)
     plain = shapes.build("plain", 1, seed=3)
     restore_state(checkpoint, plain)

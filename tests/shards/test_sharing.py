@@ -6,7 +6,8 @@ import torch
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.store import Store
-from raycheck.shards.state import COMPONENT, Progress, TrainState
+from raycheck.shards.pieces import TRAIN
+from raycheck.shards.state import Progress, TrainState
 from tests.shards import replicas
 from tests.shards.ranks import Ranks
 from tests.shards.saving import save
@@ -50,7 +51,7 @@ def test_what_not_all_ranks_want_is_read_by_those_that_do(ranks: Ranks, checkpoi
 
 
 def test_a_rank_that_cannot_read_its_share_stops_them_all(ranks: Ranks, checkpoint: Checkpoint) -> None:
-    key = layout.shard_key(checkpoint.entry.key, COMPONENT, 0)
+    key = layout.shard_key(checkpoint.entry.key, TRAIN, 0)
     data = bytearray(checkpoint.store.get(key).data)
     data[len(data) // 4] ^= 1
     checkpoint.store.put(key, data)

@@ -18,10 +18,10 @@ from raycheck.bucket import layout as keys
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
-from raycheck.shards.pieces import Piece, piece_of
+from raycheck.shards.pieces import TRAIN, Piece, piece_of
 from raycheck.shards.progress import Progress
 from raycheck.shards.stager import ALIGN, Leaves, Staged, Stager
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.state import TrainState
 from tests.shards.saving import agreed, restore_state, save, save_state, shard_bytes
 
 
@@ -76,7 +76,7 @@ def test_a_state_reuses_its_buffer_over_training_steps():
     for step in range(4):
         model(torch.ones(64)).sum().backward()
         optimizer.step()
-        places.append(addresses(saver.stage(Progress(step=step))))
+        places.append(addresses(saver.stage(Progress(step=step)).staged[0]))
 
     assert places == [places[0]] * 4
 
@@ -165,7 +165,7 @@ def test_every_record_of_the_object_is_what_torch_save_writes():
 
     data = shard_bytes(staged)
 
-    section = staged.section()
+    section = staged.shard()
     for chunk in section.chunks:
         record = data[chunk.record_offset : chunk.record_offset + chunk.record_size]
         tensor = tensors[section.tensors[chunk.tensor].name]
@@ -334,8 +334,8 @@ def test_a_restore_runs_no_pickle_from_the_bucket(store: Store, tmp_path: Path):
     index = checkpoint.index(checkpoint.manifest())
     marker = tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(marker))
-    metadata_key = keys.metadata_key(checkpoint.entry.key, COMPONENT)
-    shard_key = keys.shard_key(checkpoint.entry.key, COMPONENT, 0)
+    metadata_key = keys.metadata_key(checkpoint.entry.key, TRAIN)
+    shard_key = keys.shard_key(checkpoint.entry.key, TRAIN, 0)
     shard = bytearray(store.get(shard_key).data)
 
     store.put(metadata_key, bomb)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store import Store
-from raycheck.shards.state import COMPONENT
+from raycheck.shards.pieces import TRAIN
 from tests.shards import fsdp
 from tests.shards.conftest import Trained
 from tests.shards.ranks import Ranks
@@ -125,7 +125,7 @@ def test_stock_torch_reads_odd_tensors_and_leaves_on_every_store(store: Store):
 def place_of(checkpoint: Checkpoint) -> tuple[type, str, dict[str, Any]]:
     """The stock reader for the checkpoint's component, with its arguments."""
     uri, _, query = checkpoint.store.uri.partition("?")
-    place = f"{uri}/{component_prefix(checkpoint.entry.key, COMPONENT)}".rstrip("/")
+    place = f"{uri}/{component_prefix(checkpoint.entry.key, TRAIN)}".rstrip("/")
     if uri.startswith("file://"):
         return FileSystemReader, place.removeprefix("file://"), {}
     if uri.startswith("memory://"):

@@ -17,9 +17,10 @@ from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
 from raycheck.shards.per_rank import PerRank
+from raycheck.shards.pieces import TRAIN
 from raycheck.shards.progress import Progress
 from raycheck.shards.selection import Selection
-from raycheck.shards.state import COMPONENT, TrainState
+from raycheck.shards.state import TrainState
 from tests.shards import fsdp, shapes
 from tests.shards.ranks import Ranks
 from tests.shards.saving import agreed, claimed, committed, restore_state, save, save_state
@@ -237,4 +238,4 @@ def shard_bytes(checkpoint: Checkpoint) -> int:
 
 
 def place_of(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.store.uri.removeprefix('file://')}/{component_prefix(checkpoint.entry.key, COMPONENT)}"
+    return f"{checkpoint.store.uri.removeprefix('file://')}/{component_prefix(checkpoint.entry.key, TRAIN)}"

@@ -34,6 +34,7 @@ class S3Store(RemoteStore):
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._settings = settings
+        self._wants_bare_etags = False
         self._on_every = on_every_request(settings)
         self._on_write = on_write(settings)
         options = s3fs_options(settings, bucket)
@@ -129,12 +130,16 @@ class S3Store(RemoteStore):
 
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
         check_conditional_size(key, data)
+        forms = [version, version.strip('"')]
+        if self._wants_bare_etags:
+            forms.reverse()
         try:
-            self._put_conditional(key, data, IfMatch=version)
+            self._put_conditional(key, data, IfMatch=forms[0])
         except ConflictError:
             # Ceph RGW compares If-Match with the bare ETag only. Still conditional, so asking twice is safe. (A swap
             # that is overtaken while under way gets a 500 from it: a StoreError, for it may mean other things.)
-            self._put_conditional(key, data, IfMatch=version.strip('"'))
+            self._put_conditional(key, data, IfMatch=forms[1])
+            self._wants_bare_etags = not self._wants_bare_etags
 
     def delete(self, key: str) -> None:
         self._run(key, lambda client: client.delete_object(**self._at(key)))

@@ -1,0 +1,203 @@
+"""This rank's shards, by component: staged to be written, or known to lie in the bucket as they are.
+
+What training changes is the component `train`, written at every save. The parameters of a module that get no gradient
+are a component of their own, written only when they hold something else than at the newest commit: else the checkpoint
+refers to the one that has them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
+from raycheck.bucket.layout import shard_key
+from raycheck.bucket.manifest import Manifest, ShardRecord
+from raycheck.bucket.store import Store
+from raycheck.shards.digest import Digest, digests
+from raycheck.shards.pieces import TRAIN, Piece
+from raycheck.shards.stager import Leaves, Rows, Shard, Staged, Stager
+
+MAX_NAME = 90
+
+
+def frozen_component(entry: str) -> str:
+    """The component of what an entry of the state has frozen; entries whose names differ in odd characters share it."""
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', entry)[:MAX_NAME]}.frozen"
+
+
+def by_component(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.component, []).append(piece)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """A shard that the newest commit has, in `checkpoint`. pieces: the planned ones that it is known to be of. digests:
+    of its tensors, by name."""
+
+    checkpoint: str
+    shard: Shard
+    pieces: Sequence[Piece]
+    digests: Mapping[str, Digest]
+
+    def lies_as(self, rows: Rows) -> bool:
+        tensors, chunks = rows
+        return tensors == self.shard.tensors and chunks == tuple(replace(c, crcs=()) for c in self.shard.chunks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a restore has read. digests: of tensors outside `train`, by name, as they are now."""
+
+    manifest: Manifest
+    index: Index
+    digests: Mapping[str, Digest]
+
+    @classmethod
+    def of(cls, manifest: Manifest, index: Index, pieces: Sequence[Piece]) -> "Found":
+        """pieces: those that were just read."""
+        plan = index.plan
+        is_train = [item.component == TRAIN for item in plan.objects]
+        elsewhere = {
+            tensor.name
+            for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True)
+            if first < end and not is_train[plan.object[first]]
+        }
+        kept = {piece.name: piece.local for piece in pieces if piece.name in elsewhere}
+        return cls(manifest=manifest, index=index, digests=dict(zip(kept, digests([*kept.values()]), strict=True)))
+
+    def kept(self, component: str, rank: int, pieces: Sequence[Piece], rows: Rows) -> Kept | None:
+        """This rank's shard of a component, if what it would write lies there in the same way."""
+        part = next((part for part in self.manifest.components if part.name == component), None)
+        record = next((shard for shard in part.shards if shard.rank == rank), None) if part else None
+        if part is None or record is None:
+            return None
+        numbers = {tensor: number for number, tensor in enumerate(self.index.tensors)}
+        tensors, chunks = rows
+        saved = []
+        for chunk in chunks:
+            number = numbers.get(tensors[chunk.tensor])
+            there = () if number is None else self.index.chunks_in(number, chunk.offsets, chunk.sizes)
+            alike = (replace(found, tensor=chunk.tensor) for found in there)
+            saved += [found for found in alike if replace(found, crcs=()) == chunk]
+        if len(saved) != len(chunks):
+            return None
+        shard = Shard(record=record, tensors=tensors, chunks=tuple(saved))
+        return Kept(checkpoint=part.checkpoint, shard=shard, pieces=pieces, digests=self.digests)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedState:
+    """One save of this rank: shards to upload, shards that are there, and values."""
+
+    staged: Sequence[Staged]
+    kept: Sequence[Kept] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+    rank_values: Mapping[str, object] = field(default_factory=dict)
+
+    def upload(self, store: Store, checkpoint: str) -> None:
+        """Durable when it returns. Single use."""
+        for shard in self.staged:
+            key = shard_key(checkpoint, shard.name.component, shard.name.rank)
+            store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Only after the upload."""
+        return (*(staged.shard() for staged in self.staged), *(kept.shard for kept in self.kept))
+
+    @property
+    def records(self) -> tuple[ShardRecord, ...]:
+        return tuple(shard.record for shard in self.shards)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """The checkpoint in which each component lies that is not uploaded."""
+        return {kept.shard.record.component: kept.checkpoint for kept in self.kept}
+
+    def section(self) -> Index:
+        """This rank's part of the index."""
+        tensors: list[Tensor] = []
+        chunks: list[Chunk] = []
+        leaves: list[Leaf] = []
+        for shard in self.shards:
+            first = len(tensors)
+            chunks += [replace(c, tensor=first + c.tensor) for c in shard.chunks] if first else shard.chunks
+            tensors += shard.tensors
+            leaves += shard.leaves
+        return index_of(tensors, chunks, leaves=leaves, values=self.values, rank_values=[self.rank_values])
+
+
+class Components:
+    """What a rank stages through, and what it knows to lie in the bucket."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._stagers: dict[str, Stager] = {}
+        self._kept: dict[str, Kept] = {}
+        self._found: Found | None = None
+        self._written: dict[str, tuple[Staged, Sequence[Piece], Mapping[str, Digest]]] = {}
+
+    def prepare(self, pieces: Mapping[str, Sequence[Piece]], *, world_size: int) -> None:
+        """See Stager.prepare. pieces: by component."""
+        for component, own in pieces.items():
+            self._stager(component).prepare(own, world_size=world_size)
+
+    def stage(
+        self, planned: Mapping[str, tuple[Sequence[Piece], Sequence[torch.Tensor]]], leaves: Leaves
+    ) -> tuple[list[Staged], list[Kept]]:
+        """planned: pieces and live tensors by component. See Stager.stage."""
+        self._written = {}
+        staged, kept = [], []
+        for component, (pieces, sources) in planned.items():
+            stager = self._stager(component)
+            if component == TRAIN:
+                staged.append(stager.stage(pieces, leaves, sources))
+                continue
+            found = dict(zip((piece.name for piece in pieces), digests(sources), strict=True))
+            there = self._there(component, pieces, sources)
+            if there is not None and all(there.digests.get(name) == digest for name, digest in found.items()):
+                stager.release()
+                kept.append(there)
+            else:
+                staged.append(stager.stage(pieces, {}, sources))
+                self._written[component] = staged[-1], pieces, found
+        self._found = None
+        return staged, kept
+
+    def restored(self, manifest: Manifest, index: Index, pieces: Sequence[Piece]) -> None:
+        """These live tensors hold what was read: the first save may refer to it."""
+        self._kept, self._written = {}, {}
+        self._found = Found.of(manifest, index, pieces) if len(manifest.components) > 1 else None
+
+    def concluded(self, places: Mapping[str, str]) -> None:
+        """What became of the save that was staged last. places: of a commit, the checkpoint that holds each component.
+        Empty: it is not committed, or nothing is known of it, and the next save is written whole."""
+        known = self._kept | {
+            component: Kept(checkpoint="", shard=staged.shard(), pieces=pieces, digests=found)
+            for component, (staged, pieces, found) in self._written.items()
+            if component in places
+        }
+        self._kept = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
+        self._written, self._found = {}, None
+
+    def _there(self, component: str, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Kept | None:
+        """What is known to lie in the bucket of these pieces, whatever they hold."""
+        kept = self._kept.get(component)
+        if kept is not None and kept.pieces is pieces:
+            return kept
+        rows = self._stager(component).rows(pieces, sources)
+        if kept is not None and kept.lies_as(rows):
+            kept = replace(kept, pieces=pieces)
+        else:
+            kept = self._found and self._found.kept(component, self._rank, pieces, rows)
+        if kept is not None:
+            self._kept[component] = kept
+        return kept
+
+    def _stager(self, component: str) -> Stager:
+        return self._stagers.setdefault(component, Stager(component, self._rank))
