@@ -168,7 +168,7 @@ class Wire(Store):
         return self._read("get", key, lambda _: self.world.inner.get(key))
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        return self._read("get_range", key, lambda _: self.world.inner.get_range(key, start, stop))
+        return self._read("get_range", key, lambda _: bytes(self.world.inner.get_range(key, start, stop)))
 
     def head(self, key: str) -> int:
         return self._read("head", key, lambda _: self.world.inner.head(key))
