@@ -24,6 +24,7 @@ from raycheck.errors import FencedError, StoreError
 from tests.bucket.ceph import ceph_server
 from tests.bucket.helpers import Driver
 from tests.bucket.helpers import write_checkpoint as write
+from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,18 @@ def test_ceph_rgw_is_accepted_and_a_run_on_it_commits_fences_and_prunes(ceph):
     assert [entry.key for entry in bob.look().live][:2] == kept
     assert sorted(bob.store.list_names("checkpoints/")) == sorted([*kept, late.key, bob.look().head])
     assert_invariants(bob.store, before)
+
+
+def test_a_swap_asks_once_after_it_was_found_out_how_ceph_writes_etags(ceph):
+    with fault_proxy(ceph) as proxy:
+        driver = Driver(open_store(join_uri(proxy.uri, uuid4().hex)), "ann")
+        driver.claim("g1")
+        driver.save(1, 1)
+        before = len(proxy.heads)
+        driver.save(1, 2)
+        puts = [head.target for head in proxy.heads[before:] if head.method == "PUT" and "/latest" in head.target]
+
+    assert len(puts) == 1
 
 
 def test_no_acknowledged_commit_is_lost_when_daemons_are_killed_in_the_middle_of_commits(tmp_path):
