@@ -38,8 +38,8 @@ def dump_plan(plan: Plan) -> bytes:
     whole = b"".join((struct.pack("<Q", len(text)), text, lines, *(data for *_, data in columns)))
     if len(whole) > MAX_DECODED_BYTES:
         raise ConfigError(
-            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} pieces would have {len(whole)} bytes, more "
-            f"than the {MAX_DECODED_BYTES} that a reader takes; shard over fewer ranks, or save fewer tensors"
+            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} pieces would have {len(whole)} bytes, and "
+            f"readers take {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
         )
     return zlib.compress(whole, 1)
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from raycheck.bucket import layout
+from raycheck.bucket import layout, plan_file
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.document import Document, dump
 from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
@@ -30,6 +30,7 @@ from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.lossless import MAX_DEPTH, decode, encode
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord, load_manifest
 from raycheck.bucket.merge import merge_plans, uncovered
+from raycheck.bucket.plan_file import dump_plan
 from raycheck.errors import ConfigError, CorruptError
 from tests.bucket.helpers import tiny_index
 
@@ -586,6 +587,15 @@ def an_index() -> Index:
     leaf = Leaf(name="scheduler.x", path=("scheduler", "x"), component="train", rank=1, record_offset=64, record_size=9)
     tree = {"scheduler": encode({"milestones": Counter({30: 1})}, "scheduler")}
     return replace(index, plan=replace(index.plan, leaves=(leaf,)), values=tree)
+
+
+def test_an_index_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = an_index()
+    size = len(zlib.decompress(dump_plan(index.plan)))
+    monkeypatch.setattr(plan_file, "MAX_DECODED_BYTES", size - 1)
+
+    with pytest.raises(ConfigError, match=f"would have {size} bytes, and readers take {size - 1}"):
+        dump_plan(index.plan)
 
 
 paths = st.lists(st.one_of(st.text(max_size=5), st.integers(0, 99)), max_size=3).map(tuple)
