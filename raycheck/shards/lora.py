@@ -107,9 +107,11 @@ def merged_weights(source: Source, names: Mapping[str, str], adapter: Adapter) -
                 refused.append(f"{plain} is no A or B of a plain LoRA")
         elif ".token_adapter." in plain:
             refused.append(f"{plain} is a trainable token")
-        else:
-            name = f"{copy['module']}.{copy['rest']}" if copy else plain
+        elif copy:
+            name = f"{copy['module']}.{copy['rest']}"
             merged[name] = as_saved(source, name, saved)
+        elif plain not in merged:  # else it is what the copy stands for
+            merged[plain] = as_saved(source, plain, saved)
     refused += [f"{name} is missing" for name in deltas if name not in merged]
     if refused:
         raise ConfigError(f"the adapter {adapter.name!r} cannot be merged: {'; '.join(sorted(refused)[:5])}")
