@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raycheck.bucket.store import open_store
+from raycheck.run import open_run
 from raycheck.shards.per_rank import PerRank
 from raycheck.shards.state import Progress
 from tests.shards.fsdp import Tensors
@@ -62,6 +63,7 @@ def build(*, is_sharded: bool) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.5, foreach=False)
     return {
         "model": model,
+        "reference": torch.nn.Linear(3, 2).requires_grad_(False),
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3], gamma=0.5),
         "tensors": Own({}),
@@ -73,13 +75,15 @@ def build(*, is_sharded: bool) -> dict[str, Any]:
 def fill(state: dict[str, Any], rank: int, step: int) -> None:
     """Bring the objects to `step`."""
     model, optimizer = state["model"], state["optimizer"]
-    for _ in range(step):
+    for _ in range(step - state["scheduler"].last_epoch):
         model(torch.tensor([[0, 1]])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         state["scheduler"].step()
     for name, tensor in tensors_of(state).items():
         assign(tensor, value_of(name, step, tuple(tensor.shape), tensor.dtype))
+    for name, tensor in frozen_of(state).items():
+        assign(tensor, value_of(name, 0, tuple(tensor.shape), tensor.dtype))
     state["tensors"].state = others_of(step)
     state["values"].state = values_of(step)
     state["counter"].value = {"of rank": rank, "tensor": torch.tensor([rank, step])}
@@ -92,6 +96,11 @@ def tensors_of(state: dict[str, Any]) -> Tensors:
     for parameter, slots in state["optimizer"].state.items():
         found |= {f"optimizer.state.{names[parameter]}.{slot}": value for slot, value in slots.items()}
     return found
+
+
+def frozen_of(state: dict[str, Any]) -> Tensors:
+    """The live tensors that hold the same at every step."""
+    return {f"reference.{name}": parameter for name, parameter in state["reference"].named_parameters()}
 
 
 def others_of(step: int) -> Tensors:
@@ -113,6 +122,10 @@ def save(rank: int, world_size: int, uri: str, name: str, step: int) -> Uploaded
     state = build(is_sharded=True)
     fill(state, rank, step)
     saver = settled(state, rank, world_size)
+    head = open_run(uri).head if step > STEPS[0] else None
+    if head is not None:  # so that this checkpoint refers to what that one has
+        saver.apply(head)
+        fill(state, rank, step)
     random.seed(SEED + rank)
     np.random.seed(SEED + rank)  # noqa: NPY002  the global state is what is saved
     torch.manual_seed(SEED + rank)

@@ -55,8 +55,11 @@ def test_the_catalog_lists_it_every_object_is_whole_and_reading_writes_nothing(f
     assert run.head.entry.metrics == {"loss": 0.25}
     for checkpoint in run.checkpoints:
         findings = list(checkpoint.verify())
-        assert len(findings) == 3 + golden.WORLD_SIZE
+        assert len(findings) == 5 + golden.WORLD_SIZE
         assert [item.problem for item in findings] == [""] * len(findings)
+    first, second = (checkpoint.manifest() for checkpoint in run.checkpoints)
+    assert [part.name for part in second.components] == ["reference.frozen", TRAIN]
+    assert second.refs == (first.key,)
     assert_invariants(run.store)
     assert sorted(folder.rglob("*")) == before
 
@@ -72,6 +75,7 @@ def test_raycheck_restores_it_into_one_process(folder: Path, step: int, random_s
     tensors = golden.tensors_of(state)
     assert len(tensors) == 3 + 3 * 3, "parameters, and three slots of each"
     fsdp.assert_same(tensors, expected(tensors, step))
+    fsdp.assert_same(golden.frozen_of(state), expected(golden.frozen_of(state), 0))
     assert state["model"].head.weight is state["model"].embed.weight
     assert state["scheduler"].last_epoch == step
     assert dict(state["scheduler"].milestones) == {1: 1, 3: 2}
@@ -96,15 +100,18 @@ def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
         "values": {"tuple": ()},
         "progress": {"step": 0, "epoch": 0, "samples": 0},
     }
+    frozen = {name: torch.zeros_like(tensor) for name, tensor in golden.frozen_of(sample).items()}
     checkpoint = checkpoint_of(folder, step)
     place = folder / component_prefix(checkpoint.entry.key, TRAIN)
 
+    dcp.load(frozen, storage_reader=FileSystemReader(folder / checkpoint.manifest().prefixes()["reference.frozen"]))
     dcp.load(tensors, storage_reader=FileSystemReader(place))
     dcp.load(others, storage_reader=FileSystemReader(place))
     dcp.load(leaves, storage_reader=FileSystemReader(place))
 
     assert torch.equal(tensors.pop("model.head.weight"), tensors["model.embed.weight"])
     fsdp.assert_same(tensors, expected(tensors, step))
+    fsdp.assert_same(frozen, expected(frozen, 0))
     fsdp.assert_same(others, {f"tensors.{name}": tensor for name, tensor in golden.others_of(step).items()})
     assert leaves["scheduler"]["last_epoch"] == step
     assert leaves["values"]["tuple"] == golden.values_of(step)["tuple"]
