@@ -58,8 +58,8 @@ class SaveSettings:
         which are then saved too; the state must hold one model with such a configuration. None turns it off.
     keep_last, keep_every_steps, keep_best, expire_after_s: which checkpoints stay, see Retention. The others leave
         `latest` in the same swap that commits a newer one, and their objects are deleted after a grace for readers.
-    when_busy: at a trigger while the save before is still under way: "wait" for its end, which holds up training, or
-        "skip" this one. Of every_seconds the save is then begun when the other has ended. Preemption always waits.
+    buffers, when_busy: how many saves may be under way, each in host memory of its own; a trigger while all of them are
+        has to "wait", which holds up training, or may "skip" (every_seconds: comes later). Preemption always waits.
     save_timeout_s: how long a save may take from its start to the commit before it counts as failed.
     max_failed_saves: so many failed saves in a row end the training with SaveFailedError; fewer are logged.
 
@@ -73,12 +73,13 @@ class SaveSettings:
     keep_every_steps: int | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
     expire_after_s: float | None = None
+    buffers: int = 1
     when_busy: Literal["wait", "skip"] = "wait"
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
-        _check_counts(self, "every_steps", "export_every_steps", "max_failed_saves")
+        _check_counts(self, "every_steps", "export_every_steps", "buffers", "max_failed_saves")
         _check_seconds(self, "every_seconds", "save_timeout_s")
         if self.when_busy not in ("wait", "skip"):
             raise ConfigError(f'when_busy={self.when_busy!r}: give "wait" or "skip"')

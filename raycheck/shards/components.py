@@ -15,11 +15,15 @@ from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.bucket.layout import shard_key
 from raycheck.bucket.manifest import Manifest, ShardRecord
 from raycheck.bucket.store import Store
+from raycheck.shards.buffer import available_bytes, check_fits
 from raycheck.shards.digest import Digest, digests
 from raycheck.shards.pieces import TRAIN, Piece
-from raycheck.shards.stager import Leaves, Rows, Shard, Staged, Stager
+from raycheck.shards.shard import Rows, Shard
+from raycheck.shards.stager import Leaves, Staged, Stager
 
 MAX_NAME = 90
+Planned = tuple[Sequence[Piece], Sequence[torch.Tensor]]
+"""Pieces, and the live tensors that they are of."""
 
 
 def frozen_component(entry: str) -> str:
@@ -91,11 +95,22 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A shard outside `train` that a save uploads. See Kept."""
+
+    staged: Staged
+    pieces: Sequence[Piece]
+    digests: Mapping[str, Digest]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StagedState:
-    """One save of this rank: shards to upload, shards that are there, and values."""
+    """One save of this rank: shards to upload, shards that are there, and values. written: of the former, those outside
+    `train`, by component."""
 
     staged: Sequence[Staged]
     kept: Sequence[Kept] = ()
+    written: Mapping[str, Written] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     rank_values: Mapping[str, object] = field(default_factory=dict)
 
@@ -133,26 +148,27 @@ class StagedState:
 
 
 class Components:
-    """What a rank stages through, and what it knows to lie in the bucket."""
+    """What a rank stages through, and what it knows to lie in the bucket. buffers: saves that may be under way at a
+    time; they take turns."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, buffers: int = 1) -> None:
         self._rank = rank
-        self._stagers: dict[str, Stager] = {}
+        self._stagers: list[dict[str, Stager]] = [{} for _ in range(buffers)]
         self._kept: dict[str, Kept] = {}
         self._found: Found | None = None
-        self._written: dict[str, tuple[Staged, Sequence[Piece], Mapping[str, Digest]]] = {}
 
     def prepare(self, pieces: Mapping[str, Sequence[Piece]], *, world_size: int) -> None:
-        """See Stager.prepare. pieces: by component."""
-        for component, own in pieces.items():
-            self._stager(component).prepare(own, world_size=world_size)
+        """Claim memory and have it faulted in behind the training. pieces: all that may be written, by component.
+        Raises ConfigError when there is too little for all of them."""
+        stagers = [(self._stager(name, at), own) for name, own in pieces.items() for at in range(len(self._stagers))]
+        sizes = [stager.wanted(own, world_size=world_size) for stager, own in stagers]
+        check_fits(sum(sizes), available_bytes())
+        for stager, own in stagers:
+            stager.prepare(own, world_size=world_size)
 
-    def stage(
-        self, planned: Mapping[str, tuple[Sequence[Piece], Sequence[torch.Tensor]]], leaves: Leaves
-    ) -> tuple[list[Staged], list[Kept]]:
-        """planned: pieces and live tensors by component. See Stager.stage."""
-        self._written = {}
-        staged, kept = [], []
+    def stage(self, planned: Mapping[str, Planned], leaves: Leaves) -> StagedState:
+        """planned: by component. See Stager.stage."""
+        staged, kept, written = [], [], {}
         for component, (pieces, sources) in planned.items():
             stager = self._stager(component)
             if component == TRAIN:
@@ -165,25 +181,29 @@ class Components:
                 kept.append(there)
             else:
                 staged.append(stager.stage(pieces, {}, sources))
-                self._written[component] = staged[-1], pieces, found
+                written[component] = Written(staged=staged[-1], pieces=pieces, digests=found)
         self._found = None
-        return staged, kept
+        self._stagers.append(self._stagers.pop(0))
+        return StagedState(staged=staged, kept=kept, written=written)
 
     def restored(self, manifest: Manifest, index: Index, pieces: Sequence[Piece]) -> None:
         """These live tensors hold what was read: the first save may refer to it."""
-        self._kept, self._written = {}, {}
+        self.forget()
         self._found = Found.of(manifest, index, pieces) if len(manifest.components) > 1 else None
 
-    def concluded(self, places: Mapping[str, str]) -> None:
-        """What became of the save that was staged last. places: of a commit, the checkpoint that holds each component.
-        Empty: it is not committed, or nothing is known of it, and the next save is written whole."""
+    def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
+        """Saves are told of in order. places: the checkpoint that holds each component now; those of which it is not
+        known are written by the next save."""
         known = self._kept | {
-            component: Kept(checkpoint="", shard=staged.shard(), pieces=pieces, digests=found)
-            for component, (staged, pieces, found) in self._written.items()
-            if component in places
+            name: Kept(checkpoint="", shard=item.staged.shard(), pieces=item.pieces, digests=item.digests)
+            for name, item in save.written.items()
         }
         self._kept = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
-        self._written, self._found = {}, None
+        self._found = None
+
+    def forget(self) -> None:
+        """The next save is written whole."""
+        self._kept, self._found = {}, None
 
     def _there(self, component: str, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Kept | None:
         """What is known to lie in the bucket of these pieces, whatever they hold."""
@@ -194,10 +214,10 @@ class Components:
         if kept is not None and kept.lies_as(rows):
             kept = replace(kept, pieces=pieces)
         else:
-            kept = self._found and self._found.kept(component, self._rank, pieces, rows)
+            kept = self._found.kept(component, self._rank, pieces, rows) if self._found is not None else None
         if kept is not None:
             self._kept[component] = kept
         return kept
 
-    def _stager(self, component: str) -> Stager:
-        return self._stagers.setdefault(component, Stager(component, self._rank))
+    def _stager(self, component: str, turn: int = 0) -> Stager:
+        return self._stagers[turn].setdefault(component, Stager(component, self._rank))

@@ -42,7 +42,8 @@ def weighted_sums(plain: torch.Tensor) -> torch.Tensor:
     if data.numel() % 8 or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(-data.numel() % 8)])
     weights = _weights(data.device)
-    return torch.stack([(words * weights[: words.numel()]).sum() for words in data.view(torch.int64).split(_WORDS)])
+    blocks = torch.split(data.view(torch.int64), _WORDS)
+    return torch.stack([(words * weights[: words.numel()]).sum() for words in blocks])
 
 
 @cache

@@ -6,60 +6,27 @@ was started from it has ended; the caller waits for that.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import repeat
 from typing import Any, cast
 
 import torch
 
 from raycheck.bucket.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
-from raycheck.bucket.index import Chunk, Leaf, Tensor
+from raycheck.bucket.index import Leaf
 from raycheck.bucket.manifest import ShardRecord
 from raycheck.shards.buffer import Buffer
-from raycheck.shards.frame import Frame, frame_for
+from raycheck.shards.frame import frame_for
 from raycheck.shards.pieces import Piece, strides_of
+from raycheck.shards.shard import Rows, Shard, ShardName, Slot, rows
 
 ALIGN = 64
 SLACK_BYTES = 1024 * 1024
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
-Rows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
 """What the layout depends on: of each piece dtype, sizes, and where it lives."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardName:
-    component: str
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """What manifest and index say of a shard. Chunks count among these tensors."""
-
-    record: ShardRecord
-    tensors: tuple[Tensor, ...]
-    chunks: tuple[Chunk, ...]
-    leaves: tuple[Leaf, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """Where a piece's record lies in the buffer, in bytes."""
-
-    start: int
-    frame: Frame
-
-    @property
-    def payload(self) -> slice:
-        begin = self.start + len(self.frame.head)
-        return slice(begin, begin + self.frame.payload_size)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.frame.record_size
 
 
 class Staged:
@@ -138,12 +105,17 @@ class Stager:
         self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def prepare(self, pieces: Sequence[Piece], *, world_size: int) -> None:
-        """Claim the memory for this rank's part of `pieces`, and have it faulted in behind the training. What other
-        ranks may hold as well counts by the share that an agreement will give to each. Raises ConfigError."""
+    def wanted(self, pieces: Sequence[Piece], *, world_size: int) -> int:
+        """Bytes that this rank's part of `pieces` will take. What other ranks may hold as well counts by the share that
+        an agreement will give to each."""
         shares = [(frame_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in pieces]
+        return _with_slack(sum(size // holders + ALIGN for size, holders in shares))
+
+    def prepare(self, pieces: Sequence[Piece], *, world_size: int) -> None:
+        """Claim the memory for this rank's part of `pieces`, and have it faulted in behind the training. Raises
+        ConfigError."""
         if self._buffer is None:
-            self._claim(sum(size // holders + ALIGN for size, holders in shares), [p.local for p in pieces]).fault_in()
+            self._claim(self.wanted(pieces, world_size=world_size), [p.local for p in pieces]).fault_in()
 
     def stage(self, pieces: Sequence[Piece], leaves: Leaves, sources: Sequence[torch.Tensor] | None = None) -> Staged:
         """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
@@ -156,7 +128,7 @@ class Stager:
         tensors_end = self._end
         total = tensors_end + sum(len(data) for _, _, data in records)
         if self._buffer is None or not self._suits(self._buffer, total):
-            self._claim(total, sources)
+            self._claim(_with_slack(total), sources)
         if not self._is_dressed:
             self._dress()
         copied = self._copy(sources)
@@ -210,12 +182,10 @@ class Stager:
         most = total + total // 4 + 2 * SLACK_BYTES
         return total <= buffer.size_bytes and (self._is_dressed or buffer.size_bytes <= most)
 
-    def _claim(self, total: int, sources: Sequence[torch.Tensor]) -> Buffer:
-        """With some slack for leaves that grow. An upload under way keeps the buffer before it a while longer."""
+    def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor]) -> Buffer:
+        """An upload under way keeps the buffer before it a while longer."""
         self.release()
-        pinned = any(source.device.type != "cpu" for source in sources)
-        size = total + total // 64 + SLACK_BYTES
-        self._buffer = Buffer(-(-size // ALIGN) * ALIGN, pinned=pinned)
+        self._buffer = Buffer(size_bytes, pinned=any(source.device.type != "cpu" for source in sources))
         return self._buffer
 
     def _dress(self) -> None:
@@ -264,33 +234,13 @@ class Stager:
         return copied
 
 
+def _with_slack(size_bytes: int) -> int:
+    """For leaves that grow."""
+    return -(-(size_bytes + size_bytes // 64 + SLACK_BYTES) // ALIGN) * ALIGN
+
+
 def _form(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Form:
     return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(pieces, sources, strict=True))
-
-
-def rows(shard: ShardName, pieces: Sequence[Piece], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]) -> Rows:
-    """The tensors of a shard, and the chunks it has of them. One that is tied is there under each of its names."""
-    tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
-    chunks = [
-        Chunk(
-            tensor=number,
-            component=shard.component,
-            rank=shard.rank,
-            offsets=piece.offsets,
-            sizes=piece.sizes,
-            record_offset=slot.start,
-            record_size=slot.frame.record_size,
-            payload_offset=slot.payload.start,
-            payload_size=slot.frame.payload_size,
-            crcs=own,
-        )
-        for number, (piece, slot, own) in enumerate(zip(pieces, slots, crcs, strict=False))
-    ]
-    aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
-    for number, (name, path) in aliases:
-        chunks.append(replace(chunks[number], tensor=len(tensors)))
-        tensors.append(replace(tensors[number], name=name, path=path))
-    return tuple(tensors), tuple(chunks)
 
 
 def _pickled(value: object) -> bytes:

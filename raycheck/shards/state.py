@@ -42,7 +42,7 @@ from raycheck.shards.watch import local_of
 class TrainState:
     """The live objects of one rank, with the staging buffer they are saved through."""
 
-    def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int) -> None:
+    def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int, buffers: int = 1) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self.entries = entries_of(state)
@@ -51,7 +51,7 @@ class TrainState:
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
-        self.components = Components(rank)
+        self.components = Components(rank, buffers)
         self._plan: dict[str, tuple[list[Piece], list[tuple[int, str]]]] | None = None
 
     @property
@@ -98,8 +98,8 @@ class TrainState:
             elif part.is_per_rank or part.name in self._agreement.apart:
                 rank_values[part.name] = found.values
                 leaves |= found.leaves
-        staged, kept = self.components.stage(self._own(gathered), leaves)
-        return StagedState(staged=staged, kept=kept, values=values, rank_values=rank_values)
+        staged = self.components.stage(self._own(gathered), leaves)
+        return replace(staged, values=values, rank_values=rank_values)
 
     def apply(
         self,
@@ -170,9 +170,10 @@ class TrainState:
         if self._plan is None:
             own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
             part_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
+            grouped: dict[str, list[Piece]] = {TRAIN: []} | by_component(own)
             self._plan = {
                 component: ([without_memory(piece) for piece in pieces], [(part_of[p.name], p.name) for p in pieces])
-                for component, pieces in ({TRAIN: []} | by_component(own)).items()
+                for component, pieces in grouped.items()
             }
         return {
             component: (pieces, [local_of(gathered[number].tensors[name]) for number, name in places])

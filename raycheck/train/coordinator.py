@@ -8,7 +8,7 @@ outcome, never a receipt. All rules are those of bucket/commit.py; this module o
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -37,23 +37,13 @@ from raycheck.shards.plans import Plans
 from raycheck.shards.report import Report, assemble
 from raycheck.train.exports import Exports
 from raycheck.train.log import logger, show_log
-from raycheck.train.meeting import Meeting, Outcome, PendingSave
+from raycheck.train.meeting import Claim, Meeting, Outcome, PendingSave
 
 WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
 POLL_S = 45.0
 PROBE_ATTEMPTS = 3
 NOT_COME = "it saved without coming to this agreement; all ranks agree anew before the next save"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
-    """The answer to a claim: the attempt's number, and the one checkpoint all ranks restore (None: start fresh).
-    documents: Ray's reference to those of it, in a list; empty when each rank has to read them itself."""
-
-    attempt: int
-    restore: Entry | None
-    documents: list[Any]
 
 
 class Coordinator:

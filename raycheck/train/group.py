@@ -3,9 +3,9 @@
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -19,6 +19,7 @@ from raycheck.train import ray_names
 from raycheck.train.coordinator import start_coordinator
 
 RETRY_PAUSE_S = 0.5
+FETCH_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +103,10 @@ class Group:
         """One per rank: each holds its own connections."""
         return open_store(self.uri)
 
-    def fetch(self, references: list[Any], *, timeout_s: float) -> Any:
+    def fetch(self, references: list[Any]) -> Any:
         """What the coordinator has put into Ray's object store. None when that went with it, or nothing was put."""
         with suppress(ray.exceptions.RayError):
-            return ray.get(references[0], timeout=timeout_s) if references else None
+            return ray.get(references[0], timeout=FETCH_TIMEOUT_S) if references else None
         return None
 
     def tell(self, method: str, *args: Any) -> None:

@@ -8,9 +8,20 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from raycheck.bucket.latest import Entry
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.shards.agreement import Agreement, Holdings, agree
 from raycheck.shards.report import SAVE_ALIKE, Report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """The answer to a claim: the attempt's number, and the one checkpoint all ranks restore (None: start fresh).
+    documents: Ray's reference to those of it, in a list; empty when each rank has to read them itself."""
+
+    attempt: int
+    restore: Entry | None
+    documents: list[Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

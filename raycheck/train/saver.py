@@ -1,16 +1,17 @@
 """One rank's saves: staged in the training thread, then uploaded, reported and concluded in one background thread.
 
-One save is in flight at a time. That bounds memory, and it is what makes the staging buffer safe to reuse: the thread
-ends a save only after every request that reads the buffer has ended.
+No more saves are in flight than there are buffers, and they are uploaded one by one. That bounds memory, and it is what
+makes a buffer safe to reuse: the thread ends a save only after every request that reads its buffer has ended.
 """
 
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +29,14 @@ from raycheck.train.group import Group
 from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome
 from raycheck.train.rhythm import is_multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _UnderWay:
+    number: int
+    step: int
+    staged: StagedState
+    outcome: Future[Outcome]
 
 
 class Saver:
@@ -49,7 +58,8 @@ class Saver:
         self.pointed: str | None = None
         self._committed: str | None = None
         self._partial = partial
-        self._must_agree = group.world_size > 1
+        self._has_agreed = group.world_size == 1
+        self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
         self._state = state
         self._settings = settings
         self._group = group
@@ -58,19 +68,19 @@ class Saver:
         self._saves = 0
         self._failures = 0
         self._last_failure = ""
-        self._pending: Future[Outcome] | None = None
+        self._pending: deque[_UnderWay] = deque()
         self._known_plan = b""  # hash of the one that the coordinator has, if it was not started again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way: the next one would have to wait for the buffer."""
-        return self._pending is not None and not self._pending.done()
+        """Whether the next save would have to wait for a buffer."""
+        return sum(not save.outcome.done() for save in self._pending) >= self._settings.buffers
 
     def begin(self, progress: Progress, metrics: Mapping[str, object], *, is_news: bool = False) -> None:
-        """Stage the state and start its upload. Call after `wait`. is_news: Ray will be told of it.
+        """Stage the state and start its upload. Call after `wait_for_buffer`. is_news: Ray will be told of it.
 
-        When the save before still holds the buffer, this one is counted as failed, and the other ranks are told.
+        When there is no buffer all the same, this save is counted as failed, and the other ranks are told.
         """
         began = time.monotonic()
         self._saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
@@ -87,25 +97,28 @@ class Saver:
             retention=self._settings.retention,
             is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
         )
-        if self._pending is not None:
+        if len(self._pending) >= self._settings.buffers:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
             self._group.tell("report", replace(report, failure=text))
-            self._failed(f"rank {report.rank}: step {progress.step}: {text}")
+            self._failed(report.save, progress.step, f"rank {report.rank}: step {progress.step}: {text}")
             return
         self.saved_step = progress.step
+        # Of later saves some ranks have heard by now and some have not.
+        must_agree = self._must_agree_after.pop(report.save - self._settings.buffers, False)
         try:
-            if self._must_agree:
+            if self._group.world_size > 1 and (must_agree or not self._has_agreed):
                 self._agree(report)
             staged = self._state.stage(progress)
         except RaycheckError as error:
             self._group.tell("report", replace(report, failure=str(error)))  # the others must not wait for this rank
             if not isinstance(error, SaveFailedError | StoreError):
                 raise
-            self._failed(str(error))
+            self._failed(report.save, progress.step, str(error))
             return
         report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
-        self._pending = self._thread.submit(self._upload_and_report, staged, report, deadline, is_news)
+        outcome = self._thread.submit(self._upload_and_report, staged, report, deadline, is_news)
+        self._pending.append(_UnderWay(number=report.save, step=progress.step, staged=staged, outcome=outcome))
 
     def poll(self) -> str | None:
         """The name of the checkpoint that was committed since the last look, if any; never waits.
@@ -114,33 +127,37 @@ class Saver:
         """
         return self.wait(0)
 
-    def wait(self, timeout_s: float | None = None) -> str | None:
-        """The same, after waiting for the save in flight to end (up to the save time-out)."""
-        if self._pending is None:
-            return None
-        try:
-            outcome = self._pending.result(self._settings.save_timeout_s if timeout_s is None else timeout_s)
-        except FutureTimeoutError:
-            return None
-        except (SaveFailedError, StoreError) as error:
-            outcome = Outcome(kind="failed", key="", message=str(error))
-        self._pending = None
-        if outcome.kind == "failed":
-            self._failed(outcome.message)
-        else:
-            self._state.components.concluded(outcome.places)
-        if outcome.kind != "committed":
-            return None
-        self._failures = 0
-        self._must_agree = outcome.agree_anew
-        self._committed = outcome.key
-        return outcome.key
+    def wait_for_buffer(self) -> str | None:
+        """The same, after waiting until the next save can be staged (up to the save time-out)."""
+        return self.wait(under_way=self._settings.buffers - 1)
+
+    def wait(self, timeout_s: float | None = None, *, under_way: int = 0) -> str | None:
+        """The same, after waiting until no more than so many saves are in flight (up to the save time-out)."""
+        deadline = time.monotonic() + (self._settings.save_timeout_s if timeout_s is None else timeout_s)
+        newest = None
+        while self._pending and (len(self._pending) > under_way or self._pending[0].outcome.done()):
+            save = self._pending[0]
+            try:
+                outcome = save.outcome.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeoutError:
+                break
+            except (SaveFailedError, StoreError) as error:
+                outcome = Outcome(kind="failed", key="", message=str(error))
+            self._pending.popleft()
+            if outcome.kind == "failed":
+                self._failed(save.number, save.step, outcome.message)
+            elif outcome.kind == "committed":
+                self._failures = 0
+                self._must_agree_after[save.number] = outcome.agree_anew
+                self._state.components.committed(save.staged, outcome.places)
+                newest = self._committed = outcome.key
+        return newest
 
     def finish(self, step: int) -> None:
         """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
         failures = self._failures
         self.wait()
-        if self._pending is not None or self._failures > failures or self.saved_step != step:
+        if self._pending or self._failures > failures or self.saved_step != step:
             raise SaveFailedError(
                 f"rank {self._group.rank}: the last save, of step {step}, was not committed: "
                 f"{self._last_failure or 'it has not ended in time'}"
@@ -173,13 +190,14 @@ class Saver:
         """Have the ranks settle who writes what they all hold, and find out whether it is the same on all of them."""
         holdings = self._state.holdings()
         deadline = time.monotonic() + self._settings.save_timeout_s
+        self._has_agreed = False
         what = f"agreement before the save of step {report.progress.step}"
         while True:
             left = max(1.0, deadline - time.monotonic())
             answer: Agreement | Outcome = self._group.ask("agree", report, holdings, timeout_s=left, what=what)
             if isinstance(answer, Agreement):
                 self._state.settle(answer)
-                self._must_agree = False
+                self._has_agreed = True
                 return
             if time.monotonic() > deadline:
                 raise SaveFailedError(f"rank {report.rank}: {what}: {answer.message}")
@@ -218,12 +236,13 @@ class Saver:
                     f"{outcome.message}"
                 )
 
-    def _failed(self, message: str) -> None:
+    def _failed(self, number: int, step: int, message: str) -> None:
         self._failures += 1
-        self._must_agree = self._group.world_size > 1  # all ranks hear of the failure, so all of them come
+        self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come
         self._last_failure = message
-        self.saved_step = -1
-        self._state.components.concluded({})
+        self._state.components.forget()
+        if self.saved_step <= step:  # else a later one is in flight
+            self.saved_step = -1
         if self._group.rank == 0:  # all ranks are told the same outcome
             logger.warning("run %s: save failed (%d in a row): %s", self._group.uri, self._failures, message)
         if self._failures >= self._settings.max_failed_saves:

@@ -18,15 +18,14 @@ from raycheck.settings import SaveSettings
 from raycheck.shards.progress import Progress
 from raycheck.shards.selection import EVERYTHING, RestoreReport, Selection
 from raycheck.shards.state import Restored, TrainState
-from raycheck.train.coordinator import Claim
 from raycheck.train.data import Batches
 from raycheck.train.group import Group
 from raycheck.train.log import logger, show_log
+from raycheck.train.meeting import Claim
 from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver, detached
 
 CLAIM_TIMEOUT_S = 300.0
-DOCUMENTS_TIMEOUT_S = 60.0
 EXPORTS_TIMEOUT_S = 3600.0
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
@@ -73,7 +72,8 @@ class Checkpointer:
         show_log()
         self.settings = settings or SaveSettings()
         self._group = group or Group.of_ray_train()
-        self._state = TrainState(state, rank=self._group.rank, world_size=self._group.world_size)
+        rank, world_size = self._group.rank, self._group.world_size
+        self._state = TrainState(state, rank=rank, world_size=world_size, buffers=self.settings.buffers)
         self._data = [value for value in self._state.entries.values() if isinstance(value, Batches)]
         if len(self._data) > 1:
             raise ConfigError("the state holds two Batches; a run has one position in its data")
@@ -119,8 +119,7 @@ class Checkpointer:
             self._begin(claim, (str(selection),) if selection != EVERYTHING else ())
             return At(attempt=claim.attempt)
         began = time.monotonic()
-        documents = group.fetch(claim.documents, timeout_s=DOCUMENTS_TIMEOUT_S)
-        checkpoint = Checkpoint(group.store, claim.restore, documents)
+        checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
         done = self._state.apply(checkpoint, selection, strict=strict, once=True, share=True)
         rng = self._apply_rng(done)
         self._step = done.progress.step
@@ -200,7 +199,7 @@ class Checkpointer:
         """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already."""
         saver = self._claimed()
         if self._step != saver.saved_step:
-            self._hear_of(saver.wait())  # the buffer is in use until then
+            self._hear_of(saver.wait_for_buffer())
             self._rhythm.saved()
             saver.begin(self._progress(), metrics or {}, is_news=self._rhythm.wants_news())
 

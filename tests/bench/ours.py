@@ -51,7 +51,7 @@ class Ours:
         """Durable when it returns."""
         return upload(self.store, staged, name=self._name(self._saves + 1))
 
-    def commit(self, uploaded: Uploaded) -> None:
+    def commit(self, staged: StagedState, uploaded: Uploaded) -> None:
         self._saves += 1
         report = Report(
             group="bench",
@@ -68,7 +68,7 @@ class Ours:
         data = protocol.write_manifest(self.store, manifest)
         assert protocol.commit(self._register, ME, manifest, data, Retention(keep_last=2))
         self._plans.components = manifest.components
-        self._train_state.components.concluded({part.name: part.checkpoint for part in manifest.components})
+        self._train_state.components.committed(staged, {part.name: part.checkpoint for part in manifest.components})
 
     def newest(self) -> Checkpoint:
         return Checkpoint(self.store, read_latest(self.store).live[-1])
@@ -79,7 +79,7 @@ class Ours:
         staged_s = perf_counter() - began
         uploaded = self.upload(staged)
         durable_s = perf_counter() - began
-        self.commit(uploaded)
+        self.commit(staged, uploaded)
         committed_s = perf_counter() - began
         return Saved(checkpoint=self.newest(), staged_s=staged_s, durable_s=durable_s, committed_s=committed_s)
 
@@ -91,7 +91,7 @@ class Ours:
 
     def clear(self) -> None:
         """Delete what was saved; `latest` stays. The next save is whole."""
-        self._train_state.components.concluded({})
+        self._train_state.components.forget()
         for item in list(self.store.list_objects(layout.CHECKPOINTS_PREFIX)):
             self.store.delete(item.key)
 

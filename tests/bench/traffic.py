@@ -5,6 +5,7 @@ Neither depends on the machine, so each is counted once. A ratio above its goal 
 
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -54,20 +55,23 @@ def _one_rank(bench: Bench, wire: Wire) -> list[Row]:
     for engine in ENGINES:
         ours = Ours(open_with(engine, new_folder(wire.uri)), state)
         began = wire.mark
-        uploaded = ours.upload(ours.stage())
+        staged = ours.stage()
+        uploaded = ours.upload(staged)
         saved = wire.mark
-        ours.commit(uploaded)
+        ours.commit(staged, uploaded)
         committed = wire.mark
         checkpoint = ours.newest()
         before_load = wire.mark
         ours.load(checkpoint)
-        heads = wire.since(began)
+        read[engine] = bytes_read(wire.since(before_load), root) / state.size_bytes
+        handed = replace(checkpoint, documents=checkpoint.read_documents())
+        before_handed = wire.mark
+        ours.load(handed)
         requests[engine] = {
-            "save": without_data(heads[: saved - began]),
-            "commit": without_data(heads[saved - began : committed - began]),
-            "load": without_data(heads[before_load - began :]),
+            "save": without_data(wire.since(began)[: saved - began]),
+            "commit": without_data(wire.since(saved)[: committed - saved]),
+            "load": without_data(wire.since(before_handed)),
         }
-        read[engine] = bytes_read(heads[before_load - began :], root) / state.size_bytes
         ours.clear()
     stock = StockDcp(wire.uri, state)
     began = wire.mark
@@ -82,7 +86,13 @@ def _one_rank(bench: Bench, wire: Wire) -> list[Row]:
         _requests(
             "R5.commit", "commit", requests, today=len(stock_saves), note="stock: of a rank's save and its commit"
         ),
-        _requests("R5.load", "load", requests, today=len(without_data(stock_loads))),
+        _requests(
+            "R5.load",
+            "load",
+            requests,
+            today=len(without_data(stock_loads)),
+            note="manifest and index come from the coordinator, which reads them once per claim",
+        ),
     ]
 
 

@@ -1,5 +1,6 @@
 """What training does not change is uploaded once, and every checkpoint is whole all the same."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,9 @@ from raycheck.shards.progress import Progress
 from raycheck.shards.state import TrainState
 from tests.shards.saving import agreed, claimed, committed, upload
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
+)
 
 BASE = "model.frozen"
 
@@ -62,12 +65,13 @@ class Ranks:
         self._saves += 1
         progress = Progress(step=self._saves)
         name = claimed(self.store, world_size=len(self.states), save=self._saves, step=self._saves)
-        uploads = [upload(self.store, state.stage(progress), name=name) for state in self.states]
+        staged = [state.stage(progress) for state in self.states]
+        uploads = [upload(self.store, own, name=name) for own in staged]
         checkpoint = committed(self.store, name, uploads, progress=progress, plans=self.plans)
         parts = checkpoint.manifest().components
         self.plans.components = parts
-        for state in self.states:
-            state.components.concluded({part.name: part.checkpoint for part in parts} if is_told else {})
+        for state, own in zip(self.states, staged, strict=True):
+            state.components.committed(own, {part.name: part.checkpoint for part in parts} if is_told else {})
         return checkpoint
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -300,7 +304,7 @@ def test_what_the_head_does_not_have_is_copied(files: Store) -> None:
     ranks = Ranks(files, model)
     first = ranks.save()
     state = ranks.states[0]
-    state.components.concluded({})
+    state.components.forget()
     second = ranks.save()
     kept = state.components._kept[BASE]
     state.components._kept[BASE] = replace(kept, checkpoint=first.entry.key)
@@ -338,10 +342,12 @@ def test_models_change_apart_from_each_other(files: Store) -> None:
 
     def save(number: int) -> Checkpoint:
         name = claimed(files, world_size=1, save=number, step=number)
-        uploads = [upload(files, state.stage(Progress(step=number)), name=name)]
-        checkpoint = committed(files, name, uploads, progress=Progress(step=number), plans=plans)
+        staged = state.stage(Progress(step=number))
+        checkpoint = committed(
+            files, name, [upload(files, staged, name=name)], progress=Progress(step=number), plans=plans
+        )
         plans.components = checkpoint.manifest().components
-        state.components.concluded({part.name: part.checkpoint for part in plans.components})
+        state.components.committed(staged, {part.name: part.checkpoint for part in plans.components})
         return checkpoint
 
     first = save(1)
@@ -357,11 +363,36 @@ def test_models_change_apart_from_each_other(files: Store) -> None:
 def test_memory_for_what_is_frozen_is_given_back(files: Store) -> None:
     ranks = Ranks(files, Adapted())
     ranks.save()
-    stager = ranks.states[0].components._stagers[BASE]
+    stager = ranks.states[0].components._stager(BASE)
     assert stager._buffer is not None
     ranks.save()
 
     assert stager._buffer is None
+
+
+def test_saves_under_way_have_memory_of_their_own(files: Store) -> None:
+    model = Adapted()
+    state = TrainState({"model": model}, rank=0, world_size=1, buffers=2)
+    plans = Plans()
+    names, under_way, expected = [], [], []
+    for number in (1, 2):
+        names.append(claimed(files, world_size=1, save=number, step=number))
+        under_way.append(state.stage(Progress(step=number)))
+        expected.append(copy.deepcopy(model))
+        model.train_a_little()
+        model.base[0].weight.data += 1
+
+    for name, staged, then in zip(names, under_way, expected, strict=True):
+        step = int(name[5:14])
+        uploads = [upload(files, staged, name=name)]
+        checkpoint = committed(files, name, uploads, progress=Progress(step=step), plans=plans)
+        plans.components = checkpoint.manifest().components
+        state.components.committed(staged, {part.name: part.checkpoint for part in plans.components})
+        check_holds(checkpoint, then)
+
+    model.base[0].weight.data.copy_(expected[1].base[0].weight)
+    third = state.stage(Progress(step=3))
+    assert third.places == {BASE: names[1]}
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer.0", "ünï", "a/b.c d", "x" * 300])

@@ -267,7 +267,7 @@ def test_a_flipped_bit_is_named_by_rank_component_tensor_and_sub_block(store: St
 
     flip(checkpoint, chunk, at=2 * SUB_BLOCK + 12345)
 
-    named = r"rank 1, component train: tensor model\.second, sub-block 2 "
+    named = rf"rank 1, component {chunk.component}: tensor model\.second, sub-block 2 "
     with pytest.raises(CorruptError, match=named):
         check_restore(checkpoint, weights, world_size=1, is_bare=True)
     with pytest.raises(CorruptError, match=named):
@@ -285,7 +285,7 @@ def test_every_tensor_is_checked_to_its_first_and_last_byte(store: Store, name: 
     for at in (0, chunk.payload_size - 1):
         flip(checkpoint, chunk, at=at)
 
-        with pytest.raises(CorruptError, match=rf"rank 0, component train: tensor {name}, sub-block 0 "):
+        with pytest.raises(CorruptError, match=rf"rank 0, component {chunk.component}: tensor {name}, sub-block 0 "):
             check_restore(checkpoint, weights, world_size=1)
 
         flip(checkpoint, chunk, at=at)

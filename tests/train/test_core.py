@@ -1,6 +1,7 @@
 """The Checkpointer without Ray Train: in any group of Ray actors, with a place given by hand."""
 
 import dataclasses
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -14,6 +15,12 @@ from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+
+
+def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 600)).square().mean().backward()
+    optimizer.step()
 
 
 @ray.remote(num_cpus=0)
@@ -47,9 +54,7 @@ class Holder:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.model(torch.ones(2, 600)).square().mean().backward()
-            self.optimizer.step()
+            train_once(self.model, self.optimizer)
             self.ckpt.end_step({"loss": float("nan"), "step": 1})
 
     def train_and_save(self, steps: int) -> None:
@@ -70,7 +75,7 @@ class Holder:
     def doubt(self) -> None:
         """Forget that the ranks have agreed, on this rank alone."""
         self.ckpt._claimed().wait()
-        self.ckpt._claimed()._must_agree = True
+        self.ckpt._claimed()._has_agreed = False
 
     def weights(self):
         return self.model.weight.detach()
@@ -80,16 +85,20 @@ class Holder:
 
 
 def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: None, s3: str) -> None:
-    uri = join_uri(s3, uuid4().hex)
-    coordinator = raycheck.start_coordinator(uri, owner="me")
-    pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
-    ray.get([holder.restore.remote() for holder in pair])
-    ray.get([pair[rank].set_number.remote(10 + rank) for rank in range(2)])
-    ray.get([holder.train.remote(3) for holder in pair])
-    ray.get([holder.close.remote() for holder in pair])
+    with fault_proxy(s3) as proxy:
+        uri = join_uri(proxy.uri, uuid4().hex)
+        coordinator = raycheck.start_coordinator(uri, owner="me")
+        pair = [Holder.remote(rank, 2, "pair", uri, coordinator) for rank in range(2)]
+        ray.get([holder.restore.remote() for holder in pair])
+        ray.get([pair[rank].set_number.remote(10 + rank) for rank in range(2)])
+        ray.get([holder.train.remote(3) for holder in pair])
+        ray.get([holder.close.remote() for holder in pair])
 
-    three = [Holder.remote(rank, 3, "three", uri, coordinator, seed=rank) for rank in range(3)]
-    at = ray.get([holder.restore.remote() for holder in three])
+        three = [Holder.remote(rank, 3, "three", uri, coordinator, seed=rank) for rank in range(3)]
+        before = len(proxy.heads)
+        at = ray.get([holder.restore.remote() for holder in three])
+        read = [urlsplit(head.target).path.rpartition("/")[2] for head in proxy.heads[before:] if head.method == "GET"]
+        body = assert_invariants(open_store(uri))
 
     weights = ray.get([holder.weights.remote() for holder in three])
     assert {place.step for place in at} == {3}
@@ -99,9 +108,9 @@ def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: 
     numbers = ray.get([holder.get.remote("number") for holder in three])
     assert numbers == [{"kept": 10}, {"kept": 11}, {"fresh": 2}]
     assert [place.report.fresh for place in at] == [(), (), ("number.rank2",)]
-    body = assert_invariants(open_store(uri))
     assert [entry.step for entry in body.live] == [2, 3]
     assert dict(body.live[0].metrics) == {"step": 1.0}, "a diverged run is saved all the same"
+    assert (read.count("index"), read.count("manifest.json")) == (1, 1), "the coordinator reads them for all ranks"
 
 
 def test_a_replaced_group_is_told_that_its_attempt_is_over(cluster: None, s3: str) -> None:
@@ -236,6 +245,38 @@ def test_a_save_that_falls_due_during_another_one_is_left_out_on_request(cluster
 
         body = assert_invariants(open_store(uri))
     assert [entry.step for entry in body.live] == [2, 5], "step 4 fell due while step 2 was held up"
+
+
+@pytest.mark.slow
+def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(cluster: None, s3: str) -> None:
+    with fault_proxy(s3) as proxy:
+        uri = join_uri(proxy.uri, uuid4().hex)
+        coordinator = raycheck.start_coordinator(uri, owner="me")
+        pair = [Holder.remote(rank, 2, "pair", uri, coordinator, buffers=2) for rank in range(2)]
+        ray.get([holder.restore.remote() for holder in pair])
+        rule = proxy.rule("hold", "PUT", "distcp")
+
+        ray.get([holder.train.remote(5) for holder in pair])  # steps 2 and 4 are staged, while 2 is held up
+        rule.wait()
+        then = ray.get(pair[0].weights.remote())
+        late = [holder.train.remote(1) for holder in pair]  # step 6 finds no buffer
+        done, _ = ray.wait(late, num_returns=2, timeout=5.0)
+        rule.release()
+        ray.get(late)
+        ray.get([holder.close.remote() for holder in pair])
+
+        body = assert_invariants(open_store(uri))
+        model = torch.nn.Linear(600, 500)
+        raycheck.open_run(uri).restore(4, into={"model": model})
+    assert [entry.step for entry in body.live] == [2, 4, 6]
+    assert not done, "there was no buffer left to stage step 6 in"
+    torch.manual_seed(0)
+    expected = torch.nn.Linear(600, 500)
+    optimizer = torch.optim.AdamW(expected.parameters())
+    for _ in range(4):
+        train_once(expected, optimizer)
+    assert torch.allclose(model.weight, expected.weight, rtol=0, atol=1e-6)
+    assert not torch.allclose(model.weight, then, rtol=0, atol=1e-6), "those are the values of step 5"
 
 
 @pytest.mark.slow
