@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ _STDERR = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(RAY_worker_niceness="0")  # Ray's 15 starves its workers beside the tests that run meanwhile
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
     config.stash[_STDERR] = os.dup(2)  # while a test runs, 2 is pytest's own file, which is lost with the process
 
 
