@@ -22,7 +22,8 @@ SAMPLES, BATCH = 96, 8
 
 
 def build(mode: str) -> tuple[Any, Any, Any]:
-    """Dropout and BatchNorm-free on purpose: dropout draws random numbers, and losses must match bit by bit."""
+    """Dropout and BatchNorm-free on purpose: dropout draws random numbers, and losses must match bit by bit. Under FSDP2
+    the first layer is frozen."""
     torch.manual_seed(7)
     model: Any = torch.nn.Sequential(
         torch.nn.Linear(12, 33), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(33, 1)
@@ -30,6 +31,7 @@ def build(mode: str) -> tuple[Any, Any, Any]:
     if mode == "ddp":
         model = DistributedDataParallel(model)
     if mode == "fsdp":
+        model[0].requires_grad_(False)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=9)

@@ -78,6 +78,8 @@ def test_a_killed_run_is_bit_identical_to_one_never_killed(
     body = assert_invariants(open_store(join_uri(storage, "hurt")))
     assert body is not None
     assert body.entry(body.head).step == STEPS
+    if mode == "fsdp":
+        assert {entry.refs for entry in body.live[1:]} == {(body.live[0].key,)}, "what is frozen was written once"
 
 
 @pytest.mark.slow
