@@ -66,7 +66,6 @@ def test_s3_without_obstore_is_measured_and_left_as_it_was(s3):
     assert_measures_and_leaves_all_as_it_was(store.through_s3fs if isinstance(store, FastS3Store) else store)
 
 
-@pytest.mark.slow
 def test_ctrl_c_during_an_upload_in_parts_leaves_nothing(s3):
     with fault_proxy(s3) as proxy:
         store = open_store(join_uri(proxy.uri, uuid4().hex))

@@ -47,7 +47,6 @@ def test_bench_of_a_bucket_estimates_costs_at_the_prices_given(s3: str) -> None:
     assert list(open_store(uri).list_objects("")) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_bench_and_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
     command = [sys.executable, "-m", "raycheck", "bench", f"file://{tmp_path}", "--size", "64", "--seconds", "60"]
