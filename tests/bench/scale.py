@@ -50,8 +50,8 @@ FULL = Scale(
 )
 QUICK = Scale(
     name="quick",
-    state_bytes=64 * MIB,
-    upload_bytes=64 * MIB,
+    state_bytes=32 * MIB,
+    upload_bytes=32 * MIB,
     wire_bytes=128 * MIB,
     memory_bytes=256 * MIB,
     rounds=3,
@@ -59,6 +59,7 @@ QUICK = Scale(
     tensors=1000,
     steps_s=0.2,
     before_first_s=0.5,
+    states=("few large", "3,000 small"),
 )
 
 

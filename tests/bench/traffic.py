@@ -17,9 +17,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.latest import Entry
-from raycheck.bucket.layout import component_prefix
 from raycheck.bucket.store.uri import join_uri
-from raycheck.shards.pieces import TRAIN
+from raycheck.shards.components import frozen_component
 from raycheck.shards.state import TrainState
 from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
@@ -110,7 +109,7 @@ def _resharded(bench: Bench, wire: Wire) -> Row:
     saved = save_played(open_with("fast", place), weights, world_size=SAVED_BY, is_bare=True)
     watched_uri = join_uri(wire.uri, folder)
     through = Checkpoint(open_with("fast", watched_uri), saved.entry)
-    stock_path = f"{plain_uri(watched_uri)}/{component_prefix(saved.entry.key, TRAIN)}"
+    stock_path = f"{plain_uri(watched_uri)}/{saved.manifest().prefixes()[frozen_component('model')]}"
     ours, stock = {}, {}
     for world_size in bench.scale.loaded_by:
         needed = read = stock_read = 0
@@ -138,7 +137,7 @@ def _resharded(bench: Bench, wire: Wire) -> Row:
 
 def _changed(bench: Bench, wire: Wire) -> Row:
     """R13: the second save of a LoRA fine-tune whose base did not change."""
-    state = make_state("LoRA", bench.scale.wire_bytes)
+    state = make_state("LoRA", 2 * bench.scale.state_bytes)
     ours = Ours(open_with("fast", new_folder(wire.uri)), state)
     ours.save()
     for tensor in state.changing:
@@ -153,7 +152,12 @@ def _changed(bench: Bench, wire: Wire) -> Row:
     stock_sent = bytes_sent(wire.since(began))
     changed = size_of(state.changing)
     share = 1 - changed / state.size_bytes
-    return Row(key="R13", value=sent / changed, today=stock_sent / changed, note=f"{share:.1%} frozen")
+    return Row(
+        key="R13",
+        value=sent / changed,
+        today=stock_sent / changed,
+        note=f"{share:.1%} of {state.size_bytes / 1e6:.0f} MB frozen; a tensor has 1.6 kB of torch's own framing",
+    )
 
 
 def _replicas(bench: Bench, wire: Wire) -> Row:
@@ -183,6 +187,8 @@ def load_replica(rank: int, rendezvous: str, uri: str, entry: Entry, size_bytes:
     store = dist.FileStore(rendezvous, REPLICAS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=REPLICAS)
     try:
-        TrainState(state.live, rank=rank, world_size=REPLICAS).apply(Checkpoint(open_with("fast", uri), entry))
+        TrainState(state.live, rank=rank, world_size=REPLICAS).apply(
+            Checkpoint(open_with("fast", uri), entry), share=True
+        )
     finally:
         dist.destroy_process_group()
