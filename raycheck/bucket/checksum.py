@@ -20,9 +20,9 @@ def sub_block_crcs(payload: memoryview) -> list[int]:
     return [crc32(payload[at : at + SUB_BLOCK]) for at in range(0, len(payload), SUB_BLOCK)]
 
 
-def combined(parts: Iterable[tuple[int, int]]) -> int:
-    """CRC-32 of a concatenation, from (crc32, length in bytes) of its parts."""
-    total = 0
+def combined(parts: Iterable[tuple[int, int]], start: int = 0) -> int:
+    """CRC-32 of a concatenation, from (crc32, length in bytes) of its parts. start: of what comes before them."""
+    total = start
     for crc, length in parts:
         total = int(isal_zlib.crc32_combine(total, crc, length))
     return total

@@ -51,7 +51,8 @@ class Staged:
         self._crcs: list[tuple[int, ...]] = []
         self._shard: Shard | None = None
         self.size_bytes = len(view)
-        self.crc32 = 0
+        self.crc32 = 0  # of all bytes before _summed
+        self._summed = 0
 
     def parts(self, part_bytes: int) -> Iterator[memoryview]:
         """Slices of the buffer, each checksummed and sealed just before it is yielded."""
@@ -61,12 +62,11 @@ class Staged:
         for slot in self._slots:
             self._seal(slot)
             while sent + part_bytes <= slot.stop:
-                yield self._next(sent, part_bytes)
+                yield self._view[sent : sent + part_bytes]
                 sent += part_bytes
-        while sent < self.size_bytes:
-            part = min(part_bytes, self.size_bytes - sent)
-            yield self._next(sent, part)
-            sent += part
+        self._sum(self.size_bytes)
+        for start in range(sent, self.size_bytes, part_bytes):
+            yield self._view[start : start + part_bytes]
 
     def shard(self) -> Shard:
         """What became of it. Only after all parts were taken."""
@@ -83,11 +83,14 @@ class Staged:
         whole = combined(zip(crcs, sub_block_lengths(len(payload)), strict=True))
         self._view[slot.payload.stop : slot.stop] = slot.frame.sealed_tail(whole)
         self._crcs.append(tuple(crcs))
+        self._sum(slot.payload.start)
+        self.crc32 = combined([(whole, len(payload))], self.crc32)  # no byte of a payload is read twice
+        self._summed = slot.payload.stop
+        self._sum(slot.stop)
 
-    def _next(self, start: int, count: int) -> memoryview:
-        part = self._view[start : start + count]
-        self.crc32 = crc32(part, self.crc32)
-        return part
+    def _sum(self, stop: int) -> None:
+        self.crc32 = crc32(self._view[self._summed : stop], self.crc32)
+        self._summed = stop
 
 
 class Stager:
