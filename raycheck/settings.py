@@ -52,8 +52,7 @@ class Retention:
 class SaveSettings:
     """When to save, what to keep, and how long to wait.
 
-    every_steps: save after each so many optimizer steps; None turns the step trigger off.
-    every_seconds: save when so many seconds passed since the last save began; None turns the time trigger off.
+    every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. None: never.
     export_every_steps: also write the model as a Hugging Face directory under `exports/` after each so many steps,
         which are then saved too; the state must hold one model with such a configuration. None turns it off.
     keep_last, keep_every_steps, keep_best, expire_after_s: which checkpoints stay, see Retention. The others leave
@@ -73,16 +72,17 @@ class SaveSettings:
     keep_every_steps: int | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
     expire_after_s: float | None = None
-    buffers: int = 1
+    buffers: Literal[1, 2] = 1
     when_busy: Literal["wait", "skip"] = "wait"
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
-        _check_counts(self, "every_steps", "export_every_steps", "buffers", "max_failed_saves")
+        _check_counts(self, "every_steps", "export_every_steps", "max_failed_saves")
         _check_seconds(self, "every_seconds", "save_timeout_s")
-        if self.when_busy not in ("wait", "skip"):
-            raise ConfigError(f'when_busy={self.when_busy!r}: give "wait" or "skip"')
+        for name, choices in (("when_busy", ("wait", "skip")), ("buffers", (1, 2))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give {choices[0]!r} or {choices[1]!r}")
         _ = self.retention
 
     @property

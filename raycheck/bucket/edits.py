@@ -40,12 +40,13 @@ def evict(register: Register, rules: Retention) -> Latest:
 
 
 def without(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
-    """`body` with the live entries `keys` evicted."""
-    return replace(
-        body,
-        live=tuple(entry for entry in body.live if entry.key not in keys),
-        evicted=(*body.evicted, *(Evicted(key=key, at=now) for key in keys)),
-    )
+    """`body` with the live entries `keys` evicted. What only they referred to is evicted anew: a reader of theirs has
+    the whole grace for it."""
+    new = replace(body, live=tuple(entry for entry in body.live if entry.key not in keys))
+    released = body.held() - new.held()
+    left = tuple(item for item in body.evicted if item.key not in released)
+    again = tuple(item.key for item in body.evicted if item.key in released)
+    return replace(new, evicted=(*left, *(Evicted(key=key, at=now) for key in (*again, *keys))))
 
 
 def forget(register: Register, keys: frozenset[str]) -> Latest:

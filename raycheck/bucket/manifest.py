@@ -1,7 +1,8 @@
 """A checkpoint's manifest: immutable, small, and the only proof that its objects are whole.
 
 It names only durable objects, each with size and checksum (I1); an object's existence proves nothing. Its bytes are
-a pure function of the ranks' reports, so that a coordinator which died half-way and its successor write the same.
+a pure function of the ranks' reports and of the newest commit, so that a coordinator which died half-way and its
+successor write the same.
 """
 
 from collections.abc import Iterator, Mapping

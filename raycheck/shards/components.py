@@ -149,20 +149,22 @@ class StagedState:
 
 class Components:
     """What a rank stages through, and what it knows to lie in the bucket. buffers: saves that may be under way at a
-    time; they take turns."""
+    time. They take turns; one that writes more than `train` must have ended before the next is staged."""
 
     def __init__(self, rank: int, buffers: int = 1) -> None:
         self._rank = rank
-        self._stagers: list[dict[str, Stager]] = [{} for _ in range(buffers)]
+        self._train = [Stager(TRAIN, rank) for _ in range(buffers)]
+        self._frozen: dict[str, Stager] = {}
         self._kept: dict[str, Kept] = {}
         self._found: Found | None = None
 
     def prepare(self, pieces: Mapping[str, Sequence[Piece]], *, world_size: int) -> None:
         """Claim memory and have it faulted in behind the training. pieces: all that may be written, by component.
         Raises ConfigError when there is too little for all of them."""
-        stagers = [(self._stager(name, at), own) for name, own in pieces.items() for at in range(len(self._stagers))]
-        sizes = [stager.wanted(own, world_size=world_size) for stager, own in stagers]
-        check_fits(sum(sizes), available_bytes())
+        stagers = [(stager, pieces.get(TRAIN, ())) for stager in self._train]
+        if self._found is None:  # else it will hardly be written
+            stagers += [(self._stager(name), own) for name, own in pieces.items() if name != TRAIN]
+        check_fits(sum(stager.wanted(own, world_size=world_size) for stager, own in stagers), available_bytes())
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
 
@@ -170,20 +172,19 @@ class Components:
         """planned: by component. See Stager.stage."""
         staged, kept, written = [], [], {}
         for component, (pieces, sources) in planned.items():
-            stager = self._stager(component)
             if component == TRAIN:
-                staged.append(stager.stage(pieces, leaves, sources))
+                self._train.append(self._train.pop(0))
+                staged.append(self._train[0].stage(pieces, leaves, sources))
                 continue
-            found = dict(zip((piece.name for piece in pieces), digests(sources), strict=True))
+            stager, found = self._stager(component), _digests(pieces, sources)
             there = self._there(component, pieces, sources)
-            if there is not None and all(there.digests.get(name) == digest for name, digest in found.items()):
+            if there is not None and found and all(there.digests.get(name) == own for name, own in found.items()):
                 stager.release()
                 kept.append(there)
             else:
                 staged.append(stager.stage(pieces, {}, sources))
                 written[component] = Written(staged=staged[-1], pieces=pieces, digests=found)
         self._found = None
-        self._stagers.append(self._stagers.pop(0))
         return StagedState(staged=staged, kept=kept, written=written)
 
     def restored(self, manifest: Manifest, index: Index, pieces: Sequence[Piece]) -> None:
@@ -194,7 +195,7 @@ class Components:
     def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
         """Saves are told of in order. places: the checkpoint that holds each component now; those of which it is not
         known are written by the next save."""
-        known = self._kept | {
+        known = {kept.shard.record.component: kept for kept in save.kept} | {
             name: Kept(checkpoint="", shard=item.staged.shard(), pieces=item.pieces, digests=item.digests)
             for name, item in save.written.items()
         }
@@ -219,5 +220,13 @@ class Components:
             self._kept[component] = kept
         return kept
 
-    def _stager(self, component: str, turn: int = 0) -> Stager:
-        return self._stagers[turn].setdefault(component, Stager(component, self._rank))
+    def _stager(self, component: str) -> Stager:
+        return self._frozen.setdefault(component, Stager(component, self._rank))
+
+
+def _digests(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
+    """By name. Empty, which is like nothing, where an accelerator has no memory left to compute them in."""
+    try:
+        return dict(zip((piece.name for piece in pieces), digests(sources), strict=True))
+    except torch.OutOfMemoryError:
+        return {}

@@ -13,12 +13,12 @@ from raycheck.bucket.checksum import sub_block_crcs
 
 Digest = tuple[int, ...]
 _WORDS = 1 << 20
-"""64-bit words under one sum."""
+"""32-bit words under one sum."""
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
     """One per tensor, equal for equal bytes. Of host memory the CRC-32 of each 4 MiB; of an accelerator's the weighted
-    sum of each 8 MiB, computed there, after what was enqueued so far; the host waits once for all of them."""
+    sum of each 4 MiB, computed there, after what was enqueued so far; the host waits once for all of them."""
     found: list[Digest | None] = [None] * len(tensors)
     there: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
@@ -37,13 +37,15 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
 
 
 def weighted_sums(plain: torch.Tensor) -> torch.Tensor:
-    """Of a flat tensor, modulo 2^64. Weights are odd, so that a change of one word always shows."""
+    """Of a flat tensor, modulo 2^64. Weights are odd and have 64 bits, so that a change of one word always shows, and
+    one of the top bits of many is still weighed by the lower half of the weights."""
     data = plain.view(torch.uint8)
-    if data.numel() % 8 or data.storage_offset() % 8:
-        data = torch.cat([data, data.new_zeros(-data.numel() % 8)])
+    if data.storage_offset() % 4:
+        data = data.clone()
     weights = _weights(data.device)
-    blocks = torch.split(data.view(torch.int64), _WORDS)
-    return torch.stack([(words * weights[: words.numel()]).sum() for words in blocks])
+    whole = data.numel() // 4 * 4
+    blocks = [*torch.split(data[:whole].view(torch.int32), _WORDS), data[whole:]]
+    return torch.stack([(block.to(torch.int64) * weights[: block.numel()]).sum() for block in blocks])
 
 
 @cache

@@ -1,8 +1,8 @@
 """Each rank's part of the index, apart by what changes at a save, and what a coordinator keeps of it between saves.
 
 A plan stays the same from save to save, so a rank sends it once and then only its hash. A coordinator that was started
-again has none, and asks. Nothing here is truth: the bytes of a checkpoint are a function of what the ranks sent, and
-are the same with and without memory.
+again has none, and asks. Nothing here is truth: the bytes of a checkpoint are a function of what the ranks sent and of
+what the newest commit has, and are the same with and without memory.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from threading import Lock
 
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.index import Index
+from raycheck.bucket.index import Index, Plan
 from raycheck.bucket.index_file import Parts, join_parts, parts_of
 from raycheck.bucket.manifest import Blob, Component
 from raycheck.bucket.merge import Merged, merge_plans, uncovered
 from raycheck.bucket.plan_file import Known, dump_plan, load_plan
-from raycheck.errors import CorruptError
+from raycheck.errors import ConfigError, CorruptError
 from raycheck.shards.dcp import dcp_metadata
 
 CRC_BYTES = 4
@@ -106,6 +106,8 @@ def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> Whole:
     known = Known()
     plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
     merged = merge_plans(plans)
+    if len(components) > 1:
+        _refuse_split(merged.plan)
     metadata = {component: dcp_metadata(merged.plan, component) for component in components}
     return Whole(
         plan=dump_plan(merged.plan),
@@ -113,3 +115,12 @@ def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> Whole:
         holes=tuple(uncovered(merged.plan)),
         metadata={name: (data, Blob(size_bytes=len(data), crc32=crc32(data))) for name, data in metadata.items()},
     )
+
+
+def _refuse_split(plan: Plan) -> None:
+    """Raises ConfigError for a tensor that ranks put into different components: stock tools would find it in none."""
+    for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True):
+        if len({plan.objects[number].component for number in set(plan.object[first:end])}) > 1:
+            raise ConfigError(
+                f"tensor {tensor.name} is frozen on some ranks only; set requires_grad alike on all of them"
+            )

@@ -1,7 +1,7 @@
 """What a rank hands in for a save, and how all ranks' reports become the files of a checkpoint.
 
-Every byte written here is a pure function of the reports sorted by rank: no clock, no chance, no host. A coordinator
-that died half-way and its successor write the same.
+Every byte written here is a pure function of the reports sorted by rank, and of what the newest commit has of what they
+did not upload: no clock, no chance, no host. A coordinator that died half-way and its successor write the same.
 """
 
 from collections.abc import Mapping, Sequence

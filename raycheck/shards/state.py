@@ -144,9 +144,9 @@ class TrainState:
             fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
         except NotFoundError as error:
             raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
+        self.components.restored(manifest, index, pieces)  # before anything else is done to them
         for part, tensors in wanted.items():
             part.finish(saved[part], tensors)
-        self.components.restored(manifest, index, pieces)
         return Restored(
             manifest=manifest,
             progress=progress,

@@ -89,6 +89,8 @@ class Coordinator:
             return await asyncio.to_thread(self._past, report)
         if report.section is not None and not self._plans.knows(report.section):
             return Outcome(kind="pending", key=report.checkpoint, message="its plan is not known", wants_plan=True)
+        if report.group in self._claims:  # a rank that comes so late reads them itself
+            self._claims[report.group] = replace(self._claims[report.group], documents=[])
         at = (report.group, report.save)
         if report.failure:
             self._agreements.setdefault(at, Meeting()).fail(report)
@@ -146,7 +148,7 @@ class Coordinator:
             await asyncio.wait(running, timeout=30.0)
 
     def _forget_before(self, report: Report) -> None:
-        for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 1]:
+        for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 2]:
             del self._saves[key]
 
     def _start_tidying(self) -> None:

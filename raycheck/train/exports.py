@@ -18,15 +18,16 @@ class Exports:
     def __init__(self, uri: str) -> None:
         self._uri = uri
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-export")
-        self._running: dict[str, Future[None]] = {}
+        self._running: dict[tuple[str, ...], Future[None]] = {}  # by what each reads
 
     def start(self, checkpoint: Checkpoint) -> None:
-        self._running[checkpoint.entry.key] = self._thread.submit(self._export, checkpoint)
+        names = (checkpoint.entry.key, *checkpoint.entry.refs)
+        self._running[names] = self._thread.submit(self._export, checkpoint)
 
     @property
     def keys(self) -> frozenset[str]:
         """Checkpoints that are still being read, so that nothing of them may be deleted."""
-        return frozenset(key for key, future in list(self._running.items()) if not future.done())
+        return frozenset(name for names, future in list(self._running.items()) if not future.done() for name in names)
 
     def wait(self, timeout_s: float) -> int:
         """Wait for what is under way; returns how many are left at the deadline."""

@@ -84,9 +84,9 @@ class Rhythm:
         """Whether Ray can soon be told of a save that begins now, if rank 0 asks."""
         return self._news in (None, self._word.news) and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
 
-    def committed(self, pointed: str | None) -> None:
-        """A save of this rank was committed. pointed: what Ray can be told of by now."""
-        self._save_s = time.monotonic() - self._saved_at
+    def committed(self, pointed: str | None, *, save_s: float) -> None:
+        """A save of this rank was committed, and took so long. pointed: what Ray can be told of by now."""
+        self._save_s = save_s
         if pointed != self._told:
             self._news = pointed
 

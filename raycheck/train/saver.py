@@ -33,15 +33,20 @@ from raycheck.train.rhythm import is_multiple
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UnderWay:
+    """is_agreed: the ranks agreed before it."""
+
     number: int
     step: int
+    began: float
+    is_agreed: bool
+    is_news: bool
     staged: StagedState
     outcome: Future[Outcome]
 
 
 class Saver:
     """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save.
-    pointed: the newest checkpoint that Ray can be told of."""
+    pointed: the newest checkpoint that Ray can be told of. save_s: how long the newest commit took."""
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class Saver:
     ) -> None:
         self.saved_step = saved_step
         self.pointed: str | None = None
+        self.save_s = 0.0
         self._committed: str | None = None
         self._partial = partial
         self._has_agreed = group.world_size == 1
@@ -97,16 +103,17 @@ class Saver:
             retention=self._settings.retention,
             is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
         )
-        if len(self._pending) >= self._settings.buffers:
+        if self._pending and self._pending[0].number <= report.save - self._settings.buffers:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
             self._group.tell("report", replace(report, failure=text))
             self._failed(report.save, progress.step, f"rank {report.rank}: step {progress.step}: {text}")
             return
         self.saved_step = progress.step
         # Of later saves some ranks have heard by now and some have not.
-        must_agree = self._must_agree_after.pop(report.save - self._settings.buffers, False)
+        doubt = self._must_agree_after.pop(report.save - self._settings.buffers, False) or not self._has_agreed
+        must_agree = doubt and self._group.world_size > 1
         try:
-            if self._group.world_size > 1 and (must_agree or not self._has_agreed):
+            if must_agree:
                 self._agree(report)
             staged = self._state.stage(progress)
         except RaycheckError as error:
@@ -117,8 +124,17 @@ class Saver:
             return
         report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
-        outcome = self._thread.submit(self._upload_and_report, staged, report, deadline, is_news)
-        self._pending.append(_UnderWay(number=report.save, step=progress.step, staged=staged, outcome=outcome))
+        is_news = is_news and not any(save.is_news for save in self._pending)
+        save = _UnderWay(
+            number=report.save,
+            step=progress.step,
+            began=began,
+            is_agreed=must_agree,
+            is_news=is_news,
+            staged=staged,
+            outcome=self._thread.submit(self._upload_and_report, staged, report, deadline, is_news),
+        )
+        self._pending.append(save)
 
     def poll(self) -> str | None:
         """The name of the checkpoint that was committed since the last look, if any; never waits.
@@ -128,14 +144,17 @@ class Saver:
         return self.wait(0)
 
     def wait_for_buffer(self) -> str | None:
-        """The same, after waiting until the next save can be staged (up to the save time-out)."""
-        return self.wait(under_way=self._settings.buffers - 1)
+        """The same, after waiting until the next save can be staged (up to the save time-out): until there is a buffer,
+        and no agreement and no place of what is frozen is in doubt."""
+        is_alone = any(save.is_agreed or save.staged.written for save in self._pending)
+        return self.wait(up_to=self._saves if is_alone else self._saves + 1 - self._settings.buffers)
 
-    def wait(self, timeout_s: float | None = None, *, under_way: int = 0) -> str | None:
-        """The same, after waiting until no more than so many saves are in flight (up to the save time-out)."""
+    def wait(self, timeout_s: float | None = None, *, up_to: int | None = None) -> str | None:
+        """After waiting (up to the save time-out) until the saves in flight, or those up to a number, ended."""
+        last = self._saves if up_to is None else up_to
         deadline = time.monotonic() + (self._settings.save_timeout_s if timeout_s is None else timeout_s)
         newest = None
-        while self._pending and (len(self._pending) > under_way or self._pending[0].outcome.done()):
+        while self._pending and (self._pending[0].number <= last or self._pending[0].outcome.done()):
             save = self._pending[0]
             try:
                 outcome = save.outcome.result(max(0.0, deadline - time.monotonic()))
@@ -145,10 +164,12 @@ class Saver:
                 outcome = Outcome(kind="failed", key="", message=str(error))
             self._pending.popleft()
             if outcome.kind == "failed":
+                self._has_agreed &= not save.is_agreed  # it may be that not all ranks got the agreement
                 self._failed(save.number, save.step, outcome.message)
             elif outcome.kind == "committed":
                 self._failures = 0
                 self._must_agree_after[save.number] = outcome.agree_anew
+                self.save_s = time.monotonic() - save.began
                 self._state.components.committed(save.staged, outcome.places)
                 newest = self._committed = outcome.key
         return newest

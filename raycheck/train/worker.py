@@ -212,7 +212,7 @@ class Checkpointer:
                 self.save(self._metrics)
                 self._saver.finish(self._step)
                 self._saver.point_ray_to_newest()
-                self._rhythm.committed(self._saver.pointed)
+                self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
                 self._wait_for_exports()
             if self._over is not None:
@@ -297,4 +297,4 @@ class Checkpointer:
 
     def _hear_of(self, committed: str | None) -> None:
         if committed is not None:
-            self._rhythm.committed(self._claimed().pointed)
+            self._rhythm.committed(self._claimed().pointed, save_s=self._claimed().save_s)

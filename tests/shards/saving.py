@@ -54,6 +54,7 @@ def committed(
     progress: Progress,
     metrics: dict[str, float] | None = None,
     plans: Plans | None = None,
+    keep_last: int = 10,
 ) -> Checkpoint:
     """The coordinator's part: index, `.metadata`, manifest, and the commit. Every invariant holds afterwards."""
     parsed = layout.CheckpointName.parse(name)
@@ -76,7 +77,7 @@ def committed(
     manifest, _ = assemble(store, reports, plans)
     assert manifest.key == name
     data = protocol.write_manifest(store, manifest)
-    assert protocol.commit(Register(store), ME, manifest, data, Retention(keep_last=10))
+    assert protocol.commit(Register(store), ME, manifest, data, Retention(keep_last=keep_last))
     body = read_latest(store)
     entry = body.entry(name)
     assert entry is not None

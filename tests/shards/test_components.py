@@ -13,15 +13,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.index import Chunk, Tensor, index_of
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 from raycheck.bucket.sweep import prune
-from raycheck.errors import NotFoundError, SaveFailedError
+from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
 from raycheck.settings import Retention
 from raycheck.shards.components import frozen_component
 from raycheck.shards.digest import digests, weighted_sums
 from raycheck.shards.pieces import TRAIN
-from raycheck.shards.plans import Plans
+from raycheck.shards.plans import Plans, Section
 from raycheck.shards.progress import Progress
 from raycheck.shards.state import TrainState
 from tests.shards.saving import agreed, claimed, committed, upload
@@ -52,8 +53,9 @@ class Adapted(nn.Module):
 class Ranks:
     """The ranks of one group and what the coordinator remembers, over several saves."""
 
-    def __init__(self, store: Store, *models: nn.Module) -> None:
+    def __init__(self, store: Store, *models: nn.Module, keep_last: int = 10) -> None:
         self.store = store
+        self.keep_last = keep_last
         self.models = models
         self.plans = Plans()
         self._saves = 0
@@ -67,7 +69,7 @@ class Ranks:
         name = claimed(self.store, world_size=len(self.states), save=self._saves, step=self._saves)
         staged = [state.stage(progress) for state in self.states]
         uploads = [upload(self.store, own, name=name) for own in staged]
-        checkpoint = committed(self.store, name, uploads, progress=progress, plans=self.plans)
+        checkpoint = committed(self.store, name, uploads, progress=progress, plans=self.plans, keep_last=self.keep_last)
         parts = checkpoint.manifest().components
         self.plans.components = parts
         for state, own in zip(self.states, staged, strict=True):
@@ -334,6 +336,67 @@ def test_what_is_referred_to_outlives_its_checkpoint_until_nobody_refers_to_it(f
     check_holds(newest, model)
 
 
+def test_readers_of_a_dropped_checkpoint_have_the_grace_for_what_it_refers_to_too(files: Store) -> None:
+    model = Adapted()
+    ranks = Ranks(files, model, keep_last=1)
+    first = ranks.save()
+    second = ranks.save()
+    early = read_latest(files).evicted
+    model.base[0].weight.data += 1
+    ranks.save()
+    late = read_latest(files).evicted
+
+    assert [item.key for item in early] == [first.entry.key]
+    assert [item.key for item in late] == [first.entry.key, second.entry.key]
+    assert late[0].at == late[1].at
+    prune(Register(files), grace_s=60)
+    assert [finding.problem for finding in second.verify() if finding.problem] == []
+
+
+def test_a_tensor_that_only_some_ranks_have_frozen_is_refused() -> None:
+    tensor = Tensor(name="model.a", dtype="float32", shape=(2,), path=("model", "a"))
+    sections = []
+    for rank, component in enumerate((TRAIN, BASE)):
+        chunk = Chunk(
+            tensor=0,
+            component=component,
+            rank=rank,
+            offsets=(rank,),
+            sizes=(1,),
+            record_offset=0,
+            record_size=128,
+            payload_offset=64,
+            payload_size=4,
+            crcs=(1,),
+        )
+        sections.append(Section.of(index_of([tensor], [chunk], rank_values=[{}])))
+
+    with pytest.raises(ConfigError, match=r"tensor model\.a is frozen on some ranks only"):
+        Plans().whole(sections, [BASE, TRAIN])
+
+
+def test_what_another_object_changes_while_it_is_restored_is_not_taken_for_what_was_read(files: Store) -> None:
+    class Average:
+        """Puts what it holds into a model, as some keepers of averages do."""
+
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shift": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.model.base[0].bias.data += state["shift"]
+
+    model = Adapted()
+    state = TrainState({"model": model, "average": Average(model)}, rank=0, world_size=1)
+    name = claimed(files, world_size=1)
+    first = committed(files, name, [upload(files, state.stage(Progress(step=1)), name=name)], progress=Progress(step=1))
+    state.apply(first)
+
+    assert state.stage(Progress(step=2)).places == {}
+
+
 def test_models_change_apart_from_each_other(files: Store) -> None:
     """A reference that is updated now and then does not make the frozen base of another model be written."""
     model, reference = Adapted(), Adapted(seed=1).requires_grad_(False)
@@ -371,28 +434,37 @@ def test_memory_for_what_is_frozen_is_given_back(files: Store) -> None:
 
 
 def test_saves_under_way_have_memory_of_their_own(files: Store) -> None:
-    model = Adapted()
+    model = Adapted().requires_grad_(True)
     state = TrainState({"model": model}, rank=0, world_size=1, buffers=2)
-    plans = Plans()
     names, under_way, expected = [], [], []
     for number in (1, 2):
         names.append(claimed(files, world_size=1, save=number, step=number))
         under_way.append(state.stage(Progress(step=number)))
         expected.append(copy.deepcopy(model))
         model.train_a_little()
-        model.base[0].weight.data += 1
 
-    for name, staged, then in zip(names, under_way, expected, strict=True):
-        step = int(name[5:14])
-        uploads = [upload(files, staged, name=name)]
-        checkpoint = committed(files, name, uploads, progress=Progress(step=step), plans=plans)
-        plans.components = checkpoint.manifest().components
-        state.components.committed(staged, {part.name: part.checkpoint for part in plans.components})
+    for number, (name, staged, then) in enumerate(zip(names, under_way, expected, strict=True), 1):
+        checkpoint = committed(files, name, [upload(files, staged, name=name)], progress=Progress(step=number))
         check_holds(checkpoint, then)
 
-    model.base[0].weight.data.copy_(expected[1].base[0].weight)
-    third = state.stage(Progress(step=3))
-    assert third.places == {BASE: names[1]}
+
+def test_what_a_save_has_kept_is_known_to_lie_where_that_save_says(files: Store) -> None:
+    """A save that was staged while the one before, which writes something else, was under way."""
+    model = Adapted()
+    ranks = Ranks(files, model)
+    first = ranks.save()
+    before = model.base[0].weight.detach().clone()
+    state = ranks.states[0]
+    model.base[0].weight.data += 1
+    other = state.stage(Progress(step=2))
+    model.base[0].weight.data.copy_(before)
+    kept = state.stage(Progress(step=3))
+    other.upload(files, "step-000000002-a1-s2")
+    state.components.committed(other, {TRAIN: "x", BASE: "step-000000002-a1-s2"})
+    state.components.committed(kept, {TRAIN: "x", BASE: first.entry.key})
+
+    assert kept.places == {BASE: first.entry.key}
+    assert state.stage(Progress(step=4)).places == {BASE: first.entry.key}
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer.0", "ünï", "a/b.c d", "x" * 300])
@@ -419,6 +491,20 @@ def test_equal_bytes_have_equal_digests_and_a_flipped_bit_shows(dtype: torch.dty
 def _on_a_device(tensor: torch.Tensor) -> Any:
     """What an accelerator would compute."""
     return weighted_sums(tensor.contiguous().view(-1)).tolist() if tensor.numel() else ()
+
+
+@pytest.mark.parametrize("shape", [(64,), (32, 2), (1 << 17,)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_signs_that_all_change_show(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Only the top bit of each number differs."""
+    tensor = torch.randn(shape).to(dtype)
+    mask = (torch.rand(shape) < 0.1).to(dtype)
+
+    for digest in (lambda t: digests([t])[0], _on_a_device):
+        assert digest(tensor) != digest(tensor.neg())
+        assert digest(mask) != digest(mask.roll(2, 0))
+    if dtype.is_complex:
+        assert _on_a_device(tensor) != _on_a_device(tensor.conj().resolve_conj())
 
 
 def test_digests_know_what_stands_where() -> None:
