@@ -5,7 +5,6 @@ makes a buffer safe to reuse: the thread ends a save only after every request th
 """
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -13,10 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 
-import torch
-
 from raycheck.bucket import layout
-from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
+from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.agreement import Agreement
 from raycheck.shards.components import StagedState
@@ -28,6 +25,7 @@ from raycheck.shards.state import TrainState
 from raycheck.train.group import Group
 from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome
+from raycheck.train.metrics import numbers_of
 from raycheck.train.rhythm import is_multiple
 
 
@@ -89,6 +87,7 @@ class Saver:
         When there is no buffer all the same, this save is counted as failed, and the other ranks are told.
         """
         began = time.monotonic()
+        must_have_ended = self._must_have_ended()
         self._saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
         report = Report(
             group=self._group.id,
@@ -99,11 +98,11 @@ class Saver:
             progress=progress,
             restored_from=self._restored_from,
             partial=self._partial,
-            metrics=_numbers(metrics),
+            metrics=numbers_of(metrics),
             retention=self._settings.retention,
             is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
         )
-        if self._pending and self._pending[0].number <= report.save - self._settings.buffers:
+        if self._pending and self._pending[0].number <= must_have_ended:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
             self._group.tell("report", replace(report, failure=text))
             self._failed(report.save, progress.step, f"rank {report.rank}: step {progress.step}: {text}")
@@ -144,10 +143,14 @@ class Saver:
         return self.wait(0)
 
     def wait_for_buffer(self) -> str | None:
-        """The same, after waiting until the next save can be staged (up to the save time-out): until there is a buffer,
-        and no agreement and no place of what is frozen is in doubt."""
+        """The same, after waiting until the next save can be staged (up to the save time-out)."""
+        return self.wait(up_to=self._must_have_ended())
+
+    def _must_have_ended(self) -> int:
+        """The number of the last save that has to be over before the next one: its buffer is needed, or an agreement
+        or the place of what is frozen, for which there is one buffer only, is in doubt until then."""
         is_alone = any(save.is_agreed or save.staged.written for save in self._pending)
-        return self.wait(up_to=self._saves if is_alone else self._saves + 1 - self._settings.buffers)
+        return self._saves if is_alone else self._saves + 1 - self._settings.buffers
 
     def wait(self, timeout_s: float | None = None, *, up_to: int | None = None) -> str | None:
         """After waiting (up to the save time-out) until the saves in flight, or those up to a number, ended."""
@@ -281,20 +284,3 @@ def _tell_of(uri: str, report: Report) -> None:
         size / 1e6 / max(report.upload_s, 1e-9),
         report.blocked_s,
     )
-
-
-def detached(metrics: Mapping[str, object]) -> dict[str, object]:
-    """To be read later, perhaps, without holding what they were computed from."""
-    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-
-
-def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()  # noqa: PLW2901  read only on a step that saves
-        if not isinstance(value, int | float):
-            raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}; give a number or a 0-dim tensor")
-        if math.isfinite(value):  # JSON has no nan, and a run that diverges must still be saved
-            numbers[name] = float(value)
-    return numbers

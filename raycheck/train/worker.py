@@ -22,14 +22,14 @@ from raycheck.train.data import Batches
 from raycheck.train.group import Group
 from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Claim
+from raycheck.train.metrics import detached
 from raycheck.train.rhythm import Rhythm
-from raycheck.train.saver import Saver, detached
+from raycheck.train.saver import Saver
 
 CLAIM_TIMEOUT_S = 300.0
 EXPORTS_TIMEOUT_S = 3600.0
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
-
 
 _open: "WeakValueDictionary[tuple[str, int], Checkpointer]" = WeakValueDictionary()
 """By run and rank: the Checkpointers of this process."""

@@ -28,10 +28,20 @@ class Holder:
     """One rank that holds a replicated model, and a number of its own."""
 
     def __init__(
-        self, rank: int, world_size: int, group: str, uri: str, coordinator, *, seed: int = 0, **settings
+        self,
+        rank: int,
+        world_size: int,
+        group: str,
+        uri: str,
+        coordinator,
+        *,
+        seed: int = 0,
+        is_frozen: bool = False,
+        **settings,
     ) -> None:
         torch.manual_seed(seed)
         self.model = torch.nn.Linear(600, 500)
+        self.model.bias.requires_grad_(not is_frozen)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.number = raycheck.PerRank({"fresh": rank})
         self.place = raycheck.Group(id=group, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
@@ -277,6 +287,31 @@ def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(clus
         train_once(expected, optimizer)
     assert torch.allclose(model.weight, expected.weight, rtol=0, atol=1e-6)
     assert not torch.allclose(model.weight, then, rtol=0, atol=1e-6), "those are the values of step 5"
+
+
+@pytest.mark.slow
+def test_what_is_frozen_is_not_staged_again_while_its_upload_hangs(cluster: None, s3: str) -> None:
+    with fault_proxy(s3) as proxy:
+        uri = join_uri(proxy.uri, uuid4().hex)
+        coordinator = raycheck.start_coordinator(uri, owner="me")
+        settings = {"buffers": 2, "save_timeout_s": 4.0}
+        holder = Holder.remote(0, 1, "group", uri, coordinator, is_frozen=True, **settings)
+        ray.get(holder.restore.remote())
+        rule = proxy.rule("hold", "PUT", "model.frozen/__0_0.distcp")
+
+        ray.get(holder.train.remote(2))
+        rule.wait()
+        ray.get(holder.train.remote(2))  # waits for step 2, in vain
+        rule.release()
+        ray.get(holder.train.remote(2))
+        ray.get(holder.close.remote())
+
+        store = open_store(uri)
+        body = assert_invariants(store)
+        findings = [finding for item in raycheck.open_run(uri).checkpoints for finding in item.verify()]
+    assert 4 not in [entry.step for entry in body.live]
+    assert body.live[-1].step == 6
+    assert [finding.problem for finding in findings if finding.problem] == []
 
 
 @pytest.mark.slow
