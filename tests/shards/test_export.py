@@ -501,9 +501,8 @@ def test_a_file_name_from_a_hostile_bucket_becomes_no_file(run: Store, tmp_path:
 def test_an_asset_that_is_no_text_is_refused_by_its_file(run: Store, tmp_path: Path):
     state = {"model": hf.llama()}
     staged = TrainState(state, rank=0, world_size=1).stage(Progress(step=1))
-    values, ranks = staged._values, staged._rank_values
-    staged.add({**values, "assets": {"model": {**values["assets"]["model"], "config.json": '"\ud800"'}}}, ranks)
-    checkpoint = save(run, [staged])
+    assets = {"model": {**staged.values["assets"]["model"], "config.json": '"\ud800"'}}
+    checkpoint = save(run, [replace(staged, values={**staged.values, "assets": assets})])
 
     with pytest.raises(CorruptError, match=r"config\.json"):
         export_hf(checkpoint, f"{tmp_path}/hf")
@@ -539,8 +538,7 @@ def test_a_file_that_is_no_file_s_bytes_is_refused(run: Store, tmp_path: Path, p
 def with_values(run: Store, state: dict[str, Any], files: dict[str, object]) -> Checkpoint:
     """A checkpoint whose tokenizer entry claims other files, as whoever writes to the bucket may have it."""
     staged = TrainState(state, rank=0, world_size=1).stage(Progress(step=1))
-    staged.add({**staged._values, "tokenizer": {"files": files}}, staged._rank_values)
-    return save(run, [staged])
+    return save(run, [replace(staged, values={**staged.values, "tokenizer": {"files": files}})])
 
 
 class CountingStore(LocalStore):
