@@ -82,6 +82,9 @@ class Holder:
                 ckpt.end_step()
             return data.state_dict()["consumed"], ckpt._progress().samples
 
+    def wait(self) -> None:
+        self.ckpt._claimed().wait()
+
     def doubt(self) -> None:
         """Forget that the ranks have agreed, on this rank alone."""
         self.ckpt._claimed().wait()
@@ -264,12 +267,14 @@ def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(clus
         coordinator = raycheck.start_coordinator(uri, owner="me")
         pair = [Holder.remote(rank, 2, "pair", uri, coordinator, buffers=2) for rank in range(2)]
         ray.get([holder.restore.remote() for holder in pair])
+        ray.get([holder.train.remote(2) for holder in pair])
+        ray.get([holder.wait.remote() for holder in pair])  # the ranks agreed before it: the next one waits for it
         rule = proxy.rule("hold", "PUT", "distcp")
 
-        ray.get([holder.train.remote(5) for holder in pair])  # steps 2 and 4 are staged, while 2 is held up
+        ray.get([holder.train.remote(5) for holder in pair])  # steps 4 and 6 are staged, while 4 is held up
         rule.wait()
         then = ray.get(pair[0].weights.remote())
-        late = [holder.train.remote(1) for holder in pair]  # step 6 finds no buffer
+        late = [holder.train.remote(1) for holder in pair]  # step 8 finds no buffer
         done, _ = ray.wait(late, num_returns=2, timeout=5.0)
         rule.release()
         ray.get(late)
@@ -277,16 +282,16 @@ def test_with_two_buffers_a_save_is_staged_while_the_one_before_is_uploaded(clus
 
         body = assert_invariants(open_store(uri))
         model = torch.nn.Linear(600, 500)
-        raycheck.open_run(uri).restore(4, into={"model": model})
-    assert [entry.step for entry in body.live] == [2, 4, 6]
-    assert not done, "there was no buffer left to stage step 6 in"
+        raycheck.open_run(uri).restore(6, into={"model": model})
+    assert [entry.step for entry in body.live] == [2, 4, 6, 8]
+    assert not done, "there was no buffer left to stage step 8 in"
     torch.manual_seed(0)
     expected = torch.nn.Linear(600, 500)
     optimizer = torch.optim.AdamW(expected.parameters())
-    for _ in range(4):
+    for _ in range(6):
         train_once(expected, optimizer)
     assert torch.allclose(model.weight, expected.weight, rtol=0, atol=1e-6)
-    assert not torch.allclose(model.weight, then, rtol=0, atol=1e-6), "those are the values of step 5"
+    assert not torch.allclose(model.weight, then, rtol=0, atol=1e-6), "those are the values of step 7"
 
 
 @pytest.mark.slow
