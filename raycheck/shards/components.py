@@ -71,8 +71,8 @@ class Found:
             for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True)
             if first < end and not is_train[plan.object[first]]
         }
-        kept = {piece.name: piece.local for piece in pieces if piece.name in elsewhere}
-        return cls(manifest=manifest, index=index, digests=dict(zip(kept, digests([*kept.values()]), strict=True)))
+        kept = [piece for piece in pieces if piece.name in elsewhere]
+        return cls(manifest=manifest, index=index, digests=_digests(kept, [piece.local for piece in kept]))
 
     def kept(self, component: str, rank: int, pieces: Sequence[Piece], rows: Rows) -> Kept | None:
         """This rank's shard of a component, if what it would write lies there in the same way."""
