@@ -89,8 +89,8 @@ class Coordinator:
             return await asyncio.to_thread(self._past, report)
         if report.section is not None and not self._plans.knows(report.section):
             return Outcome(kind="pending", key=report.checkpoint, message="its plan is not known", wants_plan=True)
-        if report.group in self._claims:  # a rank that comes so late reads them itself
-            self._claims[report.group] = replace(self._claims[report.group], documents=[])
+        if (claim := self._claims.get(report.group)) and claim.documents:  # a rank that comes so late reads them itself
+            self._claims[report.group] = replace(claim, documents=[])
         at = (report.group, report.save)
         if report.failure:
             self._agreements.setdefault(at, Meeting()).fail(report)
