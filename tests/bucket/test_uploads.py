@@ -4,11 +4,12 @@ The server is a real one behind a proxy that makes the faults. A bytearray that 
 change its size: so a test sees whether any thread can still read it.
 """
 
+import asyncio
 import gc
 import random
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ import pytest
 
 from raycheck.bucket.store import Store, engines, open_store, remote
 from raycheck.bucket.store.lending import CUTS, Cut, Loan
+from raycheck.bucket.store.remote import Pieces
 from raycheck.bucket.store.s3_fast import FastS3Store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, NotFoundError, StoreError
@@ -128,6 +130,19 @@ def test_a_part_whose_connection_broke_halfway_is_sent_again(store, buffer, wire
 
     assert len(rule.seen) == 2
     assert store.get("a").data == buffer
+
+
+def test_a_body_gives_its_buffer_back_while_something_still_iterates(buffer):
+    async def begun() -> AsyncIterator[bytes]:
+        with Pieces(buffer) as body:
+            pieces = aiter(body)
+            assert await anext(pieces) == buffer[: remote.PIECE_BYTES]
+        return pieces
+
+    pieces = asyncio.run(begun())
+
+    buffer.append(0)
+    del pieces
 
 
 @pytest.mark.parametrize("kind", ["cut", "busy"])

@@ -163,8 +163,8 @@ class AzStore(RemoteStore):
         return call
 
     async def _stage(self, key: str, name: str, part: memoryview, client: Any) -> str:
-        body = Pieces(part)
-        await self._blob(client, key).stage_block(name, body, length=body.size_bytes, **self._options)
+        with Pieces(part) as body:
+            await self._blob(client, key).stage_block(name, body, length=body.size_bytes, **self._options)
         return name
 
     def _listed(self, prefix: str, listing: Callable[[Any], Any]) -> Iterator[Any]:

@@ -141,13 +141,14 @@ class GsStore(RemoteStore):
         about = self._described(key, crc32c=_encoded(self._crc(data)))
         head = f"--{mark}\r\nContent-Type: application/json\r\n\r\n".encode() + about
         head += f"\r\n--{mark}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
-        body = Pieces(head, data, f"\r\n--{mark}--\r\n".encode())
+        tail = f"\r\n--{mark}--\r\n".encode()
         params = {"uploadType": "multipart", "fields": "generation", **condition}
         headers = {"Content-Type": f"multipart/related; boundary={mark}"}
 
         async def call(api: Api) -> None:
             url = f"/upload/storage/v1/b/{self._bucket}/o"
-            await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
+            with Pieces(head, data, tail) as body:
+                await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
 
         return call
 

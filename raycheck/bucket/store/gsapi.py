@@ -125,7 +125,8 @@ class Upload:
             if self._is_sure:
                 self._is_sure = False
                 span = f"bytes {self._kept}-{stop - 1}/{self._size_bytes}"
-                answer = await self._put(api, span, headers, Pieces(part[self._kept - start :]))
+                with Pieces(part[self._kept - start :]) as body:
+                    answer = await self._put(api, span, headers, body)
             else:
                 answer = await self._put(api, f"bytes */{self._size_bytes}", {}, None)
             kept = self._kept_after(answer)

@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from enum import Enum
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from fsspec.asyn import get_loop
 
@@ -113,10 +113,20 @@ def send_parts(
 
 
 class Pieces:
-    """A request's body, as often as it is asked for."""
+    """A request's body, as often as it is asked for. After `with` nothing reads it any more, nor could.
+
+    What iterates may outlive its request: a failure cancels aiohttp's writer, which the loop ends a turn later.
+    """
 
     def __init__(self, *buffers: Buffer) -> None:
         self._views = [memoryview(buffer).cast("B") for buffer in buffers]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for view in self._views:
+            view.release()
 
     @property
     def size_bytes(self) -> int:

@@ -176,9 +176,12 @@ class S3Store(RemoteStore):
         self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
-        where = self._at(key) | self._on_write | condition
-        body = data if isinstance(data, bytes) else _Body(data)
-        await client.put_object(**where, Body=body, ChecksumCRC32=_crc_header(data))
+        where = self._at(key) | self._on_write | condition | {"ChecksumCRC32": _crc_header(data)}
+        if isinstance(data, bytes):
+            await client.put_object(**where, Body=data)
+            return
+        with _Body(data) as body:
+            await client.put_object(**where, Body=body)
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key, **self._on_every}
@@ -218,7 +221,8 @@ class _Body(Pieces):
 
 async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
     crc = _crc_header(part)
-    answer = await client.upload_part(**where, PartNumber=number, Body=_Body(part), ChecksumCRC32=crc)
+    with _Body(part) as body:
+        answer = await client.upload_part(**where, PartNumber=number, Body=body, ChecksumCRC32=crc)
     return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
 
 
