@@ -140,10 +140,13 @@ class ModulePart(Part):
         return {**alike, **extra}
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
+        extra_there = _saved_values(saved, "extra")
+        if not extra_there and all(map(_is_plain, self.module.modules())):
+            return  # every tensor was read in place
         here = set(_extra(self.tree()))
         extra = {
             key: decode(value, tensors.__getitem__)
-            for key, value in _saved_values(saved, "extra").items()
+            for key, value in extra_there.items()
             if key in here and saved.takes(f"{self.name}.{key}")
         }
         own = {

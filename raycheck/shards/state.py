@@ -125,12 +125,12 @@ class TrainState:
             lineage = manifest.partial
             if once and str(selection) in lineage:
                 selection = EVERYTHING
+            there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
             if selection != EVERYTHING:
                 lineage = (*lineage, str(selection))
-            places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
-            there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
-            saved_tensors = (tensor.name for tensor in index.tensors)
-            selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
+                places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
+                saved_tensors = (tensor.name for tensor in index.tensors)
+                selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
             with corrupt_if_odd(checkpoint.entry.key):
                 saved = self._saved(index, selection)
                 wanted = {part: part.prepare(found) for part, found in saved.items()}
@@ -246,9 +246,9 @@ class TrainState:
             elif found.values is None and not wanted[part]:
                 continue  # missing or fresh, which the part has said
             elif selection.splits(part.name):
-                taken = {name for name in part.names() if selection.takes(name)}
-                restored += [name for name in part.names() if name in taken - set(found.missing)]
-                skipped += [name for name in part.names() if name not in taken]
+                names, missing = part.names(), set(found.missing)
+                restored += [name for name in names if selection.takes(name) and name not in missing]
+                skipped += [name for name in names if not selection.takes(name)]
             else:
                 restored.append(part.name)
         for name in OWN_ENTRIES:

@@ -54,11 +54,12 @@ QUICK = Scale(
     upload_bytes=32 * MIB,
     wire_bytes=128 * MIB,
     memory_bytes=256 * MIB,
-    rounds=3,
+    rounds=2,
     ranks=256,
     tensors=1000,
     steps_s=0.2,
     before_first_s=0.5,
+    loaded_by=(3,),
     states=("few large", "3,000 small"),
 )
 
