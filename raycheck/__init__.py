@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         ConfigError,
         ConflictError,
         CorruptError,
+        DamagedError,
         FencedError,
         NotFoundError,
         RaycheckError,
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import SaveSettings, StorageSettings
     from raycheck.shards.per_rank import PerRank
-    from raycheck.train.coordinator import start_coordinator
     from raycheck.train.data import Batches
     from raycheck.train.fit import fit
-    from raycheck.train.group import Group
+    from raycheck.train.group import Group, start_coordinator
     from raycheck.train.worker import Checkpointer
 
 _HOMES = {
@@ -34,6 +34,7 @@ _HOMES = {
         "ConfigError",
         "ConflictError",
         "CorruptError",
+        "DamagedError",
         "FencedError",
         "NotFoundError",
         "RaycheckError",
@@ -45,10 +46,9 @@ _HOMES = {
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("SaveSettings", "StorageSettings"),
     "raycheck.shards.per_rank": ("PerRank",),
-    "raycheck.train.coordinator": ("start_coordinator",),
     "raycheck.train.data": ("Batches",),
     "raycheck.train.fit": ("fit",),
-    "raycheck.train.group": ("Group",),
+    "raycheck.train.group": ("Group", "start_coordinator"),
     "raycheck.train.worker": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -59,6 +59,7 @@ __all__ = [
     "ConfigError",
     "ConflictError",
     "CorruptError",
+    "DamagedError",
     "FencedError",
     "Group",
     "NotFoundError",

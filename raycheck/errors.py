@@ -39,6 +39,11 @@ class CorruptError(RaycheckError):
     ends_run = True
 
 
+class DamagedError(CorruptError):
+    """It is proven that a committed checkpoint is not what was committed: an object of it is missing, or has another
+    size or checksum. A store that cannot be reached proves nothing."""
+
+
 class StoreError(RaycheckError):
     """The store or the way to it failed; the same call may succeed later, unless `is_denied`."""
 

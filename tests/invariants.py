@@ -182,8 +182,12 @@ def assert_follows(before: Latest | None, after: Latest) -> None:
 
 def _assert_same_attempt(before: Latest, after: Latest, new: list[Entry], gone: list[str]) -> None:
     was, now = before.attempt, after.attempt
-    assert replace(now, coordinator=was.coordinator, last_save=was.last_save) == was, "an attempt never changes"
     assert after.owners == before.owners, "only a claim brings a new owner"
+    if now.restore_key != was.restore_key:
+        _assert_went_back(before, after)
+        return
+    assert replace(now, coordinator=was.coordinator, last_save=was.last_save) == was, "an attempt never changes"
+    assert _damaged(before) <= _damaged(after), "only a rewind takes the mark of damage away"
     if not new:
         assert (after.head, now.last_save) == (before.head, was.last_save), "head moved without a decision"
     else:
@@ -195,6 +199,23 @@ def _assert_same_attempt(before: Latest, after: Latest, new: list[Entry], gone: 
         assert after.head == after.live[-1].key == entry.key, "a commit is the newest entry and the head"
         assert set(entry.refs) <= before.held(), "a commit refers to what nobody held"
     assert now.last_save or now.restore_key not in gone, "what the live attempt restores was evicted"
+
+
+def _assert_went_back(before: Latest, after: Latest) -> None:
+    """Step 26: the attempt restores an older checkpoint instead of one that is marked and kept, and nothing else."""
+    was, now = before.attempt, after.attempt
+    assert replace(now, restore_key=was.restore_key) == was, "an attempt never changes"
+    assert was.last_save == 0, "an attempt that has saved goes back"
+    assert _damaged(after) - _damaged(before) == {was.restore_key} == {before.head}, "another one is marked"
+    assert after.entry(was.restore_key).pinned, "a damaged checkpoint is kept for inspection"
+    assert after.head == now.restore_key, "an attempt restores the head"
+    assert CheckpointName.parse(after.head) < CheckpointName.parse(before.head), "going back goes forward"
+    unmarked = tuple(replace(entry, damaged=None, pinned=False) for entry in after.live)
+    assert unmarked == tuple(replace(entry, damaged=None, pinned=False) for entry in before.live), "an entry changed"
+
+
+def _damaged(body: Latest) -> set[str]:
+    return {entry.key for entry in body.live if entry.damaged}
 
 
 def _assert_next_attempt(before: Latest, after: Latest) -> None:

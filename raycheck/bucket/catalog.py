@@ -15,18 +15,11 @@ from raycheck.bucket.latest import Entry, Latest, load_latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import Manifest, load_manifest
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, NotFoundError
+from raycheck.bucket.verify import Finding, verify
+from raycheck.errors import CorruptError, DamagedError, NotFoundError
 
-READ_BYTES = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One object that was verified. `problem` is empty when size and checksum are right."""
-
-    key: str
-    size_bytes: int
-    problem: str
+READS = 2
+"""How often bytes are read before they count as damaged in the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,28 +40,26 @@ class Checkpoint:
     documents: Documents | None = None
 
     def read_documents(self) -> Documents:
-        """For others. Not checked. Raises CorruptError, or NotFoundError when evicted."""
+        """For others. Not checked. Raises DamagedError, or NotFoundError when evicted."""
         keys = layout.manifest_key(self.entry.key), layout.index_key(self.entry.key)
         manifest, index = (_get_live(self.store, self.entry.key, key) for key in keys)
         return Documents(manifest=manifest, index=index)
 
     def manifest(self) -> Manifest:
-        """Read and checked against the checksum in `latest`. Raises CorruptError, or NotFoundError when evicted."""
+        """Read and checked against the checksum in `latest`. Raises DamagedError, or NotFoundError when evicted."""
         key = layout.manifest_key(self.entry.key)
-        data = self.documents.manifest if self.documents else _get_live(self.store, self.entry.key, key)
-        if crc32(data) != self.entry.manifest_crc32:
-            raise CorruptError(f"{self.store.uri}: {key} has another checksum than latest says")
+        handed = self.documents.manifest if self.documents else None
+        data = self._right(key, handed, None, self.entry.manifest_crc32, who="latest")
         manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
         if manifest.key != self.entry.key:
             raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
         return manifest
 
     def index(self, manifest: Manifest) -> Index:
-        """Read and checked against the checksum in the manifest."""
+        """Read and checked against size and checksum in the manifest."""
         key = layout.index_key(self.entry.key)
-        data = self.documents.index if self.documents else _get_live(self.store, self.entry.key, key)
-        if len(data) != manifest.index.size_bytes or crc32(data) != manifest.index.crc32:
-            raise CorruptError(f"{self.store.uri}: {key} is not what the manifest says (size or checksum)")
+        handed = self.documents.index if self.documents else None
+        data = self._right(key, handed, manifest.index.size_bytes, manifest.index.crc32, who="the manifest")
         return load_index(data, what=f"{self.store.uri}: {key}")
 
     def verify(self, *, reads: bool = True) -> Iterator[Finding]:
@@ -76,33 +67,16 @@ class Checkpoint:
 
         reads: False compares sizes only.
         """
-        key = layout.manifest_key(self.entry.key)
-        try:
-            manifest = self.manifest()
-        except (NotFoundError, CorruptError) as error:  # a store that is away proves nothing
-            yield Finding(key=key, size_bytes=0, problem=str(error))
-            return
-        yield Finding(key=key, size_bytes=self.store.head(key), problem="")
-        for key, record in manifest.objects():
-            yield Finding(
-                key=key,
-                size_bytes=record.size_bytes,
-                problem=self._problem(key, record.size_bytes, record.crc32 if reads else None),
-            )
+        return verify(self, reads=reads)
 
-    def _problem(self, key: str, size: int, crc: int | None) -> str:
-        try:
-            there = self.store.head(key)
-        except NotFoundError:
-            return "missing"
-        if there != size:
-            return f"has {there} bytes, the manifest says {size}"
-        if crc is None:
-            return ""
-        total = 0
-        for start in range(0, size, READ_BYTES):
-            total = crc32(self.store.get_range(key, start, min(start + READ_BYTES, size)), total)
-        return "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
+    def _right(self, key: str, handed: bytes | None, size: int | None, crc: int, *, who: str) -> bytes:
+        """The bytes of a document. Read again before it counts as damaged: they may have been changed on their way."""
+        for attempt in range(READS):
+            data = handed if handed is not None and not attempt else _get_live(self.store, self.entry.key, key)
+            if size in (None, len(data)) and crc32(data) == crc:
+                return data
+        what = "checksum" if size is None or size == len(data) else f"size ({len(data)})"
+        raise DamagedError(f"{self.store.uri}: {key} has another {what} than {who} says")
 
 
 def read_latest(store: Store) -> Latest:
@@ -128,8 +102,8 @@ def _get_live(store: Store, name: str, key: str) -> bytes:
         raise missing(store, name, key) from None
 
 
-def missing(store: Store, name: str, key: str) -> NotFoundError | CorruptError:
+def missing(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
     """Step 25: what it means that `key` of checkpoint `name` is not there: dropped meanwhile, or damage."""
     if read_latest(store).entry(name) is None:
         return NotFoundError(f"{store.uri}: checkpoint {name} was dropped by retention; open the run again")
-    return CorruptError(f"{store.uri}: {key} is missing although latest lists its checkpoint")
+    return DamagedError(f"{store.uri}: {key} is missing although latest lists its checkpoint")

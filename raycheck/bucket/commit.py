@@ -227,9 +227,9 @@ def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None
     if resume == "must" and head is None:
         raise ConfigError(f"{uri}: resume='must', but the run has no committed checkpoint")
     if isinstance(resume, int):
-        keys = [entry.key for entry in live if entry.step == resume]
+        keys = [entry.key for entry in live if entry.step == resume and not entry.damaged]
         if not keys:
-            steps = ", ".join(str(entry.step) for entry in live) or "none"
+            steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
             raise ConfigError(f"{uri}: resume={resume}, but there is no checkpoint of that step; there are: {steps}")
         return keys[-1]
     return head

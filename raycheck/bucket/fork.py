@@ -52,6 +52,7 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
             committed_at=now,
             pinned=False,
             expires_at=None,
+            damaged=None,
         )
         return _born(copied, manifest, run_id=run_id, now=now)
 

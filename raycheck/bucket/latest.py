@@ -22,7 +22,8 @@ MAX_METRICS_LISTED = 32
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry(Document):
     """A live checkpoint. `refs` are the checkpoints whose directories it uses besides its own. `metrics` are some of
-    those in its manifest: the first 32, and of older entries fewer when `latest` grows full."""
+    those in its manifest: the first 32, and of older entries fewer when `latest` grows full. `damaged`: what a restore
+    found wrong with it, None for nothing; such a one is neither restored nor counted by retention."""
 
     key: str
     refs: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class Entry(Document):
     manifest_crc32: int
     pinned: bool = False
     expires_at: float | None = None
+    damaged: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,8 @@ class Latest(Document):
             raise CorruptError("latest lists a checkpoint twice")
         if self.head is not None and self.head not in keys:
             raise CorruptError(f"latest has head {self.head}, which it does not list")
+        if any(entry.damaged and entry.key == self.head for entry in self.live):
+            raise CorruptError(f"latest has head {self.head}, which it says is damaged")
         if not self.attempts:
             raise CorruptError("latest names no attempt")
 

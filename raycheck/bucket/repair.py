@@ -120,6 +120,7 @@ def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head
         manifest_crc32=crc32(got.data),
         pinned=before.pinned if before else False,
         expires_at=before.expires_at if before else None,
+        damaged=before.damaged if before and not is_head else None,  # the head's objects are all read
     )
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")

@@ -8,7 +8,7 @@ holds them (sweep.py).
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycheck.bucket.latest import Entry, Latest
 from raycheck.bucket.layout import CheckpointName
@@ -25,9 +25,10 @@ class Verdict:
 
 
 def judge(body: Latest, rules: Retention, *, now: float) -> tuple[Verdict, ...]:
-    """One verdict per live entry, in their order. now: bucket time, for what expires."""
+    """One verdict per live entry, in their order. now: bucket time, for what expires. Damaged ones take nobody's place:
+    they stay for as long as they are pinned."""
     protected = dict(_protected(body))
-    kept = dict(_kept(body, rules))
+    kept = dict(_kept(replace(body, live=tuple(entry for entry in body.live if not entry.damaged)), rules))
     return tuple(_verdict(entry, protected, kept, now) for entry in body.live)
 
 

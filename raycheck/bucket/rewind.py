@@ -8,17 +8,19 @@ from dataclasses import replace
 from itertools import pairwise
 from uuid import uuid4
 
+from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.commit import refuse_lost
 from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Latest
 from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
-from raycheck.errors import NotFoundError
+from raycheck.errors import DamagedError, NotFoundError
 
 
 def rewind(register: Register, key: str) -> Latest:
     """Step 31: make the live checkpoint `key` the head, as a new attempt without ranks. The next start restores it.
 
-    Raises NotFoundError when it is not live, CorruptError when `latest` was lost or rolled back.
+    One that was found damaged is read through first; when it is whole again it loses that mark. Raises NotFoundError
+    when it is not live, DamagedError when it is still damaged, CorruptError when `latest` was lost or rolled back.
     """
     owner = f"rewind-{uuid4().hex[:12]}"
 
@@ -32,16 +34,27 @@ def rewind(register: Register, key: str) -> Latest:
             body,
             owners=(*body.owners, owner),
             head=key,
+            live=tuple(replace(entry, damaged=None) if entry.key == key else entry for entry in body.live),
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),
         )
 
     refuse_lost(register)
+    _refuse_damaged(register, key)
     body = register.edit(change, what=f"rewind to {key}")
     for ended, mine in pairwise(body.attempts):
         if mine.owner == owner:
             record_end(register.store, ended, by=mine, cause=f"the run was rewound to {key}")
             record_end(register.store, mine, by=mine, cause=f"rewound the run to {key}")
     return body
+
+
+def _refuse_damaged(register: Register, key: str) -> None:
+    body, _ = register.look()
+    entry = body.entry(key)
+    if entry is not None and entry.damaged:
+        for finding in Checkpoint(register.store, entry).verify():
+            if finding.problem:
+                raise DamagedError(f"{register.store.uri}: {finding.key}: {finding.problem}")
 
 
 def by_hand(owner: str, number: int, *, restore_key: str | None, now: float) -> Attempt:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from raycheck.bucket.catalog import READS
 from raycheck.bucket.checksum import SUB_BLOCK, crc32
 from raycheck.bucket.index import Chunk, Index, Tensor
 from raycheck.bucket.layout import shard_file
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError
+from raycheck.errors import CorruptError, DamagedError
 from raycheck.shards.pieces import Piece, strides_of
 
 REQUEST_BYTES = 16 * 1024 * 1024
@@ -64,7 +65,7 @@ def read_into(
     """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
     one request fetches at most, a multiple of the sub-block.
 
-    Returns the bytes fetched. Raises CorruptError that names rank, component, tensor and sub-block, NotFoundError for
+    Returns the bytes fetched. Raises DamagedError that names rank, component, tensor and sub-block, NotFoundError for
     a missing object. After an error the tensors hold a mixture and must not be used.
     """
     requests = list(_requests(prefixes, _reads(index, pieces, request_bytes), request_bytes))
@@ -169,22 +170,40 @@ def _stop_in_object(read: Read) -> int:
 
 
 def _serve(store: Store, request: Request) -> None:
-    data = memoryview(store.get_range(request.key, request.start, request.stop))
-    for read in request.reads:
-        begin = _start_in_object(read) - request.start
-        payload = data[begin : begin + read.stop - read.start]
-        _verify(payload, read)
-        _place(payload, read)
+    """Read again before anything counts as damaged: it may have been changed on its way."""
+    for attempt in range(1, READS + 1):
+        try:
+            data = memoryview(store.get_range(request.key, request.start, request.stop))
+            for read in request.reads:
+                begin = _start_in_object(read) - request.start
+                payload = data[begin : begin + read.stop - read.start]
+                _verify(payload, read)
+                _place(payload, read)
+        except CorruptError as error:
+            if attempt == READS:
+                raise _damaged(request, error) from None
+        else:
+            return
 
 
 def _verify(payload: memoryview, read: Read) -> None:
     first = read.start // SUB_BLOCK
     for number, at in enumerate(range(0, len(payload), SUB_BLOCK), first):
         if crc32(payload[at : at + SUB_BLOCK]) != read.chunk.crcs[number]:
-            raise CorruptError(
+            raise DamagedError(
                 f"shard of rank {read.chunk.rank}, component {read.chunk.component}: tensor {read.tensor.name}, "
                 f"sub-block {number} has another checksum than the index says"
             )
+
+
+def _damaged(request: Request, error: CorruptError) -> DamagedError:
+    """For an object that ends before the tensors in it do: which these are."""
+    if isinstance(error, DamagedError):
+        return error
+    chunk, names = request.reads[0].chunk, dict.fromkeys(read.tensor.name for read in request.reads)
+    return DamagedError(
+        f"shard of rank {chunk.rank}, component {chunk.component}: {error}; tensors {', '.join(list(names)[:8])}"
+    )
 
 
 def _place(payload: memoryview, read: Read) -> None:

@@ -1,11 +1,11 @@
 """Which part of a checkpoint a restore takes, and the account it gives of itself."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raycheck.errors import ConfigError, CorruptError, RaycheckError, StateMismatchError
+from raycheck.errors import ConfigError, CorruptError, RaycheckError
 
 OWN_ENTRIES = ("progress", "rng")
 """Entries that raycheck adds to every state."""
@@ -70,45 +70,6 @@ class Selection:
 EVERYTHING = Selection()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestoreReport:
-    """What a restore did, by name: entries as a whole, places of a module that was restored in part.
-
-    missing: live, but not in the checkpoint, and left as it was. unexpected: in the checkpoint, but not here. skipped:
-    left as it was because the caller said so. fresh: the same, by a stated rule. unused: in the checkpoint and by a
-    stated rule not for this rank (another pipeline stage's, PerRank values of ranks that are gone).
-    """
-
-    restored: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    fresh: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        names = ("restored", "skipped", "missing", "unexpected", "fresh", "unused")
-        parts = [f"{name}: {_short(getattr(self, name))}" for name in names if getattr(self, name)]
-        return "; ".join(parts) or "nothing was restored"
-
-
-def refuse_differences(key: str, report: RestoreReport, mismatched: Sequence[str], *, strict: bool) -> None:
-    """Raise StateMismatchError that lists them all. mismatched: on both sides but not alike; always refused."""
-    if not mismatched and not (strict and (report.missing or report.unexpected)):
-        return
-    lines = [
-        f"checkpoint {key} and the live state do not hold the same things; nothing was changed.",
-        *(f"  not alike: {line}" for line in mismatched),
-        *(f"  missing in the checkpoint: {line}" for line in report.missing),
-        *(f"  only in the checkpoint: {line}" for line in report.unexpected),
-    ]
-    if not mismatched:
-        lines.append(
-            "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
-        )
-    raise StateMismatchError("\n".join(lines))
-
-
 @contextmanager
 def corrupt_if_odd(key: str) -> Iterator[None]:
     """For what is taken from an index: one that passed its checksum may still have been written by somebody hostile."""
@@ -124,7 +85,3 @@ def corrupt_if_odd(key: str) -> Iterator[None]:
 
 def _covers(given: str, name: str) -> bool:
     return name == given or name.startswith(f"{given}.")
-
-
-def _short(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -6,7 +6,7 @@ whole checkpoint was compared with the live state; every difference is listed in
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.index import Index, places
 from raycheck.bucket.manifest import Manifest
-from raycheck.errors import ConfigError, NotFoundError
+from raycheck.errors import ConfigError, NotFoundError, SupersededError
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.components import Components, StagedState, by_component, frozen_component
@@ -25,15 +25,14 @@ from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import TRAIN, Piece, mine, piece_of, tied, without_memory
 from raycheck.shards.progress import Progress
 from raycheck.shards.reader import read_into
-from raycheck.shards.rng import apply_rng, rng_values
+from raycheck.shards.restored import Restored, RestoreReport, refuse_differences
+from raycheck.shards.rng import rng_values
 from raycheck.shards.selection import (
     ASSETS,
     EVERYTHING,
     OWN_ENTRIES,
-    RestoreReport,
     Selection,
     corrupt_if_odd,
-    refuse_differences,
 )
 from raycheck.shards.sharing import read_shared, told_to_all
 from raycheck.shards.watch import local_of
@@ -53,6 +52,7 @@ class TrainState:
         self._agreement = Agreement(writers={})
         self.components = Components(rank, buffers)
         self._plan: dict[str, tuple[list[Piece], list[tuple[int, str]]]] | None = None
+        self._spoilt: set[str] = set()  # tensors that a restore may have left half read
 
     @property
     def models(self) -> list[str]:
@@ -139,11 +139,7 @@ class TrainState:
                 progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
             mismatched = [line for found in saved.values() for line in found.mismatched]
             refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
-        try:
-            read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
-            fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
-        except NotFoundError as error:
-            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
+        fetched = self._read(checkpoint, manifest, index, pieces, share=share)
         self.components.restored(manifest, index, pieces)  # before anything else is done to them
         for part, tensors in wanted.items():
             part.finish(saved[part], tensors)
@@ -156,6 +152,25 @@ class TrainState:
             bytes_fetched=fetched,
             report=report,
         )
+
+    def _read(
+        self, checkpoint: Checkpoint, manifest: Manifest, index: Index, pieces: Sequence[Piece], *, share: bool
+    ) -> int:
+        """Returns the bytes fetched. What a damaged checkpoint has left in live tensors must be read again."""
+        names = {name for piece in pieces for name in (piece.name, *(alias for alias, _ in piece.aliases))}
+        if self._spoilt - names:
+            raise SupersededError(
+                f"{min(self._spoilt - names)} holds bytes of a damaged checkpoint, and {manifest.key} has none for it; "
+                "start the workers again"
+            )
+        self._spoilt |= names
+        try:
+            read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
+            fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
+        except NotFoundError as error:
+            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
+        self._spoilt = set()
+        return fetched
 
     def _gather(self) -> list[Gathered]:
         plan, self._plan = self._plan, None  # when a part raises, the others have seen changes that no plan has
@@ -282,19 +297,3 @@ class TrainState:
                 if found.place(name) != found.place(piece.name)
             ]
         return [piece for piece in pieces if piece.local.numel()]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
-    """What a restore did on this rank. Random state is applied apart, as late as possible."""
-
-    manifest: Manifest
-    progress: Progress
-    rng_values: Sequence[Any]
-    lineage: tuple[str, ...]
-    tensors: int
-    bytes_fetched: int
-    report: RestoreReport
-
-    def apply_rng(self, rank: int) -> str:
-        return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"

@@ -6,25 +6,23 @@ outcome, never a receipt. All rules are those of bucket/commit.py; this module o
 """
 
 import asyncio
-import hashlib
 import time
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket import commit as protocol
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
+from raycheck.bucket.damage import go_back
 from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.probe import probe
 from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED, prune, sweep
 from raycheck.errors import (
     CorruptError,
     FencedError,
@@ -37,7 +35,8 @@ from raycheck.shards.plans import Plans
 from raycheck.shards.report import Report, assemble
 from raycheck.train.exports import Exports
 from raycheck.train.log import logger, show_log
-from raycheck.train.meeting import Claim, Meeting, Outcome, PendingSave
+from raycheck.train.meeting import Claim, Meeting, Outcome, PendingSave, Restoring, Ruling, Verdict
+from raycheck.train.tidying import Tidier
 
 WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
@@ -62,13 +61,11 @@ class Coordinator:
         self._adopted: dict[str, int] = {}  # group taken over -> last save committed before
         self._saves: dict[tuple[str, int], PendingSave] = {}
         self._agreements: dict[tuple[str, int], Meeting] = {}
+        self._restorings: dict[tuple[str, str], Restoring] = {}
         self._plans = Plans()
         self._probed = False
-        self._next_tidy_at = float("-inf")
-        self._untidied = 0
-        self._must_sweep = False
         self._exports = Exports(uri)
-        self._tidying: asyncio.Task[None] | None = None
+        self._tidier = Tidier(self._register, self._exports)
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Make `group` the live attempt. All its ranks may call; they get one answer."""
@@ -78,9 +75,23 @@ class Coordinator:
                 self._claims = {group: await asyncio.to_thread(self._claim, group, world_size)}
                 self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
                 self._agreements.clear()
-                self._must_sweep = True
-                self._start_tidying()
+                self._restorings.clear()
+                self._tidier.claimed()
             return self._claims[group]
+
+    async def restored(self, verdict: Verdict) -> Ruling:
+        """Take what a rank's restore came to, and wait a while for the ruling on all of them."""
+        await self._adopt(verdict.group)
+        claim = self._claims.get(verdict.group)
+        if claim is None and not verdict.damage:  # after a take-over: who of the others was told already is forgotten
+            return Ruling(kind="done")
+        restoring = self._restorings.setdefault((verdict.group, verdict.key), Restoring())
+        restoring.come(verdict, lambda: self._rule(verdict))
+        await asyncio.wait([restoring.ruling], timeout=WAIT_S)
+        if restoring.ruling.done():
+            return restoring.ruling.result()
+        missing = sorted(set(range(verdict.world_size)) - restoring.ranks)
+        return Ruling(kind="pending", message=f"ranks {missing} have not restored it")
 
     async def report(self, report: Report) -> Outcome:
         """Take a rank's report and wait a while for the outcome of its save."""
@@ -99,7 +110,7 @@ class Coordinator:
         pending = self._saves.setdefault(at, PendingSave())
         pending.reports.setdefault(report.rank, report)
         if not pending.is_started and (report.failure or len(pending.reports) == report.world_size):
-            pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._start_tidying)
+            pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._tidier.start)
         await asyncio.wait([pending.outcome], timeout=WAIT_S)
         if pending.outcome.done():
             self._forget_before(report)
@@ -147,14 +158,20 @@ class Coordinator:
         if running:
             await asyncio.wait(running, timeout=30.0)
 
+    async def _rule(self, verdict: Verdict) -> Ruling:
+        """Step 26. A rank may have begun to train on another coordinator's word: then the attempt is over."""
+        problem = f"rank {verdict.rank}: {verdict.damage}"
+        entry, documents = await asyncio.to_thread(self._go_back, verdict, problem)
+        claim = self._claims.get(verdict.group)
+        if claim is None:
+            raise SupersededError(f"{verdict.key} is damaged ({problem}); the next start restores {entry.key}")
+        claim = replace(claim, restore=entry, documents=documents)
+        self._claims[verdict.group] = claim
+        return Ruling(kind="again", claim=claim, message=problem)
+
     def _forget_before(self, report: Report) -> None:
         for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 2]:
             del self._saves[key]
-
-    def _start_tidying(self) -> None:
-        """Delete what retention dropped and torn saves left, behind everybody's back and one at a time."""
-        if self._tidying is None or self._tidying.done():
-            self._tidying = asyncio.create_task(asyncio.to_thread(self._tidy))
 
     # --- below: in threads ---
 
@@ -176,6 +193,17 @@ class Coordinator:
             f"restoring {entry.key}" if entry else "starting fresh",
         )
         return Claim(attempt=attempt.number, restore=entry, documents=self._documents(entry) if entry else [])
+
+    def _go_back(self, verdict: Verdict, problem: str) -> tuple[Entry, list[Any]]:
+        entry = go_back(self._register, self._me, group=verdict.group, key=verdict.key, problem=problem)
+        logger.error(
+            "run %s: %s is DAMAGED and was marked so; it is kept for inspection. Restoring %s instead. %s",
+            self._uri,
+            verdict.key,
+            entry.key,
+            problem,
+        )
+        return entry, self._documents(entry)
 
     def _documents(self, entry: Entry) -> list[Any]:
         """Read once for all ranks. What is wrong with them is for the ranks to find out, and to say."""
@@ -222,7 +250,7 @@ class Coordinator:
             if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
                 return Outcome(kind="superseded", key=name)
             self._plans.components = manifest.components
-            self._untidied += 1
+            self._tidier.committed()
             self._tell_of(manifest)
             if first.is_to_be_exported:
                 self._export(name)
@@ -254,47 +282,9 @@ class Coordinator:
         except RaycheckError as error:
             logger.warning("run %s: %s is committed, but was not exported: %s", self._uri, key, error)
 
-    def _tidy(self) -> None:
-        if time.monotonic() < self._next_tidy_at and self._untidied < MAX_EVICTED and not self._must_sweep:
-            return
-        self._untidied = 0
-        self._next_tidy_at = time.monotonic() + GRACE_S / 4
-        try:
-            prune(self._register, spare=self._exports.keys)
-        except RaycheckError as error:
-            logger.warning("run %s: dropped checkpoints could not be deleted yet: %s", self._uri, error)
-        if not self._must_sweep:
-            return
-        self._must_sweep = False
-        try:
-            for item in sweep(self._store):
-                logger.info("run %s: deleted %s (%s)", self._uri, item.name, item.reason)
-        except RaycheckError as error:
-            logger.warning("run %s: what torn saves left could not be deleted: %s", self._uri, error)
-
     def _look(self, group: str) -> None:
         found = self._register.read()
         assert found is not None, "a group has claimed, so this process has seen latest"
         protocol.check_current(self._register, found[0], self._me)
         if found[0].attempt.group != group:
             raise SupersededError(f"attempt {found[0].attempt.number} is live now")
-
-
-def start_coordinator(
-    uri: str, *, owner: str, resume: str | int = "auto", poll_s: float = POLL_S, suffix: str = ""
-) -> Any:
-    """The coordinator actor of `owner` for the run at `uri`; returns its handle, which lives as long as its maker.
-
-    Pinned to this node, so that it does not live on a preemptible one when the driver does not. suffix: told apart
-    from an earlier one of the same owner that is just dying.
-    """
-    root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
-    context = ray.get_runtime_context()
-    actor: Any = ray.remote(Coordinator)
-    return actor.options(
-        name=f"raycheck:{context.get_job_id()}:{root}:{owner}{suffix}",
-        num_cpus=0,
-        max_restarts=-1,
-        max_concurrency=4096,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
-    ).remote(uri, owner, resume, poll_s)

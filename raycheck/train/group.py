@@ -1,5 +1,6 @@
 """Who a rank is, and how it reaches the coordinator: Ray Train's own answer, or one given by hand."""
 
+import hashlib
 import socket
 import time
 from collections.abc import Callable
@@ -10,13 +11,14 @@ from typing import Any
 from uuid import uuid4
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket.layout import LATEST_KEY
 from raycheck.bucket.probe import probe_node
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.train import ray_names
-from raycheck.train.coordinator import start_coordinator
+from raycheck.train.coordinator import POLL_S, Coordinator
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
@@ -126,6 +128,26 @@ class Group:
                         f"rank {self.rank}: {what}: the coordinator did not answer within {timeout_s:.0f} s ({error})"
                     ) from error
                 time.sleep(RETRY_PAUSE_S)
+
+
+def start_coordinator(
+    uri: str, *, owner: str, resume: str | int = "auto", poll_s: float = POLL_S, suffix: str = ""
+) -> Any:
+    """The coordinator actor of `owner` for the run at `uri`; returns its handle, which lives as long as its maker.
+
+    Pinned to this node, so that it does not live on a preemptible one when the driver does not. suffix: told apart
+    from an earlier one of the same owner that is just dying.
+    """
+    root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
+    context = ray.get_runtime_context()
+    actor: Any = ray.remote(Coordinator)
+    return actor.options(
+        name=f"raycheck:{context.get_job_id()}:{root}:{owner}{suffix}",
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=4096,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+    ).remote(uri, owner, resume, poll_s)
 
 
 def _same(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where the ranks meet: what they hand in for one save, until all have, and what all of them are told.
+"""Where the ranks meet: what they hand in for one save or restore, until all have, and what all of them are told.
 
 Lives in the coordinator's event loop. Every answer is an outcome, never a receipt.
 """
@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raycheck.bucket.latest import Entry
-from raycheck.errors import ConfigError, SaveFailedError
+from raycheck.errors import ConfigError, DamagedError, SaveFailedError, StoreError
 from raycheck.shards.agreement import Agreement, Holdings, agree
 from raycheck.shards.report import SAVE_ALIKE, Report
+
+OnCorrupt = Literal["previous", "raise"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,3 +90,60 @@ class Meeting:
         if not self.result.done():
             self.result.set_exception(SaveFailedError(f"rank {report.rank}: {report.failure}"))
             self.result.exception()  # looked at, so that asyncio does not report it when nobody else comes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a rank's restore of checkpoint `key` came to. damage: the proof that it is damaged; failure: what else went
+    wrong. Both empty: all is well."""
+
+    group: str
+    rank: int
+    world_size: int
+    key: str
+    damage: str = ""
+    failure: str = ""
+    on_corrupt: OnCorrupt = "previous"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ruling:
+    """What the ranks are told. "again": restore that of `claim`, for `message`. "pending": ask again."""
+
+    kind: Literal["done", "again", "pending"]
+    claim: Claim | None = None
+    message: str = ""
+
+
+class Restoring:
+    """The ranks' verdicts on one checkpoint, until they are ruled on. Lives in the coordinator's event loop."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.ruling: asyncio.Future[Ruling] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    def come(self, verdict: Verdict, go_back: Callable[[], Coroutine[Any, Any, Ruling]]) -> None:
+        """The first bad verdict decides; without one, all must have come. `go_back`: rules on a damaged checkpoint."""
+        self.ranks.add(verdict.rank)
+        if self.ruling.done() or self._task is not None:
+            return
+        whose = f"rank {verdict.rank}: restore of {verdict.key}: "
+        if verdict.failure:
+            self._fail(StoreError(whose + verdict.failure))
+        elif verdict.damage and verdict.on_corrupt == "raise":
+            self._fail(DamagedError(whose + verdict.damage))
+        elif verdict.damage:
+            self._task = asyncio.create_task(self._rule(go_back()))
+        elif len(self.ranks) == verdict.world_size:
+            self.ruling.set_result(Ruling(kind="done"))
+
+    async def _rule(self, ruling: Coroutine[Any, Any, Ruling]) -> None:
+        try:
+            self.ruling.set_result(await ruling)
+        except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.ruling.set_exception(error)
+        self.ruling.exception()  # looked at, so that asyncio does not report it when nobody else comes

@@ -7,22 +7,22 @@ triggers locally, everything else by rank 0's word.
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 from weakref import WeakValueDictionary
 
-from raycheck.bucket.catalog import Checkpoint
 from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
 from raycheck.shards.progress import Progress
-from raycheck.shards.selection import EVERYTHING, RestoreReport, Selection
-from raycheck.shards.state import Restored, TrainState
+from raycheck.shards.restored import Restored
+from raycheck.shards.selection import EVERYTHING, Selection
+from raycheck.shards.state import TrainState
 from raycheck.train.data import Batches
 from raycheck.train.group import Group
 from raycheck.train.log import logger, show_log
-from raycheck.train.meeting import Claim
+from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
+from raycheck.train.restoring import At, restore_together
 from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver
 
@@ -33,29 +33,6 @@ LAST_WORDS_S = 30.0
 
 _open: "WeakValueDictionary[tuple[str, int], Checkpointer]" = WeakValueDictionary()
 """By run and rank: the Checkpointers of this process."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class At:
-    """Where training stands after a restore; all zero in a fresh run.
-
-    step: index of the next optimizer step. epoch, samples: consumed position of the data. checkpoint: the name of
-    what was restored, None when fresh. attempt: this life of the worker group. saved_world_size: ranks that wrote
-    it. seconds, bytes_fetched, tensors: of this rank's restore. rng: what was done about random state. report: what
-    was restored, and what was not.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
-    checkpoint: str | None = None
-    attempt: int
-    saved_world_size: int = 0
-    seconds: float = 0.0
-    bytes_fetched: int = 0
-    tensors: int = 0
-    rng: str = "untouched"
-    report: RestoreReport = field(default_factory=RestoreReport)
 
 
 class Checkpointer:
@@ -91,19 +68,31 @@ class Checkpointer:
         self._closed = threading.Event()
         self._be_the_only_one()
 
-    def restore(self, *, strict: bool = True, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> At:
+    def restore(
+        self,
+        *,
+        strict: bool = True,
+        only: Iterable[str] | None = None,
+        skip: Iterable[str] = (),
+        on_corrupt: OnCorrupt = "previous",
+    ) -> At:
         """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
 
         only, skip: names of entries to take or to leave as they are, "rng" and "progress" (the step count) among them;
         inside a module also places ("model.head"). only=["model"] starts from trained weights at step 0.
         Done once: a checkpoint that was saved after it is restored whole by the same call, so that a restart goes on
         from where training was. strict: whether a tensor or entry on one side only is refused, or just reported.
+        on_corrupt: what to do about a checkpoint that proves to be damaged. "previous": it is marked and kept for
+        inspection, and all ranks take the newest good one that training came through before it, never step 0; the
+        report's `refused` says so. "raise" leaves all as it is.
 
-        Returns all zero in a fresh run. Raises FencedError, StateMismatchError (nothing changed), CorruptError, and
-        ConfigError for what could not be saved later.
+        Returns all zero in a fresh run. Raises FencedError, StateMismatchError (nothing changed), DamagedError,
+        CorruptError, and ConfigError for what could not be saved later.
         """
         if self._saver is not None:
             raise ConfigError("restore() was called before; a Checkpointer restores once, at the start")
+        if on_corrupt not in get_args(OnCorrupt):
+            raise ConfigError(f"on_corrupt={on_corrupt!r}: give one of {', '.join(get_args(OnCorrupt))}")
         selection = Selection.of(only, skip)
         self._state.check()
         group = self._group
@@ -119,26 +108,13 @@ class Checkpointer:
             self._begin(claim, (str(selection),) if selection != EVERYTHING else ())
             return At(attempt=claim.attempt)
         began = time.monotonic()
-        checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
-        done = self._state.apply(checkpoint, selection, strict=strict, once=True, share=True)
+        claim, done = restore_together(group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt)
         rng = self._apply_rng(done)
         self._step = done.progress.step
         self._begin(claim, done.lineage)  # only now: what a failed restore left behind must never be saved
         self._rhythm.start_at(self._step)
         where = self._progress() if self._data else done.progress
-        at = At(
-            step=done.progress.step,
-            epoch=where.epoch,
-            samples=where.samples,
-            checkpoint=claim.restore.key,
-            attempt=claim.attempt,
-            saved_world_size=done.manifest.world_size,
-            seconds=time.monotonic() - began,
-            bytes_fetched=done.bytes_fetched,
-            tensors=done.tensors,
-            rng=rng,
-            report=done.report,
-        )
+        at = At.of(done, where, attempt=claim.attempt, seconds=time.monotonic() - began, rng=rng)
         self._tell_of(at)
         return at
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raycheck.bucket import layout
-from raycheck.bucket.catalog import READ_BYTES, Checkpoint, Finding, read_latest
+from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import dump
 from raycheck.bucket.index_file import MAGIC
@@ -15,6 +15,7 @@ from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import GRACE_S, prune
+from raycheck.bucket.verify import READ_BYTES, Finding
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.run import Run, open_run
 from tests.bucket.helpers import (

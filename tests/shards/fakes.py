@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.shards.progress import Progress
-from raycheck.shards.state import Restored, TrainState
+from raycheck.shards.restored import Restored
+from raycheck.shards.state import TrainState
 from tests.shards.saving import save
 
 Tensors = Mapping[str, torch.Tensor]

@@ -12,8 +12,9 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.per_rank import PerRank
 from raycheck.shards.progress import Progress
-from raycheck.shards.selection import RestoreReport, Selection
-from raycheck.shards.state import Restored, TrainState
+from raycheck.shards.restored import Restored, RestoreReport
+from raycheck.shards.selection import Selection
+from raycheck.shards.state import TrainState
 from tests.shards.saving import save_state
 
 State = dict[str, Any]

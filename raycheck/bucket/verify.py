@@ -1,0 +1,106 @@
+"""Is a checkpoint whole: every object is read and compared, and what is damaged is named down to the sub-block.
+
+Writes nothing (I8), and needs no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raycheck.bucket import layout
+from raycheck.bucket.checksum import SUB_BLOCK, crc32
+from raycheck.bucket.index import Chunk, Index
+from raycheck.bucket.manifest import Manifest, ShardRecord
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError, NotFoundError
+
+if TYPE_CHECKING:
+    from raycheck.bucket.catalog import Checkpoint
+
+READ_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One object that was verified. `problem` is empty when size and checksum are right; else `where` names, for a
+    shard, rank and component with the tensors and sub-blocks that are not what they were."""
+
+    key: str
+    size_bytes: int
+    problem: str = ""
+    where: tuple[str, ...] = ()
+
+
+def verify(checkpoint: "Checkpoint", *, reads: bool) -> Iterator[Finding]:
+    """One finding per object. reads: False compares sizes only."""
+    store = checkpoint.store
+    key = layout.manifest_key(checkpoint.entry.key)
+    try:
+        manifest = checkpoint.manifest()
+    except (NotFoundError, CorruptError) as error:  # a store that is away proves nothing
+        yield Finding(key=key, size_bytes=0, problem=str(error))
+        return
+    yield Finding(key=key, size_bytes=store.head(key))
+    for key, record in manifest.objects():
+        there = _size(store, key)
+        problem = _problem(store, key, there, record.size_bytes, record.crc32 if reads else None)
+        where: tuple[str, ...] = ()
+        if problem and isinstance(record, ShardRecord):
+            where = _where(checkpoint, manifest, key, record, there or 0)
+        yield Finding(key=key, size_bytes=record.size_bytes, problem=problem, where=where)
+
+
+def _size(store: Store, key: str) -> int | None:
+    try:
+        return store.head(key)
+    except NotFoundError:
+        return None
+
+
+def _problem(store: Store, key: str, there: int | None, size: int, crc: int | None) -> str:
+    if there is None:
+        return "missing"
+    if there != size:
+        return f"has {there} bytes, the manifest says {size}"
+    if crc is None:
+        return ""
+    total = 0
+    for start in range(0, size, READ_BYTES):
+        total = crc32(store.get_range(key, start, min(start + READ_BYTES, size)), total)
+    return "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
+
+
+def _where(
+    checkpoint: "Checkpoint", manifest: Manifest, key: str, shard: ShardRecord, size_bytes: int
+) -> tuple[str, ...]:
+    """Which tensors of that shard are damaged, in the order in which they lie there."""
+    whose = f"rank {shard.rank}, component {shard.component}"
+    try:
+        index = checkpoint.index(manifest)
+    except (NotFoundError, CorruptError):
+        return (f"{whose}: the index that says what lies there is damaged too",)
+    found = []
+    for chunk in _chunks(index, shard):
+        bad = list(_bad_blocks(checkpoint.store, key, chunk, size_bytes))
+        if bad:
+            blocks = f"{len(bad)} of {len(chunk.crcs)} sub-blocks, the first one {bad[0]}"
+            found.append(f"{whose}: tensor {index.tensors[chunk.tensor].name} at {list(chunk.offsets)}: {blocks}")
+    return tuple(found) or (f"{whose}: no tensor, but what lies between them, which only stock torch reads",)
+
+
+def _chunks(index: Index, shard: ShardRecord) -> list[Chunk]:
+    """Those that lie in the shard, each place once."""
+    found: dict[int, Chunk] = {}
+    for number in range(len(index.tensors)):
+        for chunk in index.chunks_of(number):
+            if (chunk.component, chunk.rank) == (shard.component, shard.rank):
+                found.setdefault(chunk.payload_offset, chunk)
+    return [found[place] for place in sorted(found)]
+
+
+def _bad_blocks(store: Store, key: str, chunk: Chunk, size_bytes: int) -> Iterator[int]:
+    stop = chunk.payload_offset + chunk.payload_size
+    for number, start in enumerate(range(chunk.payload_offset, stop, SUB_BLOCK)):
+        end = min(start + SUB_BLOCK, stop)
+        if end > size_bytes or crc32(store.get_range(key, start, end)) != chunk.crcs[number]:
+            yield number

@@ -1,0 +1,108 @@
+"""A restore is over when all ranks are through with it. When one finds the checkpoint damaged, all of them go back to
+the one before it: a decision that stands in `latest` before anybody trains on (step 26).
+
+The ranks' side; the coordinator's is in meeting.py.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+
+from raycheck.bucket.catalog import Checkpoint
+from raycheck.errors import DamagedError, StoreError
+from raycheck.shards.progress import Progress
+from raycheck.shards.restored import Restored, RestoreReport
+from raycheck.shards.selection import Selection
+from raycheck.shards.state import TrainState
+from raycheck.train.group import Group
+from raycheck.train.meeting import Claim, OnCorrupt, Ruling, Verdict
+
+RESTORE_TIMEOUT_S = 3600.0
+"""How much later than the first rank the last one may be through."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class At:
+    """Where training stands after a restore; all zero in a fresh run.
+
+    step: index of the next optimizer step. epoch, samples: consumed position of the data. checkpoint: the name of
+    what was restored, None when fresh. attempt: this life of the worker group. saved_world_size: ranks that wrote
+    it. seconds, bytes_fetched, tensors: of this rank's restore. rng: what was done about random state. report: what
+    was restored, and what was not.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    checkpoint: str | None = None
+    attempt: int
+    saved_world_size: int = 0
+    seconds: float = 0.0
+    bytes_fetched: int = 0
+    tensors: int = 0
+    rng: str = "untouched"
+    report: RestoreReport = field(default_factory=RestoreReport)
+
+    @classmethod
+    def of(cls, done: Restored, where: Progress, *, attempt: int, seconds: float, rng: str) -> "At":
+        """`where`: the position in the data."""
+        return cls(
+            step=done.progress.step,
+            epoch=where.epoch,
+            samples=where.samples,
+            checkpoint=done.manifest.key,
+            attempt=attempt,
+            saved_world_size=done.manifest.world_size,
+            seconds=seconds,
+            bytes_fetched=done.bytes_fetched,
+            tensors=done.tensors,
+            rng=rng,
+            report=done.report,
+        )
+
+
+def restore_together(
+    group: Group, state: TrainState, claim: Claim, selection: Selection, *, strict: bool, on_corrupt: OnCorrupt
+) -> tuple[Claim, Restored]:
+    """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
+
+    Returns the claim as it stands in the end. Raises DamagedError when there is none, or by `on_corrupt`.
+    """
+    refused: list[str] = []
+    while True:
+        assert claim.restore is not None, "a fresh run restores nothing"
+        verdict = Verdict(
+            group=group.id,
+            rank=group.rank,
+            world_size=group.world_size,
+            key=claim.restore.key,
+            on_corrupt=on_corrupt,
+        )
+        checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
+        done = None
+        try:
+            done = state.apply(checkpoint, selection, strict=strict, once=True, share=True)
+        except DamagedError as error:
+            verdict = replace(verdict, damage=str(error))
+        except Exception as error:
+            group.tell("restored", replace(verdict, failure=f"{type(error).__name__}: {error}"))
+            raise
+        ruling = _ruling(group, verdict)
+        if ruling.claim is None:
+            assert done is not None, "what is damaged here is not all well"
+            return claim, replace(done, report=replace(done.report, refused=tuple(refused)))
+        refused.append(f"{verdict.key} ({ruling.message})")
+        claim = ruling.claim
+
+
+def _ruling(group: Group, verdict: Verdict) -> Ruling:
+    if group.world_size == 1 and not verdict.damage:
+        return Ruling(kind="done")
+    deadline = time.monotonic() + RESTORE_TIMEOUT_S
+    what = f"restore of {verdict.key}"
+    while True:
+        left = max(1.0, deadline - time.monotonic())
+        ruling: Ruling = group.ask("restored", verdict, timeout_s=left, what=what)
+        if ruling.kind != "pending":
+            return ruling
+        if time.monotonic() > deadline:
+            raise StoreError(f"rank {group.rank}: {what}: {ruling.message} within {RESTORE_TIMEOUT_S:.0f} s")
