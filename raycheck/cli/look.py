@@ -12,6 +12,8 @@ from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, setti
 from raycheck.errors import NotFoundError
 from raycheck.run import Run, open_run
 
+MAX_PLACES = 10
+
 
 def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
     """List a run's committed checkpoints."""
@@ -57,7 +59,10 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
 
 
 def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
-    """Read every object of every checkpoint (or of --step) and compare size and checksum."""
+    """Read every object of every checkpoint (or of --step) and compare size and checksum.
+
+    Names what is damaged: rank, component, tensor, sub-blocks of 4 MiB. The exit code is 1 then.
+    """
     run = open_run(uri, settings_of(storage))
     checkpoints = run.checkpoints if step is None else (run.at_step(step),)
     if not checkpoints:
@@ -81,6 +86,10 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
             out.print(Text(f"{'BAD' if problems else 'ok '}  {key}  {len(own)} objects, {total}"))
             for finding in problems:
                 out.print(Text(f"     {finding.key}: {finding.problem}"))
+                for place in finding.where[:MAX_PLACES]:
+                    out.print(Text(f"       {place}"))
+                if len(finding.where) > MAX_PLACES:
+                    out.print(Text(f"       and {len(finding.where) - MAX_PLACES} more (--json has them all)"))
     if bad:
         raise typer.Exit(1)
 
@@ -93,7 +102,8 @@ def _in_words(value: object) -> str:
 
 def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:
     entry = checkpoint.entry
-    return ["head"] * (entry.key == run.latest.head) + ["pinned"] * entry.pinned
+    marks = {"head": entry.key == run.latest.head, "pinned": entry.pinned, "DAMAGED": entry.damaged}
+    return [mark for mark, applies in marks.items() if applies]
 
 
 def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -106,6 +116,7 @@ def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
         "committed_at": entry.committed_at,
         "expires_at": entry.expires_at,
         "is_pinned": entry.pinned,
+        "damaged": entry.damaged,
         "metrics": dict(entry.metrics),
         "refs": list(entry.refs),
     }

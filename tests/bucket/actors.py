@@ -17,6 +17,7 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import Identity
+from raycheck.bucket.damage import go_back
 from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.latest import Attempt, Entry
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
@@ -103,11 +104,19 @@ class Coordinator(Process):
         self.claims = {group}
         return attempt, entry
 
+    def adopt(self, group: str) -> None:
+        if group not in self.claims and group not in self.adopted:
+            self.adopted[group] = protocol.take_over(self.register, self.me, group=group).last_save
+
+    def go_back(self, group: str, key: str) -> Entry:
+        """A rank has found damage in what the group is to restore."""
+        self.adopt(group)
+        return go_back(self.register, self.me, group=group, key=key, problem="a history says so")
+
     def conclude(self, save: "Save") -> str:
         """All ranks' reports are in, or one that says that its rank failed. Returns what the ranks are told."""
         group = save.group.name
-        if group not in self.claims and group not in self.adopted:
-            self.adopted[group] = protocol.take_over(self.register, self.me, group=group).last_save
+        self.adopt(group)
         if save.number <= self.adopted.get(group, 0):
             found = self.register.read()
             return "committed" if found is not None and found[0].entry(save.key) is not None else "superseded"

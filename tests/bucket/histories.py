@@ -116,7 +116,7 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running())
     @rule(
-        what=st.sampled_from(["group", "group", "restart", "claim", "report", "crash"]),
+        what=st.sampled_from(["group", "group", "restart", "claim", "report", "crash", "damage"]),
         pick=PICK,
         older=OLDER,
         fate=FATES,
@@ -133,6 +133,11 @@ class Histories(RuleBasedStateMachine):
             self.stage.claim(picked(driver.groups, pick % 2), coordinator, fate)
         elif what == "report" and self.saves(driver):
             self.stage.report(picked(self.saves(driver), pick), coordinator, fate)
+        elif what == "damage" and not self.ledger.is_lost:
+            group = driver.start_group()
+            self.stage.claim(group, driver.coordinators[-1])
+            if group.entry:
+                self.stage.go_back(group, coordinator, fate)
         elif what == "crash":
             self.stage.kill(picked([coordinator, picked(driver.groups, older)], pick))
 

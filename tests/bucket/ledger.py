@@ -28,6 +28,7 @@ class Ledger:
         self.is_lost = False
         self.writer = ""  # the process that is at the store, unless it is a late write of one
         self.attempts: dict[int, Attempt] = {}
+        self._restores: dict[int, set[str | None]] = {}  # what each attempt was to restore, before and after going back
         self.manifests: dict[str, Manifest] = {}
         self.committed: set[str] = set()
         self._checked: tuple[int, Latest | None] = (0, None)
@@ -61,9 +62,13 @@ class Ledger:
     def answered_claim(self, group: Group, attempt: Attempt, entry: Entry | None) -> None:
         known = self.attempts[attempt.number]
         assert known.group == group.name, "an attempt was answered to a group that does not hold it"
-        assert (entry.key if entry else None) == known.restore_key, "I7: restores something else than latest says"
+        assert (entry.key if entry else None) in self._restores[attempt.number], "I7: not what latest says is restored"
         assert group.attempt is None or group.attempt.number == attempt.number, "one group got two attempts"
         assert not self.is_lost or entry or group.attempt, "I7: a fresh start although latest was lost"
+
+    def answered_going_back(self, group: Group, entry: Entry) -> None:
+        assert group.attempt is not None
+        assert entry.key in self._restores[group.attempt.number], "I7: not what latest says is restored"
 
     def answered_save(self, save: Save, outcome: str) -> None:
         assert self.body is not None
@@ -114,6 +119,7 @@ class Ledger:
         assert new.attempt.owner not in self._fenced, "an owner that was told it is fenced is back"
         self.committed |= live
         self.attempts[new.attempt.number] = new.attempt
+        self._restores.setdefault(new.attempt.number, set()).add(new.attempt.restore_key)
         self.body = new
         self.past.append(data)
 

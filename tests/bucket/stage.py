@@ -13,6 +13,7 @@ from raycheck.bucket.latest import Entry
 from raycheck.errors import (
     ConfigError,
     CorruptError,
+    DamagedError,
     FencedError,
     NotFoundError,
     RaycheckError,
@@ -138,6 +139,19 @@ class Stage:
 
         work = group.does(lambda: read_whole(group.store, entry))
         self.run(Job(process=group, work=work, then=then, failed=failed, reads_only=True), fate)
+
+    def go_back(self, group: Group, coordinator: Coordinator, fate: Fate) -> None:
+        def then(entry: Entry) -> None:
+            self.ledger.answered_going_back(group, entry)
+            group.claimed(group.attempt, entry)
+
+        def failed(error: RaycheckError) -> None:
+            if isinstance(error, FencedError):
+                self._fenced(group.driver)
+            assert isinstance(error, FencedError | SupersededError | DamagedError), error
+
+        work = coordinator.does(lambda: coordinator.go_back(group.name, group.entry.key))
+        self.run(Job(process=coordinator, work=work, then=then, failed=failed), fate)
 
     def upload(self, save: Save, rank: int, fate: Fate = RUNS) -> None:
         def then(report: str) -> None:

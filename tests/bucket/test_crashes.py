@@ -11,8 +11,10 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.damage import go_back
 from raycheck.bucket.edits import pin
 from raycheck.bucket.fork import fork
+from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
@@ -101,6 +103,19 @@ def rewinds(wire: Wire) -> tuple[str, ...]:
     return ()
 
 
+def goes_back(wire: Wire) -> tuple[str, ...]:
+    """A group that finds the head damaged, goes back, and trains on from there."""
+    driver = Driver(wire, "ann", "c2")
+    attempt, entry = twice(lambda: claim(driver, "g3"))
+    instead = twice(lambda: go_back(driver.register, driver.me, group="g3", key=entry.key, problem="a proof"))
+    assert CheckpointName.parse(instead.key) < CheckpointName.parse(entry.key)
+    manifest = write_checkpoint(
+        wire, attempt=attempt.number, save=1, base=only_train(restore(Checkpoint(wire, instead)))
+    )
+    assert driver.commit(manifest, keep_last=1)
+    return (manifest.key,)
+
+
 def pins(wire: Wire) -> tuple[str, ...]:
     pin(Register(wire), F)
     pin(Register(wire), B, pinned=False)
@@ -164,6 +179,7 @@ OPERATIONS = {
     "prune": (Scenario(world=old, work=prunes, head=F), 110),
     "sweep": (Scenario(world=old, work=sweeps, head=F), 150),
     "rewind": (Scenario(world=old, work=rewinds), 80),
+    "going back": (Scenario(world=old, work=goes_back), 230),
     "pin and unpin": (Scenario(world=old, work=pins, head=F), 35),
     "restore": (Scenario(world=old, work=reads, head=F), 2),
     "life": (Scenario(world=old, work=lives, owners=("ann", "bob", "zoe")), 1100),

@@ -117,7 +117,9 @@ def test_a_shard_that_is_not_what_was_written_is_named(checkpoint, damage: Calla
 
     assert shard(checkpoint, 0) in where
     lines = where[shard(checkpoint, 0)]
-    assert any("rank 0, component train: tensor optimizer.state.a.exp_avg_sq at [0, 0]: " in line for line in lines), lines
+    assert any("rank 0, component train: tensor optimizer.state.a.exp_avg_sq at [0, 0]: " in line for line in lines), (
+        lines
+    )
     with pytest.raises(DamagedError, match=r"__0_0\.distcp|rank 0"):
         check_restore(checkpoint, WEIGHTS, world_size=1)
 
