@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 
 from raycheck.bucket import layout
+from raycheck.bucket.store.deadline import ends_by
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.agreement import Agreement
@@ -231,7 +232,8 @@ class Saver:
         key = layout.shard_key(report.checkpoint, TRAIN, report.rank)
         began = time.monotonic()
         try:
-            staged.upload(self._group.store, report.checkpoint)
+            with ends_by(deadline):
+                staged.upload(self._group.store, report.checkpoint)
             section = Section.of(staged.section())
             is_known = section.plan_hash == self._known_plan
             report = replace(report, shards=staged.records, kept=staged.places)

@@ -9,6 +9,7 @@ import gc
 import random
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from uuid import uuid4
@@ -16,6 +17,7 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.store import Store, engines, open_store, remote
+from raycheck.bucket.store.deadline import ends_by
 from raycheck.bucket.store.lending import CUTS, Cut, Loan
 from raycheck.bucket.store.remote import Pieces
 from raycheck.bucket.store.s3_fast import FastS3Store
@@ -162,6 +164,30 @@ def test_a_stalled_part_ends_by_its_time_out(hasty, store, buffer, wire):
     wire.rule("hold", "PUT", "partNumber=2", times=99)
 
     assert error_of(StoreError, store, parts_of(buffer))
+
+    assert_nothing_remains(store, buffer)
+
+
+@pytest.mark.parametrize(("method", "key"), [("PUT", "partNumber=2"), ("POST", CREATE), ("POST", COMPLETE)])
+def test_a_stalled_upload_ends_by_its_deadline_and_is_aborted(fast, buffer, wire, method, key):
+    wire.rule("hold", method, key, times=99)
+    began = time.monotonic()
+
+    with ends_by(began + 2):
+        assert error_of(StoreError, fast.through_s3fs, parts_of(buffer))
+
+    assert time.monotonic() < began + 2 + remote.CLEAN_UP_S
+    assert_nothing_remains(fast, buffer)
+
+
+def test_a_slow_source_is_not_waited_for_beyond_the_deadline(store, buffer):
+    def slow() -> Iterator[memoryview]:
+        for part in parts_of(buffer):
+            yield part
+            time.sleep(1)
+
+    with ends_by(time.monotonic() + 0.5):
+        assert error_of(StoreError, store, slow())
 
     assert_nothing_remains(store, buffer)
 

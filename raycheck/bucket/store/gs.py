@@ -164,10 +164,8 @@ class GsStore(RemoteStore):
         return Upload(answer.headers["Location"], size_bytes, CREATE)
 
     def _abandon(self, key: str, upload: Upload) -> None:
-        try:
-            self._run(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)), attempts=1)
-        except RaycheckError:
-            return  # the error that brought us here matters more; GCS forgets an open upload after a week
+        """GCS forgets an open upload after a week."""
+        self._clean_up(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)))
 
     def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
         params = {"prefix": self._prefix + prefix, **more}

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from raycheck.bucket.store.base import Buffer
+from raycheck.bucket.store.deadline import deadline
+from raycheck.errors import StoreError
 
 RETURN_TIMEOUT_S = 300.0
 """How long a client may hold buffers after it has ended: all time-outs of a request one after another."""
@@ -48,6 +50,7 @@ class Loan:
         self.has_source_failed = False
         self._out: list[memoryview] = []
         self._sleep = sleep
+        self._deadline = deadline()  # of the thread that lends; the client may pull in another one
 
     def lend(self, part: Buffer) -> memoryview:
         """A view of `part` that is the client's alone."""
@@ -61,12 +64,17 @@ class Loan:
         """The same for each of them, pulled as the client wants them."""
         try:
             for part in parts:
+                self._check_time()
                 yield self.lend(part)
         except GeneratorExit:
             raise
         except BaseException:
             self.has_source_failed = True
             raise
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise StoreError("not all parts could be sent by the deadline")
 
     def is_back(self, timeout_s: float = RETURN_TIMEOUT_S) -> bool:
         """Whether all has come back, after waiting for it."""

@@ -16,6 +16,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from enum import Enum
 from importlib import import_module
 from types import ModuleType
@@ -24,11 +25,13 @@ from typing import Any, Self, TypeVar
 from fsspec.asyn import get_loop
 
 from raycheck.bucket.store.base import Buffer, Store
+from raycheck.bucket.store.deadline import deadline, ends_by
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 
 ATTEMPTS = 5
 REQUEST_TIMEOUT_S = 60.0
 CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
+CLEAN_UP_S = 10.0
 PIECE_BYTES = 1024 * 1024
 T = TypeVar("T")
 
@@ -58,28 +61,41 @@ class RemoteStore(Store):
     def _run_conditional(self, key: str, call: Callable[[Any], Awaitable[T]]) -> T:
         """Once, except after an answer that says it was turned away unread."""
         return asyncio.run_coroutine_threadsafe(
-            self._repeated(key, call, ATTEMPTS, CONDITIONAL_TIMEOUT_S, is_conditional=True), get_loop()
+            self._repeated(key, call, ATTEMPTS, CONDITIONAL_TIMEOUT_S, deadline(), is_conditional=True), get_loop()
         ).result()
 
     def _start(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(
-            self._repeated(key, call, attempts, REQUEST_TIMEOUT_S, is_conditional=False), get_loop()
+            self._repeated(key, call, attempts, REQUEST_TIMEOUT_S, deadline(), is_conditional=False), get_loop()
         )
 
     async def _repeated(
-        self, key: str, call: Callable[[Any], Awaitable[T]], attempts: int, timeout_s: float, *, is_conditional: bool
+        self,
+        key: str,
+        call: Callable[[Any], Awaitable[T]],
+        attempts: int,
+        timeout_s: float,
+        until: float,
+        *,
+        is_conditional: bool,
     ) -> T:
         for attempt in range(1, attempts + 1):
+            pause_s = random.uniform(0.5, 1.0) * 0.1 * 3**attempt
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(min(timeout_s, until - time.monotonic())):
                     return await call(await self._client())
             except Exception as error:
                 translated, repeat = self._judge(key, error)
                 may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
-                if not may_repeat or attempt == attempts:
+                if not may_repeat or attempt == attempts or time.monotonic() + pause_s > until:
                     raise translated from error
-            await asyncio.sleep(random.uniform(0.5, 1.0) * 0.1 * 3**attempt)
+            await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _clean_up(self, key: str, call: Callable[[Any], Awaitable[object]]) -> None:
+        """After an error that matters more than this one, and a deadline that may have passed."""
+        with suppress(RaycheckError), ends_by(time.monotonic() + CLEAN_UP_S):
+            self._run(key, call, attempts=1)
 
     def _judge(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
         if isinstance(error, RaycheckError):

@@ -196,10 +196,8 @@ class S3Store(RemoteStore):
             where["ContinuationToken"] = page["NextContinuationToken"]
 
     def _abandon(self, key: str, where: dict[str, str]) -> None:
-        try:
-            self._run(key, lambda client: client.abort_multipart_upload(**where), attempts=1)
-        except RaycheckError:
-            return  # the error that brought us here matters more; sweep and lifecycle rules abort what is left
+        """Sweep and lifecycle rules abort what is left."""
+        self._clean_up(key, lambda client: client.abort_multipart_upload(**where))
 
     async def _client(self) -> Any:
         return await self._fs.set_session()
