@@ -75,6 +75,8 @@ class Register:
                     new = replace(new, counter=body.counter + 1 if body else 1)
                     self._write(new, got)  # 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
+                    if isinstance(error, StoreError) and error.is_denied:
+                        raise  # it would be again
                     if self._monotonic() > deadline:
                         raise StoreError(
                             f"{self.store.uri}: {what}: latest could not be swapped in {SWAP_DEADLINE_S:.0f} s "
