@@ -82,6 +82,7 @@ def test_damage_that_one_rank_finds_takes_all_ranks_to_the_one_before(cluster: N
     ]
 
 
+@pytest.mark.slow
 def test_a_user_who_asked_for_it_gets_the_error_and_an_untouched_run(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     trained(uri, steps=4)
