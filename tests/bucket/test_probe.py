@@ -1,12 +1,20 @@
 """What a node is told when its rights do not suffice, verb by verb."""
 
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
 from raycheck import ConfigError, StorageSettings, StoreError
-from raycheck.bucket.probe import probe_node
+from raycheck.bucket.probe import probe, probe_node
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.faultproxy import fault_proxy
@@ -38,6 +46,38 @@ def test_a_missing_right_is_a_configuration_error_that_names_node_verb_and_permi
             probe_node(store, node="10.0.0.7")
 
     assert rule.seen
+
+
+@pytest.fixture
+def rclone(tmp_path: Path) -> Iterator[str]:
+    """URI of a bucket on a server that ignores preconditions."""
+    (tmp_path / "bucket").mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    command = [Path(sys.executable).with_name("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
+    server = subprocess.Popen([*command, "--auth-key", ",".join(keys), tmp_path], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        yield f"s3://bucket?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_server_that_ignores_preconditions_is_refused_before_anything_is_written(s3, rclone):
+    store = open_store(join_uri(rclone, "run"))
+
+    with pytest.raises(ConfigError, match="although told not to"):
+        probe(store)
+    with pytest.raises(ConfigError, match="although told not to"):
+        probe_node(store, node="n")
+
+    assert list(store.list_objects("")) == []
 
 
 def test_a_conditional_put_that_is_denied_is_told_apart_from_the_plain_one(s3):
