@@ -2,24 +2,26 @@
 
 Rules match a request by method and key. `hold` stops a request before it reaches the server until it is released and
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
-lets the server apply it and breaks the connection instead of answering; `cut` breaks it in the middle of the body;
+lets the server apply it and breaks the connection instead of answering, `short_answer` in the middle of the answer;
+`cut` breaks it in the middle of the body;
 `delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does. It also keeps every request's head, so that a test can assert what a client really sent.
 """
 
 import asyncio
+import random
 import re
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-Kind = Literal["hold", "reset", "cut", "lose_answer", "delay", "deny", "busy"]
+Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy"]
 _ANSWERS = {"deny": (b"403 Forbidden", b"AccessDenied"), "busy": (b"503 Slow Down", b"SlowDown")}
 
 
@@ -81,6 +83,7 @@ class FaultProxy:
         self.requests: list[str] = []
         self.heads: list[Head] = []
         self._rules: list[Rule] = []
+        self._chaos: Callable[[], Kind | None] = lambda: None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -94,6 +97,12 @@ class FaultProxy:
         rule = Rule(kind=kind, method=method, key=key, times=times, delay_s=delay_s)
         self._rules.append(rule)
         return rule
+
+    def chaos(self, share: float, *, seed: int) -> None:
+        """From now on that share of all requests fails, each in one of all ways."""
+        chance = random.Random(seed)
+        kinds: list[Kind] = ["reset", "cut", "lose_answer", "short_answer", "busy"]
+        self._chaos = lambda: chance.choice(kinds) if chance.random() < share else None
 
     def start(self) -> None:
         self._thread.start()
@@ -154,7 +163,7 @@ class FaultProxy:
                 _reset(writer)
                 return
             elif rule.kind == "cut":
-                await reader.readexactly(int(self.heads[-1].headers["content-length"]) // 2)
+                await reader.readexactly(int(self.heads[-1].headers.get("content-length", 0)) // 2)
                 _reset(writer)
                 return
             elif rule.kind in _ANSWERS:
@@ -165,11 +174,17 @@ class FaultProxy:
             head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", self._for_upstream(head))
             up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
             sending = asyncio.ensure_future(_pump(reader, up_writer))
-            if rule is not None and rule.kind == "lose_answer":
+            if rule is not None and rule.kind in ("lose_answer", "short_answer"):
+                answer = b""
                 while data := await up_reader.read(65536):
                     if data.startswith(b"HTTP/1.1 100"):  # else the client never sends the body
                         writer.write(data)
                         await writer.drain()
+                    else:
+                        answer += data
+                if rule.kind == "short_answer":
+                    writer.write(answer[: len(answer) // 2])
+                    await writer.drain()
                 _reset(writer)
             else:
                 await _pump(up_reader, writer)
@@ -193,7 +208,8 @@ class FaultProxy:
             if rule.times > 0 and rule.method == method and re.search(rule.key, path):
                 rule.times -= 1
                 return rule
-        return None
+        kind = self._chaos()
+        return Rule(kind=kind, method=method, key=path) if kind else None
 
 
 @contextmanager

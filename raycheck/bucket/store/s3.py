@@ -55,7 +55,7 @@ class S3Store(RemoteStore):
     def get(self, key: str) -> Got:
         async def call(client: Any) -> Got:
             answer = await client.get_object(**self._at(key))
-            data = await answer["Body"].read()
+            data = await _body(answer)
             return Got(data, answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
         return self._run(key, call)
@@ -64,7 +64,7 @@ class S3Store(RemoteStore):
         async def call(client: Any) -> bytes:
             span = f"bytes={start}-{stop - 1}"
             answer = await client.get_object(**self._at(key), Range=span)
-            return bytes(await answer["Body"].read())
+            return await _body(answer)
 
         if start == stop:
             return b""
@@ -215,6 +215,12 @@ class _Body(Pieces):
 
     def seek(self, offset: int) -> None:
         assert offset == 0, "each iteration begins at the start"
+
+
+async def _body(answer: Mapping[str, Any]) -> bytes:
+    """Closed also when it breaks off: its connection would stay open else."""
+    async with answer["Body"] as body:
+        return bytes(await body.read())
 
 
 async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
