@@ -11,8 +11,10 @@ import torch
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.damage import go_back
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
+from tests.bucket.helpers import Driver
 from tests.invariants import assert_invariants
 from tests.shards import hf
 from tests.shards.saving import save_state
@@ -84,8 +86,23 @@ def test_verify_names_the_guilty_object_and_exits_with_1(run, damage: str) -> No
     assert text.returncode == data.returncode == 1
     assert "BAD" in text.stdout
     assert key in text.stdout
-    assert [item["key"] for item in json.loads(data.stdout)["problems"]] == [key]
+    (found,) = json.loads(data.stdout)["problems"]
+    assert found["key"] == key
+    assert "rank 0, component train: " in found["where"][0]
+    assert found["where"][0] in " ".join(text.stdout.split())
     assert raycheck("verify", uri, "--step", "6").returncode == 0
+
+
+def test_ls_marks_what_a_restore_found_damaged(run) -> None:
+    uri, store = run
+    driver = Driver(store)
+    _, entry = driver.claim("g")
+    go_back(driver.register, driver.me, group="g", key=entry.key, problem="tensor model.w")
+
+    text, data = raycheck("ls", uri), raycheck("ls", uri, "--json")
+
+    assert "pinned DAMAGED" in text.stdout
+    assert [item["damaged"] for item in json.loads(data.stdout)] == [None, "tensor model.w"]
 
 
 def test_export_hf_writes_what_others_load(run, tmp_path: Path) -> None:
