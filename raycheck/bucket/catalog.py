@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raycheck.bucket import layout
-from raycheck.bucket.checksum import crc32
+from raycheck.bucket.checksum import READS, crc32
 from raycheck.bucket.index import Index
 from raycheck.bucket.index_file import load_index
 from raycheck.bucket.latest import Entry, Latest, load_latest
@@ -17,9 +17,6 @@ from raycheck.bucket.manifest import Manifest, load_manifest
 from raycheck.bucket.store import Store
 from raycheck.bucket.verify import Finding, verify
 from raycheck.errors import CorruptError, DamagedError, NotFoundError
-
-READS = 2
-"""How often bytes are read before they count as damaged in the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

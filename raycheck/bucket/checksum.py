@@ -10,6 +10,9 @@ from isal import isal_zlib
 SUB_BLOCK = 4 * 1024 * 1024
 """Payload bytes under one checksum: the smallest piece that a partial read can verify."""
 
+READS = 2
+"""How often bytes are read before they count as damaged in the bucket: they may have been changed on their way."""
+
 
 def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
     return int(isal_zlib.crc32(data, start))

@@ -1,7 +1,8 @@
 """What becomes of a checkpoint that proved to be damaged when the group restored it: step 26.
 
 One swap marks it, moves head to the newest checkpoint that training came through on its way there, and has the attempt
-restore that one. What the run went back behind, or rewound past, is never taken: that would undo somebody's decision.
+restore that one. What the run went back behind, or rewound past, is not taken, as far as `latest` still lists the
+attempts that tell: that would undo somebody's decision.
 Only proof counts: a checksum, a size, or an object that is missing although `latest` lists its checkpoint.
 """
 

@@ -63,7 +63,7 @@ class Register:
     def swap(self, decide: Decide, *, what: str) -> Latest:
         """Steps 1 to 5. Returns the body in which the effect of `decide` stands."""
         deadline = self._monotonic() + SWAP_DEADLINE_S
-        pause = 0.05
+        pause, is_unknown = 0.05, False
         with self._lock:
             while True:
                 try:
@@ -75,8 +75,9 @@ class Register:
                     new = replace(new, counter=body.counter + 1 if body else 1)
                     self._write(new, got)  # 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
-                    if isinstance(error, StoreError) and error.is_denied:
+                    if isinstance(error, StoreError) and error.is_denied and not is_unknown:
                         raise  # it would be again
+                    is_unknown = True
                     if self._monotonic() > deadline:
                         raise StoreError(
                             f"{self.store.uri}: {what}: latest could not be swapped in {SWAP_DEADLINE_S:.0f} s "

@@ -120,7 +120,7 @@ def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head
         manifest_crc32=crc32(got.data),
         pinned=before.pinned if before else False,
         expires_at=before.expires_at if before else None,
-        damaged=before.damaged if before and not is_head else None,  # the head's objects are all read
+        damaged=before.damaged if before and not is_head else None,  # the newest one's objects are all read
     )
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")
@@ -146,7 +146,7 @@ def _head(live: list[Entry], records: list[Attempt]) -> str:
     last = max(records, key=lambda record: record.number, default=None)
     if last is None or name is None or last.world_size or last.number <= name.attempt:
         return newest
-    return next((entry.key for entry in live if entry.key == last.restore_key), newest)
+    return next((entry.key for entry in live if entry.key == last.restore_key and not entry.damaged), newest)
 
 
 def _crowded(body: Latest) -> list[str]:

@@ -27,8 +27,11 @@ def rewind(register: Register, key: str) -> Latest:
     def change(body: Latest, now: float) -> Latest | None:
         if owner in body.owners:  # applied, whoever may have come after it
             return None
-        if body.entry(key) is None:
+        entry = body.entry(key)
+        if entry is None:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
+        if entry.damaged and entry.damaged != verified:
+            raise DamagedError(f"{register.store.uri}: {key} was found damaged just now: {entry.damaged}")
         number = body.attempt.number + 1
         return replace(
             body,
@@ -39,7 +42,7 @@ def rewind(register: Register, key: str) -> Latest:
         )
 
     refuse_lost(register)
-    _refuse_damaged(register, key)
+    verified = _verified(register, key)
     body = register.edit(change, what=f"rewind to {key}")
     for ended, mine in pairwise(body.attempts):
         if mine.owner == owner:
@@ -48,13 +51,16 @@ def rewind(register: Register, key: str) -> Latest:
     return body
 
 
-def _refuse_damaged(register: Register, key: str) -> None:
+def _verified(register: Register, key: str) -> str | None:
+    """The mark of damage that no longer holds, after reading all of the checkpoint."""
     body, _ = register.look()
     entry = body.entry(key)
-    if entry is not None and entry.damaged:
-        for finding in Checkpoint(register.store, entry).verify():
-            if finding.problem:
-                raise DamagedError(f"{register.store.uri}: {finding.key}: {finding.problem}")
+    if entry is None or not entry.damaged:
+        return None
+    for finding in Checkpoint(register.store, entry).verify():
+        if finding.problem:
+            raise DamagedError(f"{register.store.uri}: {finding.key}: {finding.problem}")
+    return entry.damaged
 
 
 def by_hand(owner: str, number: int, *, restore_key: str | None, now: float) -> Attempt:

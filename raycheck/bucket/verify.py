@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raycheck.bucket import layout
-from raycheck.bucket.checksum import SUB_BLOCK, crc32
+from raycheck.bucket.checksum import READS, SUB_BLOCK, crc32
 from raycheck.bucket.index import Chunk, Index
 from raycheck.bucket.manifest import Manifest, ShardRecord
 from raycheck.bucket.store import Store
@@ -64,10 +64,13 @@ def _problem(store: Store, key: str, there: int | None, size: int, crc: int | No
         return f"has {there} bytes, the manifest says {size}"
     if crc is None:
         return ""
-    total = 0
-    for start in range(0, size, READ_BYTES):
-        total = crc32(store.get_range(key, start, min(start + READ_BYTES, size)), total)
-    return "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
+    for _ in range(READS):
+        total = 0
+        for start in range(0, size, READ_BYTES):
+            total = crc32(store.get_range(key, start, min(start + READ_BYTES, size)), total)
+        if total == crc:
+            return ""
+    return f"has checksum {total:08x}, the manifest says {crc:08x}"
 
 
 def _where(

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raycheck.bucket.catalog import READS
-from raycheck.bucket.checksum import SUB_BLOCK, crc32
+from raycheck.bucket.checksum import READS, SUB_BLOCK, crc32
 from raycheck.bucket.index import Chunk, Index, Tensor
 from raycheck.bucket.layout import shard_file
 from raycheck.bucket.store import Store

@@ -17,7 +17,7 @@ class RestoreReport:
     missing: live, but not in the checkpoint, and left as it was. unexpected: in the checkpoint, but not here. skipped:
     left as it was because the caller said so. fresh: the same, by a stated rule. unused: in the checkpoint and by a
     stated rule not for this rank (another pipeline stage's, PerRank values of ranks that are gone). refused: newer
-    checkpoints that were to be restored but are damaged, each with the proof.
+    checkpoints that this rank was to restore, but which are damaged, each with the proof.
     """
 
     restored: tuple[str, ...] = ()

@@ -14,7 +14,6 @@ import torch
 
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.index import Index, places
-from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError, SupersededError
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
@@ -52,7 +51,7 @@ class TrainState:
         self._agreement = Agreement(writers={})
         self.components = Components(rank, buffers)
         self._plan: dict[str, tuple[list[Piece], list[tuple[int, str]]]] | None = None
-        self._spoilt: set[str] = set()  # tensors that a restore may have left half read
+        self._restored: set[str] = set()  # entries and tensors that a restore has touched, or may have
 
     @property
     def models(self) -> list[str]:
@@ -116,8 +115,8 @@ class TrainState:
         together, so that what all of them want may be read by one.
         strict: what is only here, or only in the checkpoint, is refused; else left alone and reported. What is on both
         sides but not alike is always refused. Raises StateMismatchError listing every difference before anything was
-        changed; CorruptError or NotFoundError while reading, after which the state is a mixture and the process must
-        not train on.
+        changed; DamagedError, CorruptError or NotFoundError while reading, after which the state is a mixture and must
+        not be trained on before another checkpoint is applied; SupersededError when that one leaves some of it.
         """
         with told_to_all(self._world_size if share else 1):
             manifest = checkpoint.manifest()
@@ -138,8 +137,15 @@ class TrainState:
                 report = self._report(saved, wanted, selection, there)
                 progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
             mismatched = [line for found in saved.values() for line in found.mismatched]
+            touched = {*report.restored, *(name for piece in pieces for name in (piece.name, *dict(piece.aliases)))}
+            self._refuse_leftovers(checkpoint.entry.key, touched)
             refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
-        fetched = self._read(checkpoint, manifest, index, pieces, share=share)
+        self._restored |= touched
+        try:
+            read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
+            fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
+        except NotFoundError as error:
+            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
         self.components.restored(manifest, index, pieces)  # before anything else is done to them
         for part, tensors in wanted.items():
             part.finish(saved[part], tensors)
@@ -153,24 +159,14 @@ class TrainState:
             report=report,
         )
 
-    def _read(
-        self, checkpoint: Checkpoint, manifest: Manifest, index: Index, pieces: Sequence[Piece], *, share: bool
-    ) -> int:
-        """Returns the bytes fetched. What a damaged checkpoint has left in live tensors must be read again."""
-        names = {name for piece in pieces for name in (piece.name, *(alias for alias, _ in piece.aliases))}
-        if self._spoilt - names:
+    def _refuse_leftovers(self, key: str, touched: set[str]) -> None:
+        """What an earlier restore of this process has changed must be restored again, else it would be trained on."""
+        left = self._restored - touched
+        if left:
             raise SupersededError(
-                f"{min(self._spoilt - names)} holds bytes of a damaged checkpoint, and {manifest.key} has none for it; "
-                "start the workers again"
+                f"{min(left)} holds what a damaged checkpoint had for it, and {key} has nothing: start the workers "
+                "again"
             )
-        self._spoilt |= names
-        try:
-            read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
-            fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
-        except NotFoundError as error:
-            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
-        self._spoilt = set()
-        return fetched
 
     def _gather(self) -> list[Gathered]:
         plan, self._plan = self._plan, None  # when a part raises, the others have seen changes that no plan has

@@ -82,10 +82,12 @@ class Coordinator:
     async def restored(self, verdict: Verdict) -> Ruling:
         """Take what a rank's restore came to, and wait a while for the ruling on all of them."""
         await self._adopt(verdict.group)
-        claim = self._claims.get(verdict.group)
-        if claim is None and not verdict.damage:  # after a take-over: who of the others was told already is forgotten
-            return Ruling(kind="done")
-        restoring = self._restorings.setdefault((verdict.group, verdict.key), Restoring())
+        if verdict.group in self._adopted:  # who of the others was told what is forgotten
+            raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
+        claim, at = self._claims[verdict.group], (verdict.group, verdict.key)
+        if at not in self._restorings and claim.restore and claim.restore.key != verdict.key:
+            return Ruling(kind="again", claim=claim, message="found damaged before")
+        restoring = self._restorings.setdefault(at, Restoring())
         restoring.come(verdict, lambda: self._rule(verdict))
         await asyncio.wait([restoring.ruling], timeout=WAIT_S)
         if restoring.ruling.done():
@@ -159,13 +161,10 @@ class Coordinator:
             await asyncio.wait(running, timeout=30.0)
 
     async def _rule(self, verdict: Verdict) -> Ruling:
-        """Step 26. A rank may have begun to train on another coordinator's word: then the attempt is over."""
+        """Step 26."""
         problem = f"rank {verdict.rank}: {verdict.damage}"
         entry, documents = await asyncio.to_thread(self._go_back, verdict, problem)
-        claim = self._claims.get(verdict.group)
-        if claim is None:
-            raise SupersededError(f"{verdict.key} is damaged ({problem}); the next start restores {entry.key}")
-        claim = replace(claim, restore=entry, documents=documents)
+        claim = replace(self._claims[verdict.group], restore=entry, documents=documents)
         self._claims[verdict.group] = claim
         return Ruling(kind="again", claim=claim, message=problem)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raycheck.bucket.latest import Entry
-from raycheck.errors import ConfigError, DamagedError, SaveFailedError, StoreError
+from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError
 from raycheck.shards.agreement import Agreement, Holdings, agree
 from raycheck.shards.report import SAVE_ALIKE, Report
 
@@ -95,14 +95,14 @@ class Meeting:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """What a rank's restore of checkpoint `key` came to. damage: the proof that it is damaged; failure: what else went
-    wrong. Both empty: all is well."""
+    wrong. Neither: all is well."""
 
     group: str
     rank: int
     world_size: int
     key: str
     damage: str = ""
-    failure: str = ""
+    failure: RaycheckError | None = None
     on_corrupt: OnCorrupt = "previous"
 
 
@@ -130,7 +130,7 @@ class Restoring:
             return
         whose = f"rank {verdict.rank}: restore of {verdict.key}: "
         if verdict.failure:
-            self._fail(StoreError(whose + verdict.failure))
+            self._fail(type(verdict.failure)(f"{whose}{verdict.failure}"))
         elif verdict.damage and verdict.on_corrupt == "raise":
             self._fail(DamagedError(whose + verdict.damage))
         elif verdict.damage:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from raycheck.bucket.catalog import Checkpoint
-from raycheck.errors import DamagedError, StoreError
+from raycheck.errors import DamagedError, RaycheckError, StoreError
 from raycheck.shards.progress import Progress
 from raycheck.shards.restored import Restored, RestoreReport
 from raycheck.shards.selection import Selection
@@ -84,7 +84,8 @@ def restore_together(
         except DamagedError as error:
             verdict = replace(verdict, damage=str(error))
         except Exception as error:
-            group.tell("restored", replace(verdict, failure=f"{type(error).__name__}: {error}"))
+            told = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
+            group.tell("restored", replace(verdict, failure=told))
             raise
         ruling = _ruling(group, verdict)
         if ruling.claim is None:

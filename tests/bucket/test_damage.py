@@ -10,8 +10,9 @@ from raycheck.bucket.damage import ancestors, go_back
 from raycheck.bucket.edits import pin
 from raycheck.bucket.latest import Entry, Latest, load_latest
 from raycheck.bucket.register import Register
+from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Store, open_store
 from raycheck.errors import (
     ConfigError,
     CorruptError,
@@ -101,8 +102,6 @@ def test_a_repeated_verdict_goes_back_once(store: Store) -> None:
 
 @pytest.mark.parametrize("is_applied", [True, False])
 def test_a_lost_answer_goes_back_once(is_applied: bool) -> None:
-    from raycheck.bucket.store import open_store
-
     store = open_store(f"memory://lost-answer-{is_applied}")
     ann, damaged = restarted(store)
 
@@ -202,6 +201,41 @@ def test_a_rewind_to_it_is_refused_until_its_bytes_are_right_again(store: Store)
     body = assert_invariants(store)
     assert (body.head, body.entry(damaged).damaged) == (damaged, None)
     assert Driver(store, "bob").claim("b1")[1].key == damaged
+
+
+def test_a_rewind_does_not_take_off_a_mark_that_it_has_not_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made between the look and the swap."""
+    ann, damaged = restarted(store)
+    register = Register(store)
+    edit = register.edit
+
+    def late_edit(*arguments, **more):
+        back(ann, damaged)
+        return edit(*arguments, **more)
+
+    monkeypatch.setattr(register, "edit", late_edit)
+
+    with pytest.raises(DamagedError, match="just now"):
+        rewind(register, damaged)
+
+    assert read_latest(store).entry(damaged).damaged == PROBLEM
+
+
+def test_a_repair_does_not_go_back_to_what_is_marked(store: Store) -> None:
+    """The run was rewound to it, and then it was found damaged."""
+    run_of(store, 3)
+    marked = "step-000000020-a1-s2"
+    rewind(Register(store), marked)
+    bob = Driver(store, "bob")
+    _, entry = bob.claim("b1")
+    assert entry.key == marked
+    back(bob, marked, "b1")
+    put_latest_tree(store, latest_tree(store) | {"proven": 0})  # as after a roll-back, so that there is something to do
+
+    done = repair(store)
+
+    assert done.latest.head == "step-000000030-a1-s3"
+    assert done.latest.entry(marked).damaged == PROBLEM
 
 
 def test_a_latest_whose_head_is_damaged_is_refused(store: Store) -> None:

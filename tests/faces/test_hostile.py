@@ -88,6 +88,10 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return raycheck.open_run(store.uri).head
 
 
+def commanded(*arguments: str) -> None:
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+
+
 def repaired(store: Store) -> None:
     store.delete("latest")
     repair(store)
@@ -97,8 +101,8 @@ FACES: dict[str, Callable[[Checkpoint, Path], object]] = {
     "restore": lambda it, _: TrainState(state(), rank=0, world_size=1).apply(it),
     "restore of a part": lambda it, _: raycheck.open_run(it.store.uri).restore(into={"model": hf.llama(seed=1)}),
     "verify": lambda it, _: list(it.verify()),
-    "ls": lambda it, _: CliRunner().invoke(app, ["ls", it.store.uri], catch_exceptions=False),
-    "show": lambda it, _: CliRunner().invoke(app, ["show", it.store.uri], catch_exceptions=False),
+    "ls": lambda it, _: commanded("ls", it.store.uri),
+    "show": lambda it, _: commanded("show", it.store.uri),
     "export": lambda it, folder: raycheck.export_hf(it, f"{folder}/hf"),
     "fork": lambda it, _: fork(it.store, open_store(f"memory://{uuid4().hex}"), run_id="a-forked-run"),
     "repair": lambda it, _: repaired(it.store),

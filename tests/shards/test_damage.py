@@ -172,8 +172,11 @@ def test_what_was_changed_on_its_way_is_read_again_and_is_no_damage(checkpoint):
     flipping = FlipsOnce(checkpoint.store)
 
     check_restore(replace(checkpoint, store=flipping), WEIGHTS, world_size=1)
-
     assert len(flipping.seen) > 2
+
+    verifying = FlipsOnce(checkpoint.store)
+    assert problems(replace(checkpoint, store=verifying)) == {}
+    assert len(verifying.seen) > 2
 
 
 def test_documents_that_were_handed_over_damaged_are_read_from_the_bucket(checkpoint):
@@ -209,7 +212,7 @@ def test_what_a_damaged_checkpoint_left_in_a_live_tensor_must_be_read_over():
 
     with pytest.raises(DamagedError):
         state.apply(damaged)
-    with pytest.raises(SupersededError, match=r"model\.bias holds bytes of a damaged checkpoint"):
+    with pytest.raises(SupersededError, match=r"model\.bias holds what a damaged checkpoint had"):
         state.apply(earlier, strict=False)
     fresh = TrainState({"model": torch.nn.Linear(64, 64)}, rank=0, world_size=1)
     assert fresh.apply(earlier, strict=False).report.missing == ("model.bias",)

@@ -12,6 +12,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.train.meeting import Verdict
+from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
 from tests.train.jobs import BATCH, SAMPLES, story
 from tests.train.test_core import Holder
@@ -124,15 +125,31 @@ def test_a_rank_that_cannot_restore_does_not_leave_the_others_waiting(cluster: N
 
     with pytest.raises(raycheck.ConfigError, match="modle"):
         ray.get(restores[1])
-    with pytest.raises(raycheck.StoreError, match=r"rank 1: restore of step-.*modle"):
+    with pytest.raises(raycheck.ConfigError, match=r"rank 1: restore of step-.*modle"):
         ray.get(restores[0])
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_was_started_again_lets_no_rank_train_on_beside_a_damaged_one(
-    cluster: None, s3: str
-) -> None:
-    """It has forgotten who was told that all is well; so the attempt is over, and the next one takes what is whole."""
+@pytest.mark.parametrize("fault", ["busy", "deny", "reset"])
+def test_a_store_that_cannot_be_read_is_no_damage(cluster: None, s3: str, fault: str) -> None:
+    name = uuid4().hex
+    trained(join_uri(s3, name), steps=4)
+    with fault_proxy(s3) as proxy:
+        proxy.rule(fault, "GET", "distcp", times=999)
+        restores = [holder.restore.remote() for holder in pair_of(join_uri(proxy.uri, name), "second", "bob")]
+
+        for restore in restores:
+            with pytest.raises(raycheck.StoreError):
+                ray.get(restore)
+
+    body = assert_invariants(open_store(join_uri(s3, name)))
+    assert [(entry.step, entry.damaged) for entry in body.live] == [(2, None), (4, None)]
+    assert body.entry(body.head).step == 4
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(cluster: None, s3: str) -> None:
+    """It has forgotten who was told what, so no rank may train on beside one that was told otherwise."""
     uri = join_uri(s3, uuid4().hex)
     trained(uri, steps=4)
     first = raycheck.start_coordinator(uri, owner="bob")
@@ -141,9 +158,13 @@ def test_a_coordinator_that_was_started_again_lets_no_rank_train_on_beside_a_dam
     well = Verdict(group="second", rank=0, world_size=2, key=claim.restore.key)
     bad = Verdict(group="second", rank=1, world_size=2, key=claim.restore.key, damage="a proof")
 
-    assert ray.get(again.restored.remote(well)).kind == "done"
-    with pytest.raises(raycheck.SupersededError, match="a proof"):
-        ray.get(again.restored.remote(bad))
+    assert ray.get(first.restored.remote(bad)).claim.restore.step == 2
+    for verdict in (well, bad, well):
+        with pytest.raises(raycheck.SupersededError, match="start the workers again"):
+            ray.get(again.restored.remote(verdict))
+    late = ray.get(again.claim.remote("second", 2))  # of a rank that had not claimed yet
+    with pytest.raises(raycheck.SupersededError):
+        ray.get(again.restored.remote(Verdict(group="second", rank=1, world_size=2, key=late.restore.key)))
 
     assert ray.get(again.claim.remote("third", 2)).restore.step == 2
     assert assert_invariants(open_store(uri)).live[-1].damaged == "rank 1: a proof"
