@@ -170,6 +170,7 @@ def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(cluster
     assert assert_invariants(open_store(uri)).live[-1].damaged == "rank 1: a proof"
 
 
+@pytest.mark.slow
 def test_a_run_under_ray_train_goes_on_before_the_damage_and_comes_to_the_same(job, s3: str, tmp_path: Path) -> None:
     """Two ranks with a process group, so that what they share is read by one of them."""
     storage = join_uri(s3, uuid4().hex)
