@@ -137,8 +137,8 @@ def a_run(uri: str) -> None:
     ("role", "works"),
     [
         ("trainer", trains),
-        ("trainer", lambda store: trains(store.through_s3fs)),
-        ("reader", reads),
+        pytest.param("trainer", lambda store: trains(store.through_s3fs), marks=pytest.mark.slow),
+        pytest.param("reader", reads, marks=pytest.mark.slow),
         ("sweeper", sweeps),
     ],
     ids=["trainer by obstore", "trainer by s3fs", "reader", "sweeper"],

@@ -168,7 +168,10 @@ def test_a_stalled_part_ends_by_its_time_out(hasty, store, buffer, wire):
     assert_nothing_remains(store, buffer)
 
 
-@pytest.mark.parametrize(("method", "key"), [("PUT", "partNumber=2"), ("POST", CREATE), ("POST", COMPLETE)])
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [("PUT", "partNumber=2"), *(pytest.param("POST", key, marks=pytest.mark.slow) for key in (CREATE, COMPLETE))],
+)
 def test_a_stalled_upload_ends_by_its_deadline_and_is_aborted(fast, buffer, wire, method, key):
     wire.rule("hold", method, key, times=99)
     began = time.monotonic()

@@ -93,6 +93,7 @@ def test_verify_names_the_guilty_object_and_exits_with_1(run, damage: str) -> No
     assert raycheck("verify", uri, "--step", "6").returncode == 0
 
 
+@pytest.mark.slow
 def test_ls_marks_what_a_restore_found_damaged(run) -> None:
     uri, store = run
     driver = Driver(store)

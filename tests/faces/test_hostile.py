@@ -109,7 +109,9 @@ FACES: dict[str, Callable[[Checkpoint, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    "face", [face if face in ("restore", "export") else pytest.param(face, marks=pytest.mark.slow) for face in FACES]
+)
 def test_no_face_unpickles_what_lies_in_the_bucket(checkpoint: Checkpoint, tmp_path: Path, face: str) -> None:
     with watched() as found:
         FACES[face](checkpoint, tmp_path)

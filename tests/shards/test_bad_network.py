@@ -78,7 +78,7 @@ class Trainer:
         self.acknowledged.append(name)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "s3fs"])
+@pytest.mark.parametrize("engine", [pytest.param("obstore", marks=pytest.mark.slow), "s3fs"])
 @pytest.mark.parametrize(
     ("share", "least"), [(0.2, SAVES - 1), pytest.param(0.5, 1, marks=pytest.mark.slow)], ids=["a fifth", "half"]
 )

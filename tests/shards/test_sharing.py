@@ -59,7 +59,7 @@ def test_a_rank_that_cannot_read_its_share_stops_them_all(ranks: Ranks, checkpoi
     told = ranks.run(replicas.load, 3, checkpoint.store.uri, checkpoint.entry, NOTHING_SKIPPED)
 
     assert len(set(told)) == 1
-    assert told[0].startswith("CorruptError: shard of rank 0, component train: tensor "), told[0]
+    assert told[0].startswith("DamagedError: shard of rank 0, component train: tensor "), told[0]
 
 
 def test_a_rank_that_refuses_the_checkpoint_stops_them_all(ranks: Ranks, checkpoint: Checkpoint) -> None:
