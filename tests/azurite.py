@@ -5,13 +5,13 @@ It lies in `.node` at the repository's root, which git ignores. Its objects live
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.ports import START_TIMEOUT_S, free_ports, wait_until_up
 
 FOLDER = Path(__file__).parent.parent / ".node"
 PROGRAM = FOLDER / "node_modules/.bin/azurite-blob"
@@ -20,16 +20,13 @@ ACCOUNT = "devstoreaccount1"
 # The one account that every Azurite has; documented, and no secret.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 INSTALL_TIMEOUT_S = 240.0
-START_TIMEOUT_S = 30.0
 
 
 @contextmanager
 def azurite() -> Iterator[str]:
     """A running server with one empty container; yields its connection string."""
     install()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     serve = [PROGRAM, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
     serve += ["--skipApiVersionCheck", "--disableTelemetry"]
     # The pipe closes when the parent dies, however it dies, and takes the server along.
@@ -43,7 +40,7 @@ def azurite() -> Iterator[str]:
         subprocess.Popen(command, stdin=subprocess.PIPE, cwd=folder) as server,
     ):
         try:
-            wait_until_up(server, port)
+            wait_until_up(server, port, what="Azurite")
             create_container(connection, CONTAINER)
             yield connection
         finally:
@@ -58,19 +55,6 @@ def install() -> None:
         FOLDER.mkdir(exist_ok=True)
         command = [npm, "install", "--no-audit", "--no-fund", "--prefix", FOLDER, "azurite@3"]
         subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S, env=os.environ, capture_output=True)
-
-
-def wait_until_up(server: subprocess.Popen, port: int) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert server.poll() is None, "Azurite ended at once"
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError(f"Azurite did not listen within {START_TIMEOUT_S:.0f} s")
 
 
 def create_container(connection: str, name: str) -> None:

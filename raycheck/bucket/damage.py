@@ -40,12 +40,9 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
                 f"{register.store.uri}: {key} is damaged, and there is no earlier checkpoint that it came from to go "
                 f"back to: {problem}. 'raycheck verify' says what is whole, 'raycheck rewind' makes it the head"
             )
-        live = tuple(
-            replace(entry, damaged=problem[:MAX_PROBLEM], pinned=True) if entry.key == key else entry
-            for entry in body.live
-        )
         attempts = (*body.attempts[:-1], replace(current, restore_key=before.key))
-        return replace(body, head=before.key, live=live, attempts=attempts)
+        moved = replace(body, head=before.key, attempts=attempts)
+        return moved.with_entry(key, damaged=problem[:MAX_PROBLEM], pinned=True)
 
     body = register.swap(decide, what=f"going back from {key}")
     entry = body.entry(body.attempt.restore_key or "")

@@ -23,8 +23,7 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
         if entry.pinned == pinned:
             return None
-        live = tuple(replace(item, pinned=pinned) if item.key == key else item for item in body.live)
-        return replace(body, live=live)
+        return body.with_entry(key, pinned=pinned)
 
     return register.edit(change, what=f"{'pin' if pinned else 'unpin'} of {key}")
 

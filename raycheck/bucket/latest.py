@@ -6,6 +6,7 @@ names committed checkpoints (I3). It is replaced by compare-and-swap only, in re
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from raycheck.bucket.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.layout import CheckpointName
@@ -103,6 +104,11 @@ class Latest(Document):
     def entry(self, key: str) -> Entry | None:
         """The live entry `key`, or None when it is not live (evicted, or never committed)."""
         return next((entry for entry in self.live if entry.key == key), None)
+
+    def with_entry(self, key: str, **changes: Any) -> "Latest":
+        """This body with other fields in the live entry `key`."""
+        changed = (replace(entry, **changes) if entry.key == key else entry for entry in self.live)
+        return replace(self, live=tuple(changed))
 
     def knows(self, name: CheckpointName) -> bool:
         """Whether a directory of that name may be there. A body that lists checkpoints and nothing proven was written

@@ -34,10 +34,9 @@ def rewind(register: Register, key: str) -> Latest:
             raise DamagedError(f"{register.store.uri}: {key} was found damaged just now: {entry.damaged}")
         number = body.attempt.number + 1
         return replace(
-            body,
+            body.with_entry(key, damaged=None),
             owners=(*body.owners, owner),
             head=key,
-            live=tuple(replace(entry, damaged=None) if entry.key == key else entry for entry in body.live),
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),
         )
 

@@ -3,14 +3,15 @@
 Writes nothing (I8), and needs no torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from raycheck.bucket import layout
 from raycheck.bucket.checksum import READS, SUB_BLOCK, crc32
 from raycheck.bucket.index import Chunk, Index
-from raycheck.bucket.manifest import Manifest, ShardRecord
+from raycheck.bucket.manifest import ShardRecord
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, NotFoundError
 
@@ -41,12 +42,13 @@ def verify(checkpoint: "Checkpoint", *, reads: bool) -> Iterator[Finding]:
         yield Finding(key=key, size_bytes=0, problem=str(error))
         return
     yield Finding(key=key, size_bytes=store.head(key))
+    index = cache(partial(checkpoint.index, manifest))
     for key, record in manifest.objects():
         there = _size(store, key)
         problem = _problem(store, key, there, record.size_bytes, record.crc32 if reads else None)
         where: tuple[str, ...] = ()
         if problem and isinstance(record, ShardRecord):
-            where = _where(checkpoint, manifest, key, record, there or 0)
+            where = _where(store, index, key, record, there or 0)
         yield Finding(key=key, size_bytes=record.size_bytes, problem=problem, where=where)
 
 
@@ -74,17 +76,17 @@ def _problem(store: Store, key: str, there: int | None, size: int, crc: int | No
 
 
 def _where(
-    checkpoint: "Checkpoint", manifest: Manifest, key: str, shard: ShardRecord, size_bytes: int
+    store: Store, index_of: Callable[[], Index], key: str, shard: ShardRecord, size_bytes: int
 ) -> tuple[str, ...]:
     """Which tensors of that shard are damaged, in the order in which they lie there."""
     whose = f"rank {shard.rank}, component {shard.component}"
     try:
-        index = checkpoint.index(manifest)
+        index = index_of()
     except (NotFoundError, CorruptError):
         return (f"{whose}: the index that says what lies there is damaged too",)
     found = []
     for chunk in _chunks(index, shard):
-        bad = list(_bad_blocks(checkpoint.store, key, chunk, size_bytes))
+        bad = list(_bad_blocks(store, key, chunk, size_bytes))
         if bad:
             blocks = f"{len(bad)} of {len(chunk.crcs)} sub-blocks, the first one {bad[0]}"
             found.append(f"{whose}: tensor {index.tensors[chunk.tensor].name} at {list(chunk.offsets)}: {blocks}")

@@ -257,8 +257,8 @@ class TrainState:
             elif found.values is None and not wanted[part]:
                 continue  # missing or fresh, which the part has said
             elif selection.splits(part.name):
-                names, missing = part.names(), set(found.missing)
-                restored += [name for name in names if selection.takes(name) and name not in missing]
+                names, not_there = part.names(), set(found.missing)
+                restored += [name for name in names if selection.takes(name) and name not in not_there]
                 skipped += [name for name in names if not selection.takes(name)]
             else:
                 restored.append(part.name)

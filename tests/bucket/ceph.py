@@ -21,6 +21,8 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.ports import free_ports
+
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph-authtool", "ceph")
 INSTALL = "apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common"
 BUCKET = "raycheck"
@@ -229,17 +231,6 @@ def prepare() -> None:
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.decode(errors='replace')[-2000:]}")
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ It pins botocore, so it lives in a virtual environment of its own beside the rep
 """
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.ports import free_ports
 
 VERSION = "1.5.33"
 FOLDER = Path(__file__).parents[2] / ".venv-ministack"
@@ -26,9 +27,7 @@ def ministack_server() -> Iterator[str]:
     """A running server with one empty bucket; yields its URI."""
     prepare()
     os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_EC2_METADATA_DISABLED="true")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     settings = {"BIND_HOST": "127.0.0.1", "MINISTACK_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
     with (
         tempfile.TemporaryFile() as log,

@@ -2,12 +2,9 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -18,6 +15,7 @@ from raycheck.bucket.probe import probe, probe_node
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.faultproxy import fault_proxy
+from tests.ports import free_ports, wait_until_up
 
 
 def test_a_node_with_all_rights_passes_and_leaves_nothing(store):
@@ -52,17 +50,12 @@ def test_a_missing_right_is_a_configuration_error_that_names_node_verb_and_permi
 def rclone(tmp_path: Path) -> Iterator[str]:
     """URI of a bucket on a server that ignores preconditions."""
     (tmp_path / "bucket").mkdir()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    (port,) = free_ports(1)
     keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
     command = [Path(sys.executable).with_name("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
     server = subprocess.Popen([*command, "--auth-key", ",".join(keys), tmp_path], stderr=subprocess.DEVNULL)
     try:
-        for _ in range(300):
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.1)
+        wait_until_up(server, port, what="rclone")
         yield f"s3://bucket?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
     finally:
         server.kill()

@@ -56,7 +56,26 @@ def committed(
     plans: Plans | None = None,
     keep_last: int = 10,
 ) -> Checkpoint:
-    """The coordinator's part: index, `.metadata`, manifest, and the commit. Every invariant holds afterwards."""
+    """The coordinator's part. Every invariant holds afterwards."""
+    conclude(Register(store), name, uploads, progress=progress, metrics=metrics, plans=plans, keep_last=keep_last)
+    body = read_latest(store)
+    entry = body.entry(name)
+    assert entry is not None
+    assert_invariants(store, before=body)
+    return Checkpoint(store, entry)
+
+
+def conclude(
+    register: Register,
+    name: str,
+    uploads: Sequence[Uploaded],
+    *,
+    progress: Progress,
+    metrics: dict[str, float] | None = None,
+    plans: Plans | None = None,
+    keep_last: int | None = 10,
+) -> None:
+    """Index, `.metadata`, manifest, and the commit, which must win."""
     parsed = layout.CheckpointName.parse(name)
     assert parsed is not None
     reports = [
@@ -74,15 +93,10 @@ def committed(
         )
         for rank, item in enumerate(uploads)
     ]
-    manifest, _ = assemble(store, reports, plans)
+    manifest, _ = assemble(register.store, reports, plans)
     assert manifest.key == name
-    data = protocol.write_manifest(store, manifest)
-    assert protocol.commit(Register(store), ME, manifest, data, Retention(keep_last=keep_last))
-    body = read_latest(store)
-    entry = body.entry(name)
-    assert entry is not None
-    assert_invariants(store, before=body)
-    return Checkpoint(store, entry)
+    data = protocol.write_manifest(register.store, manifest)
+    assert protocol.commit(register, ME, manifest, data, Retention(keep_last=keep_last))
 
 
 def save(

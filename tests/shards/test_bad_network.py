@@ -16,14 +16,12 @@ from raycheck.bucket.store import Store, open_store, remote
 from raycheck.bucket.store.lending import CUTS, Cut
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
-from raycheck.settings import Retention
 from raycheck.shards.plans import Plans
 from raycheck.shards.progress import Progress
-from raycheck.shards.report import Report, assemble
 from raycheck.shards.state import TrainState
 from tests.faultproxy import FaultProxy, fault_proxy
 from tests.invariants import assert_invariants
-from tests.shards.saving import ME, upload
+from tests.shards.saving import ME, conclude, upload
 
 SAVES = 5
 SHAPE = (1024, 1500)  # 6 MB: two parts
@@ -58,20 +56,7 @@ class Trainer:
         try:
             staged = self.state.stage(progress)
             done = upload(self.store, staged, name=name)
-            report = Report(
-                group="g",
-                rank=0,
-                world_size=1,
-                attempt=self._attempt,
-                save=number,
-                progress=progress,
-                shards=done.records,
-                kept=done.kept,
-                section=done.section,
-            )
-            manifest, _ = assemble(self.store, [report], self._plans)
-            data = protocol.write_manifest(self.store, manifest)
-            assert protocol.commit(self.register, ME, manifest, data, Retention(keep_last=None))
+            conclude(self.register, name, [done], progress=progress, plans=self._plans, keep_last=None)
         except (StoreError, SaveFailedError):
             self.failed += 1
             return
