@@ -40,7 +40,6 @@ from raycheck.train.tidying import Tidier
 
 WAIT_S = 10.0
 """How long one report waits for the outcome before it is answered "pending" and repeated."""
-POLL_S = 45.0
 PROBE_ATTEMPTS = 3
 NOT_COME = "it saved without coming to this agreement; all ranks agree anew before the next save"
 
@@ -48,12 +47,11 @@ NOT_COME = "it saved without coming to this agreement; all ranks agree anew befo
 class Coordinator:
     """See the module. Every method may be repeated."""
 
-    def __init__(self, uri: str, owner: str, resume: str | int = "auto", poll_s: float = POLL_S) -> None:
+    def __init__(self, uri: str, owner: str, resume: str | int = "auto") -> None:
         show_log()
         self._me = Identity(owner=owner, coordinator=uuid4().hex[:16])
         self._uri = uri
         self._resume = resume
-        self._poll_s = poll_s
         self._store: Store = open_store(uri)
         self._register = Register(self._store)
         self._lock = asyncio.Lock()
@@ -141,10 +139,8 @@ class Coordinator:
         return await asyncio.to_thread(self._exports.wait, WAIT_S)
 
     async def watch(self, group: str) -> None:
-        """Look at `latest` once after the poll interval. Raises FencedError or SupersededError when the group's
-        attempt is over, so that a paused driver learns of it before its next save."""
+        """Look at `latest`. Raises FencedError or SupersededError when the group's attempt is over."""
         await self._adopt(group)
-        await asyncio.sleep(self._poll_s)
         await asyncio.to_thread(self._look, group)
 
     async def _adopt(self, group: str) -> None:

@@ -18,7 +18,7 @@ from raycheck.bucket.probe import probe_node
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.train import ray_names
-from raycheck.train.coordinator import POLL_S, Coordinator
+from raycheck.train.coordinator import Coordinator
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
@@ -130,9 +130,7 @@ class Group:
                 time.sleep(RETRY_PAUSE_S)
 
 
-def start_coordinator(
-    uri: str, *, owner: str, resume: str | int = "auto", poll_s: float = POLL_S, suffix: str = ""
-) -> Any:
+def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffix: str = "") -> Any:
     """The coordinator actor of `owner` for the run at `uri`; returns its handle, which lives as long as its maker.
 
     Pinned to this node, so that it does not live on a preemptible one when the driver does not. suffix: told apart
@@ -147,7 +145,7 @@ def start_coordinator(
         max_restarts=-1,
         max_concurrency=4096,
         scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
-    ).remote(uri, owner, resume, poll_s)
+    ).remote(uri, owner, resume)
 
 
 def _same(value: Any) -> Any:

@@ -28,6 +28,8 @@ from raycheck.train.saver import Saver
 
 CLAIM_TIMEOUT_S = 300.0
 EXPORTS_TIMEOUT_S = 3600.0
+WATCH_S = 45.0
+"""How often rank 0 has the coordinator look at `latest`."""
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
 
@@ -240,7 +242,7 @@ class Checkpointer:
 
     def _watch(self) -> None:
         """Rank 0's thread: learn that the attempt is over even when no save is due. Raised at the next step's end."""
-        while not self._closed.is_set():
+        while not self._closed.wait(WATCH_S):
             try:
                 self._group.ask("watch", self._group.id, timeout_s=CLAIM_TIMEOUT_S, what="watch")
             except (FencedError, SupersededError, CorruptError) as error:
@@ -248,7 +250,6 @@ class Checkpointer:
                 return
             except RaycheckError as error:
                 logger.warning("the run's latest could not be watched: %s", error)
-                self._closed.wait(30.0)
 
     def _stop(self) -> None:
         self._closed.set()

@@ -1,6 +1,8 @@
 """The Checkpointer without Ray Train: in any group of Ray actors, with a place given by hand."""
 
 import dataclasses
+import threading
+import time
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -93,8 +95,28 @@ class Holder:
     def weights(self):
         return self.model.weight.detach()
 
-    def close(self) -> None:
+    def restore_and_watch(self, every_s: float) -> None:
+        raycheck.train.worker.WATCH_S = every_s
+        self.ckpt.restore()
+
+    def step_until_told(self) -> int:
+        """End a step once the thread has found out; returns the number of that step."""
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline and self.ckpt._over is None:
+            time.sleep(0.05)
+        with pytest.raises(raycheck.SupersededError):
+            self.ckpt.end_step()
+        return self.ckpt._step
+
+    def close(self) -> list[str]:
+        """Returns raycheck's threads that are left a moment later."""
         self.ckpt.close()
+        deadline = time.monotonic() + 10.0
+        while (left := [one.name for one in threading.enumerate() if one.name.startswith("raycheck")]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+        return left
 
 
 def test_a_group_of_plain_actors_saves_and_another_world_size_restores(cluster: None, s3: str) -> None:
@@ -136,10 +158,20 @@ def test_a_replaced_group_is_told_that_its_attempt_is_over(cluster: None, s3: st
 
     with pytest.raises(raycheck.SupersededError):
         ray.get([old.train.remote(2), old.close.remote()])
-    ray.get([new.train.remote(2), new.close.remote()])
+    assert ray.get([new.train.remote(2), new.close.remote()])[1] == [], "its threads have ended"
 
     body = assert_invariants(open_store(uri))
     assert [entry.key for entry in body.live] == ["step-000000002-a2-s1"]
+
+
+def test_a_replaced_group_is_told_so_between_its_saves_too(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+    old = Holder.remote(0, 1, "old", uri, coordinator)
+    ray.get(old.restore_and_watch.remote(0.2))
+    ray.get(Holder.remote(0, 1, "new", uri, coordinator).restore.remote())
+
+    assert ray.get(old.step_until_told.remote()) == 1, "the second step would have saved"
 
 
 @pytest.mark.slow
