@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length, check_whole
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import (
     REQUEST_TIMEOUT_S,
@@ -60,6 +60,7 @@ class AzStore(RemoteStore):
 
             stream = await self._blob(client, key).download_blob(raw_response_hook=note, **self._options)
             self._check_object(key, stream.properties)
+            check_whole(self.uri, key, stream.size)
             data = await stream.readall()
             # Over 32 MiB the rest comes in further answers, which the client ties to the first one's ETag.
             date = answers[0].get("Date")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
+MAX_WHOLE_BYTES = 1 << 30
+"""What is read whole is at most an index. In a hostile bucket any name may hold more than a reader has memory."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -46,7 +48,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> Got:
-        """The whole object. Raises NotFoundError."""
+        """The whole object. Raises NotFoundError, and CorruptError, unread, above MAX_WHOLE_BYTES."""
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
@@ -116,6 +118,12 @@ def check_conditional_size(key: str, data: bytes) -> None:
     if len(data) > MAX_CONDITIONAL_BYTES:
         # s3fs drops If-Match once a body goes multipart, and Ceph RGW ignores conditions on completion.
         raise ConfigError(f"{key}: {len(data)} bytes; a conditional write carries at most {MAX_CONDITIONAL_BYTES}")
+
+
+def check_whole(uri: str, key: str, size_bytes: int) -> None:
+    """Contract of get."""
+    if size_bytes > MAX_WHOLE_BYTES:
+        raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, more than the {MAX_WHOLE_BYTES} that any index has")
 
 
 def check_length(uri: str, key: str, data: Buffer, start: int, stop: int) -> Buffer:

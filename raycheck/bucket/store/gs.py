@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length, check_whole
 from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, optional_import
@@ -40,7 +40,13 @@ class GsStore(RemoteStore):
 
     def get(self, key: str) -> Got:
         async def call(api: Api) -> Got:
-            answer = await api.ask("GET", self._object(key), params={"alt": "media"}, needs=GET)
+            answer = await api.ask(
+                "GET",
+                self._object(key),
+                params={"alt": "media"},
+                needs=GET,
+                check=lambda size: check_whole(self.uri, key, size),
+            )
             date = answer.headers.get("Date")
             at = bucket_time(date)
             return Got(answer.data, answer.headers["x-goog-generation"], at)

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,10 @@ class Api:
         headers: Mapping[str, str] | None = None,
         body: Pieces | None = None,
         accepts: tuple[int, ...] = (),
+        check: Callable[[int], None] = lambda _: None,
     ) -> Answer:
-        """One request. Raises RefusedError for 400 and above, but for the statuses in `accepts`."""
+        """One request. Raises RefusedError for 400 and above, but for the statuses in `accepts`. check: raises for a
+        size in bytes that the answer must not have."""
         # In threads: both may wait for a token, and nothing else would run on the loop meanwhile.
         if self._fs is None:
             await asyncio.to_thread(self._connect)
@@ -81,6 +83,7 @@ class Api:
             allow_redirects=False,  # 308 is an answer here
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         ) as response:
+            check(response.content_length or 0)
             answer = Answer(response.status, response.headers, await response.read())
         if answer.status >= 400 and answer.status not in accepts:
             raise RefusedError(answer, needs)

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_conditional_size, check_length
+from raycheck.bucket.store.base import (
+    Buffer,
+    Got,
+    Listed,
+    Store,
+    Upload,
+    check_conditional_size,
+    check_length,
+    check_whole,
+)
 from raycheck.errors import ConflictError, NotFoundError, StoreError
 
 _HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
@@ -31,6 +40,7 @@ class LocalStore(Store):
 
     def get(self, key: str) -> Got:
         with self._errors(key):
+            check_whole(self.uri, key, self._path(key).stat().st_size)
             data = self._path(key).read_bytes()
             return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import fsspec
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length, check_whole
 from raycheck.errors import ConflictError, NotFoundError
 
 _lock = threading.RLock()  # one for the process, as fsspec's memory is
@@ -24,6 +24,7 @@ class MemoryStore(Store):
     def get(self, key: str) -> Got:
         with _lock:
             data = self._read(key)
+        check_whole(self.uri, key, len(data))
         return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:

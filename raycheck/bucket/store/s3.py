@@ -5,7 +5,7 @@ conditional writes into a 412 of its own making, and uploads parts one after ano
 """
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import s3fs
 
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_conditional_size, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_conditional_size, check_length, check_whole
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.lending import CUTS
@@ -55,7 +55,7 @@ class S3Store(RemoteStore):
     def get(self, key: str) -> Got:
         async def call(client: Any) -> Got:
             answer = await client.get_object(**self._at(key))
-            data = await _body(answer)
+            data = await _body(answer, lambda size: check_whole(self.uri, key, size))
             return Got(data, answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
         return self._run(key, call)
@@ -217,9 +217,10 @@ class _Body(Pieces):
         assert offset == 0, "each iteration begins at the start"
 
 
-async def _body(answer: Mapping[str, Any]) -> bytes:
-    """Closed also when it breaks off: its connection would stay open else."""
+async def _body(answer: Mapping[str, Any], check: Callable[[int], None] = lambda _: None) -> bytes:
+    """Closed also when it breaks off: its connection would stay open else. check: raises for too large a size."""
     async with answer["Body"] as body:
+        check(answer.get("ContentLength", 0))
         return bytes(await body.read())
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore.store import S3Store as Client
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_length
+from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_length, check_whole
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.bucket.store.lending import CUTS, Loan
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
@@ -53,6 +53,7 @@ class FastS3Store(Store):
             return self.through_s3fs.get(key)  # who has written needs the store's clock, and obstore does not tell it
         try:
             answer = obstore.get(self._client, key)
+            check_whole(self.uri, key, answer.meta["size"])
             data, version = answer.bytes().to_bytes(), answer.meta["e_tag"] or ""
         except (obstore.exceptions.BaseError, OSError):
             return self.through_s3fs.get(key)

@@ -1,0 +1,107 @@
+"""Whatever bytes lie in a bucket, reading them ends in a value or in a CorruptError.
+
+    pip install atheris
+    python -m tests.fuzz [-max_total_time=3600]
+
+Guided by coverage of raycheck/bucket; the first byte of an input says who reads the rest. An input that breaks the rule
+is written to a file `crash-*`, and run again by naming that file.
+"""
+
+import json
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["raycheck.bucket"]):
+    from raycheck.bucket.document import Document, dump
+    from raycheck.bucket.index_file import dump_index, join_parts, load_index, parts_of
+    from raycheck.bucket.latest import load_latest
+    from raycheck.bucket.lossless import decode
+    from raycheck.bucket.manifest import load_manifest
+    from raycheck.bucket.plan_file import dump_plan, load_plan
+    from raycheck.bucket.record import Record, load_record
+    from raycheck.errors import CorruptError
+    from tests.bucket.test_documents import a_latest, a_manifest, an_index
+
+WHAT = "fuzzed"
+
+
+def latest(data: bytes) -> None:
+    _reads_back(partial(load_latest, what=WHAT), data)
+
+
+def manifest(data: bytes) -> None:
+    _reads_back(partial(load_manifest, what=WHAT), data)
+
+
+def record(data: bytes) -> None:
+    _reads_back(partial(load_record, what=WHAT), data)
+
+
+def index(data: bytes) -> None:
+    read = load_index(data, what=WHAT)
+    for number in range(len(read.tensors)):
+        for chunk in read.chunks_of(number)[:100]:
+            assert 0 <= chunk.record_offset <= chunk.payload_offset
+
+
+def plan(data: bytes) -> None:
+    """As it is inside its zlib stream, which no mutation would get through."""
+    dump_plan(load_plan(zlib.compress(data, 0), what=WHAT))
+
+
+def values(data: bytes) -> None:
+    """The same of the values; what they say is decoded."""
+    stream = zlib.compress(data, 0)
+    read = load_index(join_parts(replace(parts_of(an_index()), values=(stream,))), what=WHAT)
+    decode(dict(read.values), str)
+
+
+def _reads_back(load: Callable[[bytes], Document], data: bytes) -> None:
+    read = load(data)
+    assert load(dump(read)) == read
+
+
+TARGETS: tuple[Callable[[bytes], None], ...] = (latest, manifest, record, index, plan, values)
+
+
+def one_input(data: bytes) -> None:
+    if data:
+        try:
+            TARGETS[data[0] % len(TARGETS)](data[1:])
+        except CorruptError:
+            return
+
+
+def seeds() -> list[bytes]:
+    """One good body for each target."""
+    body, parts = a_latest(), parts_of(an_index())
+    ended = Record(attempt=body.attempt, ended_by_attempt=2, ended_at=1.5, cause="why")
+    odd = {"a": {"$tuple": [1, {"$float": "inf"}, {"$ndarray": ["<f4", [1], "AACAPw=="]}]}, "b": {"$deque": [2, [1]]}}
+    bodies = (
+        dump(body),
+        dump(a_manifest()),
+        dump(ended),
+        dump_index(an_index()),
+        zlib.decompress(parts.plan),
+        json.dumps(odd).encode(),
+    )
+    return [bytes([number]) + one for number, one in enumerate(bodies)]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as corpus:
+        for number, seed in enumerate(seeds()):
+            (Path(corpus) / str(number)).write_bytes(seed)
+        atheris.Setup([*sys.argv, corpus], one_input)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
