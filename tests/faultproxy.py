@@ -4,7 +4,7 @@ Rules match a request by method and key. `hold` stops a request before it reache
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
 lets the server apply it and breaks the connection instead of answering, `short_answer` in the middle of the answer;
 `cut` breaks it in the middle of the body;
-`delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does. It also keeps every request's head, so that a test can assert what a client really sent.
+`delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does, `answer` what the rule says. It also keeps every request's head, so that a test can assert what a client really sent.
 """
 
 import asyncio
@@ -18,11 +18,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy"]
-_ANSWERS = {"deny": (b"403 Forbidden", b"AccessDenied"), "busy": (b"503 Slow Down", b"SlowDown")}
+Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy", "answer"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """status: with its reason, as in the status line. header: one more of them, name and value."""
+
+    status: str
+    body: str = ""
+    header: tuple[str, str] = ("Content-Type", "application/xml")
+
+
+def of_s3(status: str, code: str) -> Answer:
+    return Answer(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>")
+
+
+_ANSWERS = {"deny": of_s3("403 Forbidden", "AccessDenied"), "busy": of_s3("503 Slow Down", "SlowDown")}
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,7 @@ class Rule:
     key: str
     times: int = 1
     delay_s: float = 0.0
+    answer: Answer | None = None
     reached: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
@@ -93,8 +109,9 @@ class FaultProxy:
     def uri(self) -> str:
         return self._base.replace(":".join(self._upstream), f"127.0.0.1:{self.port}")
 
-    def rule(self, kind: Kind, method: str, key: str, *, times: int = 1, delay_s: float = 0.0) -> Rule:
-        rule = Rule(kind=kind, method=method, key=key, times=times, delay_s=delay_s)
+    def rule(self, kind: Kind, method: str, key: str, **more: Any) -> Rule:
+        """`method` is a regular expression too. more: times, delay_s, answer."""
+        rule = Rule(kind=kind, method=method, key=key, **more)
         self._rules.append(rule)
         return rule
 
@@ -166,8 +183,8 @@ class FaultProxy:
                 await reader.readexactly(int(self.heads[-1].headers.get("content-length", 0)) // 2)
                 _reset(writer)
                 return
-            elif rule.kind in _ANSWERS:
-                await _refuse(reader, writer, self.heads[-1], *_ANSWERS[rule.kind])
+            elif answer := rule.answer or _ANSWERS.get(rule.kind):
+                await _refuse(reader, writer, self.heads[-1], answer)
                 return
         up_reader, up_writer = await asyncio.open_connection(self._upstream[0], int(self._upstream[1]))
         try:
@@ -205,7 +222,7 @@ class FaultProxy:
 
     def _match(self, method: str, path: str) -> Rule | None:
         for rule in self._rules:
-            if rule.times > 0 and rule.method == method and re.search(rule.key, path):
+            if rule.times > 0 and re.fullmatch(rule.method, method) and re.search(rule.key, path):
                 rule.times -= 1
                 return rule
         kind = self._chaos()
@@ -233,17 +250,14 @@ def _headers(head: bytes) -> dict[str, str]:
     return {name.lower(): value.strip() for name, _, value in lines}
 
 
-async def _refuse(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: Head, status: bytes, code: bytes
-) -> None:
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: Head, answer: Answer) -> None:
     if head.headers.get("expect"):
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         await writer.drain()
     await reader.readexactly(int(head.headers.get("content-length", 0)))
-    xml = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>Access Denied</Message></Error>" % code
-    body = b"" if head.method == "HEAD" else xml
-    writer.write(b"HTTP/1.1 %s\r\nConnection: close\r\nContent-Type: application/xml\r\n" % status)
-    writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    body = "" if head.method == "HEAD" else answer.body
+    lines = (f"HTTP/1.1 {answer.status}", "Connection: close", ": ".join(answer.header), f"Content-Length: {len(body)}")
+    writer.write("\r\n".join((*lines, "", body)).encode())
     await writer.drain()
 
 

@@ -110,7 +110,7 @@ class Register:
                 self.store.put_if_absent(layout.LATEST_KEY, data)
             else:
                 self.store.put_if_match(layout.LATEST_KEY, data, got.version)
-        except (ConflictError, NotFoundError) as error:  # S3 answers 404 to an If-Match on a missing key
+        except ConflictError as error:
             raise _NotSwappedError(str(error)) from error
 
 

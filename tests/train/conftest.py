@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from uuid import uuid4
 
 import pytest
 import ray
@@ -13,11 +14,15 @@ import ray.train.torch
 import tests.train.jobs
 from raycheck.bucket.store.uri import join_uri
 
+SECRETS = ("hush-" + uuid4().hex, "token-" + uuid4().hex)
+"""Of the cluster's processes: the embedded server takes any."""
+
 
 @pytest.fixture(scope="session")
 def cluster(s3: str) -> Iterator[None]:
     """Workers inherit this process's environment: credentials of the S3 server, quicker polls."""
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5")
+    os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_SESSION_TOKEN"] = SECRETS
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.cloudpickle.register_pickle_by_value(tests.train.jobs)

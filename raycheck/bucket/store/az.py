@@ -20,6 +20,7 @@ from raycheck.bucket.store.remote import (
     RemoteStore,
     Repeat,
     bucket_time,
+    not_accepted,
     optional_import,
     send_parts,
 )
@@ -28,6 +29,7 @@ from raycheck.settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10
 ROLE = "Storage Blob Data Contributor"
+_BAD_IDENTITY = ("InvalidAuthenticationInfo", "AuthenticationFailed")
 
 
 class AzStore(RemoteStore):
@@ -208,6 +210,8 @@ class AzStore(RemoteStore):
             return ConflictError(f"{self.uri}: {key}: refused by its condition ({name})"), Repeat.NOTHING
         if status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+        if name in _BAD_IDENTITY:
+            return not_accepted(self.uri, name), Repeat.NOTHING
         if status in (401, 403):
             denied = StoreError(
                 f"{self.uri}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "

@@ -18,7 +18,15 @@ from uuid import uuid4
 from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length, check_whole
 from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
 from raycheck.bucket.store.lending import CUTS
-from raycheck.bucket.store.remote import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, optional_import
+from raycheck.bucket.store.remote import (
+    PIECE_BYTES,
+    Pieces,
+    RemoteStore,
+    Repeat,
+    bucket_time,
+    not_accepted,
+    optional_import,
+)
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
@@ -209,6 +217,8 @@ class GsStore(RemoteStore):
             return ConflictError(f"{self.uri}: {key}: refused by its condition"), Repeat.NOTHING
         if error.status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+        if error.is_bad_identity:
+            return not_accepted(self.uri, error.message), Repeat.NOTHING
         if error.status in (401, 403):
             denied = StoreError(
                 f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "

@@ -40,6 +40,7 @@ class RefusedError(Exception):
         self.message, reasons = _explained(answer.data)
         # 403 is the older way of saying 429.
         self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in reasons)
+        self.is_bad_identity = self.status == 401 and "authError" in reasons  # else nobody said who it is
         super().__init__(f"{self.status} {self.message}")
 
 

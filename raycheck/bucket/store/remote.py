@@ -154,6 +154,11 @@ class Pieces:
                 yield bytes(view[at : at + PIECE_BYTES])
 
 
+def not_accepted(uri: str, said: str) -> ConfigError:
+    """For credentials that have expired or are wrong, as opposed to right ones that may not do something."""
+    return ConfigError(f"{uri}: the store does not accept these credentials ({said}); renew or correct them")
+
+
 def bucket_time(date: str | None) -> float:
     """The bucket's clock, from an answer's Date header. Ages are differences of these, never of a host's clock."""
     return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()

@@ -173,7 +173,10 @@ class S3Store(RemoteStore):
             self._run(upload.key, lambda client: client.abort_multipart_upload(**where))
 
     def _put_conditional(self, key: str, data: bytes, **condition: str) -> None:
-        self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
+        try:
+            self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
+        except NotFoundError:  # the answer to an If-Match on a missing key
+            raise ConflictError(f"{self.uri}: {key}: refused by its condition: it is not there") from None
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
         where = self._at(key) | self._on_write | condition | {"ChecksumCRC32": _crc_header(data)}

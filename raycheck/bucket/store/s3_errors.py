@@ -14,6 +14,7 @@ from botocore.exceptions import (
     UnknownCredentialError,
 )
 
+from raycheck.bucket.store.remote import not_accepted
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
@@ -26,7 +27,7 @@ _PERMISSIONS = {
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }
-_BAD_IDENTITY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
+BAD_IDENTITY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
 _MISCONFIGURED = (
     ConfigNotFound,
     ConfigParseError,
@@ -68,8 +69,8 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
         return ConflictError(f"{uri}: {key}: refused by its condition ({code})"), False
     if status == 416:
         return CorruptError(f"{uri}: {key} is shorter than the range that was asked for"), False
-    if code in _BAD_IDENTITY:
-        return ConfigError(f"{uri}: the store does not accept these credentials ({code}); renew or correct them"), False
+    if code in BAD_IDENTITY:
+        return not_accepted(uri, code), False
     if status in (401, 403):
         said = error.response.get("Error", {}).get("Message", "")  # AWS names the policy that is in the way
         denied = StoreError(f"{uri}: {key}: access denied ({verb}: {code} {said}). {_needed(verb, settings)}")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raycheck.bucket.store.credentials import Chain
 
 MAX_RETRIES = 4
+"""Of a part. Any other request is repeated through s3fs, by the rules of remote.py."""
 _DENIED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
 _PLAIN_REGION = "us-east-1"  # what S3 servers at an endpoint of their own are content with
 
@@ -100,13 +101,13 @@ class FastS3Store(Store):
         if size_bytes <= self.part_bytes(size_bytes):
             self.put(key, next(iter(parts), memoryview(b"")))
             return
-        if self._client is None:
+        if self._uploads is None:
             self.through_s3fs.put_parts(key, parts, size_bytes)
             return
         loan = Loan()
         chunk, in_flight = self.part_bytes(size_bytes), CUTS["s3"].in_flight
         try:
-            obstore.put(self._client, key, loan.lend_each(parts), chunk_size=chunk, max_concurrency=in_flight)
+            obstore.put(self._uploads, key, loan.lend_each(parts), chunk_size=chunk, max_concurrency=in_flight)
         except (obstore.exceptions.BaseError, OSError) as error:
             self._take_back(key, loan)
             if loan.has_source_failed:
@@ -134,9 +135,14 @@ class FastS3Store(Store):
 
     def _typed(self, key: str, error: Exception) -> RaycheckError:
         """What became of parts that were on their way; who may write here, and where, was settled before them."""
+        from raycheck.bucket.store.remote import not_accepted
+        from raycheck.bucket.store.s3_errors import BAD_IDENTITY
+
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"{self.uri}: no unfinished upload of {key}: it was aborted from elsewhere")
         code = re.search(r"<Code>(\w+)</Code>", str(error))
+        if code and code[1] in BAD_IDENTITY:
+            return not_accepted(self.uri, code[1])
         said = str(error).partition("\n")[0].partition("<")[0].rpartition(" - ")[2].strip(" :")
         advice = ". Grant s3:PutObject" if isinstance(error, _DENIED) else ""
         typed = StoreError(f"{self.uri}: {key}: upload of parts: {said}{f' ({code[1]})' if code else ''}{advice}")
@@ -169,6 +175,13 @@ class FastS3Store(Store):
 
     @cached_property
     def _client(self) -> Client | None:
+        return self._connected(max_retries=0)
+
+    @cached_property
+    def _uploads(self) -> Client | None:
+        return self._connected(max_retries=MAX_RETRIES)
+
+    def _connected(self, *, max_retries: int) -> Client | None:
         """obstore's store of this prefix; None where s3fs has to find region or host, or to say what is wrong."""
         settings, options = self._settings, _plain_keys(self._settings)
         if options is None:
@@ -185,7 +198,7 @@ class FastS3Store(Store):
             settings = settings.over(StorageSettings(region=_PLAIN_REGION))
         if settings.region is None:
             return None
-        options |= obstore_options(settings, self._bucket) | {"retry_config": {"max_retries": MAX_RETRIES}}
+        options |= obstore_options(settings, self._bucket) | {"retry_config": {"max_retries": max_retries}}
         try:
             return Client(self._bucket, prefix=self._prefix or None, **options)
         except obstore.exceptions.BaseError:
