@@ -10,8 +10,8 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 @contextmanager
 def ends_by(at: float) -> Iterator[None]:
-    """Requests that this thread begins inside are not repeated after that moment (of time.monotonic), and those of
-    fsspec's clients are broken off; obstore's end by their own time-out. They raise StoreError then."""
+    """Requests that this thread begins inside are broken off at that moment (of time.monotonic) and not repeated after
+    it; obstore's reads end by their own time-out. They raise StoreError then."""
     token = _deadline.set(at)
     try:
         yield

@@ -7,10 +7,9 @@ large enough for its request to cost nothing beside it; more parts in flight won
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from threading import Lock
 
 from raycheck.bucket.store.base import Buffer
-from raycheck.bucket.store.deadline import deadline
-from raycheck.errors import StoreError
 
 RETURN_TIMEOUT_S = 300.0
 """How long a client may hold buffers after it has ended: all time-outs of a request one after another."""
@@ -47,10 +46,11 @@ class Loan:
 
     def __init__(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.lent_bytes = 0
-        self.has_source_failed = False
+        self.source_error: BaseException | None = None
         self._out: list[memoryview] = []
+        self._is_over = False
+        self._pull = Lock()
         self._sleep = sleep
-        self._deadline = deadline()  # of the thread that lends; the client may pull in another one
 
     def lend(self, part: Buffer) -> memoryview:
         """A view of `part` that is the client's alone."""
@@ -61,24 +61,33 @@ class Loan:
         return view
 
     def lend_each(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The same for each of them, pulled as the client wants them."""
-        try:
-            for part in parts:
-                self._check_time()
-                yield self.lend(part)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.has_source_failed = True
-            raise
+        """The same for each of them, pulled as the client wants them, in whatever thread."""
+        source = iter(parts)
+        while True:
+            with self._pull:
+                view = self._next(source)
+            if view is None:
+                return
+            yield view
 
-    def _check_time(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise StoreError("not all parts could be sent by the deadline")
+    def _next(self, source: Iterator[Buffer]) -> memoryview | None:
+        if self._is_over:
+            return None
+        try:
+            part = next(source, None)
+        except BaseException as error:
+            self.source_error = error
+            raise
+        return None if part is None else self.lend(part)
 
     def is_back(self, timeout_s: float = RETURN_TIMEOUT_S) -> bool:
-        """Whether all has come back, after waiting for it."""
+        """Whether all has come back, after waiting for it; from now on nothing is lent. The source, which reads the
+        buffer too, is not at work any more."""
         deadline = time.monotonic() + timeout_s
+        if not self._pull.acquire(timeout=timeout_s):
+            return False
+        self._is_over = True
+        self._pull.release()
         while not all(map(_is_back, self._out)):
             if time.monotonic() > deadline:
                 return False

@@ -11,6 +11,7 @@ caller's buffer. It is faster than handing over a whole part, which asyncio woul
 
 import asyncio
 import email.utils
+import math
 import random
 import time
 from abc import abstractmethod
@@ -103,6 +104,17 @@ class RemoteStore(Store):
         if isinstance(error, TimeoutError):
             return StoreError(f"{self.uri}: {key}: no answer in time"), Repeat.UNCONDITIONAL
         return self._translate(key, error)
+
+
+def until_deadline(start: Callable[[], Awaitable[T]]) -> T:
+    """What a client of another kind `start`s, broken off at the deadline of this thread. Raises TimeoutError then."""
+    until = deadline()
+
+    async def bounded() -> T:
+        async with asyncio.timeout(None if until == math.inf else until - time.monotonic()):
+            return await start()
+
+    return asyncio.run_coroutine_threadsafe(bounded(), get_loop()).result()
 
 
 def send_parts(

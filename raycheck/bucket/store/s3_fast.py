@@ -8,10 +8,13 @@ Parts go to the wire from the caller's buffer. obstore drops them in threads of 
 gets the buffer back when all of them are seen to be free.
 """
 
+import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +22,10 @@ import obstore
 from obstore.store import S3Store as Client
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_length, check_whole
+from raycheck.bucket.store.deadline import ends_by
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.bucket.store.lending import CUTS, Loan
+from raycheck.bucket.store.remote import CLEAN_UP_S, not_accepted, until_deadline
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
@@ -89,7 +94,7 @@ class FastS3Store(Store):
             return
         loan = Loan()
         try:
-            obstore.put(self._client, key, loan.lend(data), use_multipart=False)
+            until_deadline(partial(obstore.put_async, self._client, key, loan.lend(data), use_multipart=False))
         except (obstore.exceptions.BaseError, OSError):
             self._take_back(key, loan)
             self.through_s3fs.put(key, data)
@@ -101,19 +106,23 @@ class FastS3Store(Store):
         if size_bytes <= self.part_bytes(size_bytes):
             self.put(key, next(iter(parts), memoryview(b"")))
             return
-        if self._uploads is None:
+        client = self._uploads
+        if client is None:
             self.through_s3fs.put_parts(key, parts, size_bytes)
             return
         loan = Loan()
-        chunk, in_flight = self.part_bytes(size_bytes), CUTS["s3"].in_flight
+        cut: dict[str, Any] = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": CUTS["s3"].in_flight}
         try:
-            obstore.put(self._uploads, key, loan.lend_each(parts), chunk_size=chunk, max_concurrency=in_flight)
+            until_deadline(lambda: obstore.put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
         except (obstore.exceptions.BaseError, OSError) as error:
             self._take_back(key, loan)
-            if loan.has_source_failed:
-                raise
+            if loan.source_error is not None:
+                raise loan.source_error from None
             if loan.lent_bytes == 0:  # the upload was not begun
                 self.through_s3fs.put_parts(key, parts, size_bytes)
+            elif isinstance(error, TimeoutError):
+                self._abandon(key)
+                raise StoreError(f"{self.uri}: {key}: no answer in time") from error
             elif not self._is_there(key, loan, size_bytes, error):
                 raise self._typed(key, error) from error
         except BaseException:
@@ -123,6 +132,13 @@ class FastS3Store(Store):
     def _take_back(self, key: str, loan: Loan) -> None:
         if not loan.is_back():
             raise StoreError(f"{self.uri}: {key}: the client still reads the buffer, long after its requests ended")
+
+    def _abandon(self, key: str) -> None:
+        """obstore aborts an upload that fails, and not one that was broken off. There is one writer of each key."""
+        with suppress(RaycheckError), ends_by(time.monotonic() + CLEAN_UP_S):
+            for upload in self.through_s3fs.list_uploads(key):
+                if upload.key == key:
+                    self.through_s3fs.abort_upload(upload)
 
     def _is_there(self, key: str, loan: Loan, size_bytes: int, error: Exception) -> bool:
         """Whether the upload was completed already and only the answer was lost: the repetition finds no upload."""
@@ -135,7 +151,6 @@ class FastS3Store(Store):
 
     def _typed(self, key: str, error: Exception) -> RaycheckError:
         """What became of parts that were on their way; who may write here, and where, was settled before them."""
-        from raycheck.bucket.store.remote import not_accepted
         from raycheck.bucket.store.s3_errors import BAD_IDENTITY
 
         if isinstance(error, FileNotFoundError):
@@ -203,6 +218,12 @@ class FastS3Store(Store):
             return Client(self._bucket, prefix=self._prefix or None, **options)
         except obstore.exceptions.BaseError:
             return None
+
+
+async def _pulled(parts: Iterator[memoryview]) -> AsyncIterator[memoryview]:
+    """In a thread: a source that waits must not hold up the parts that are on their way."""
+    while (part := await asyncio.to_thread(next, parts, None)) is not None:
+        yield part
 
 
 class _Browsed(Got):
