@@ -8,6 +8,7 @@ from pyarrow.fs import LocalFileSystem, S3FileSystem
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
+from tests.bucket.test_policy import refused
 from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
 
@@ -27,6 +28,7 @@ def test_settings_given_to_fit_reach_workers_coordinator_and_ray(job, s3: str) -
         assert any("/shard" in head.target or ".distcp" in head.target for head in writes), "by a worker"
         assert any(head.target.endswith("latest") for head in writes), "by the coordinator"
         assert any(".validate_storage_marker" in head.target for head in writes), "by Ray"
+        assert refused("trainer", proxy.requests) == []
         for head in writes:
             assert head.headers.get("x-amz-server-side-encryption") == "AES256", head.target
             assert head.headers.get("x-amz-request-payer") == "requester", head.target
@@ -39,15 +41,18 @@ def test_settings_given_to_fit_reach_workers_coordinator_and_ray(job, s3: str) -
 
 @pytest.mark.slow
 def test_a_file_system_that_can_be_read_is_as_good_as_its_uri_also_without_fit(job, s3: str) -> None:
-    endpoint = s3.partition("endpoint_override=")[2].partition("&")[0]
     root = uuid4().hex
-    trainer = job(join_uri(s3, root), "run", epochs=1)
-    trainer.run_config.storage_path = f"raycheck/{root}"
-    trainer.run_config.storage_filesystem = S3FileSystem(endpoint_override=endpoint, scheme="http", region="us-east-1")
+    with fault_proxy(s3) as proxy:
+        endpoint = f"127.0.0.1:{proxy.port}"
+        files = S3FileSystem(endpoint_override=endpoint, scheme="http", region="us-east-1")
+        trainer = job(join_uri(proxy.uri, root), "run", epochs=1)
+        trainer.run_config.storage_path = f"raycheck/{root}"
+        trainer.run_config.storage_filesystem = files
 
-    result = trainer.fit()
+        result = trainer.fit()
 
-    assert raycheck.open_checkpoint(result.checkpoint).entry.step == 12
+        assert raycheck.open_checkpoint(result.checkpoint).entry.step == 12
+        assert refused("trainer", proxy.requests) == []
     assert_invariants(open_store(join_uri(join_uri(s3, root), "run")))
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length, check_whole
+from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_whole
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import (
     REQUEST_TIMEOUT_S,
@@ -71,15 +71,9 @@ class AzStore(RemoteStore):
 
         return self._run(key, call)
 
-    def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        async def call(client: Any) -> bytes:
-            blob = self._blob(client, key)
-            stream = await blob.download_blob(offset=start, length=stop - start, **self._options)
-            return bytes(await stream.readall())
-
-        if start == stop:
-            return b""
-        return check_length(self.uri, key, self._run(key, call), start, stop)
+    async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
+        stream = await self._blob(client, key).download_blob(offset=start, length=stop - start, **self._options)
+        return bytes(await stream.readall())
 
     def head(self, key: str) -> int:
         async def call(client: Any) -> int:

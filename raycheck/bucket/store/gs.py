@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_length, check_whole
+from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_whole
 from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import (
@@ -61,15 +61,10 @@ class GsStore(RemoteStore):
 
         return self._run(key, call)
 
-    def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        async def call(api: Api) -> bytes:
-            headers = {"Range": f"bytes={start}-{stop - 1}"}
-            answer = await api.ask("GET", self._object(key), params={"alt": "media"}, headers=headers, needs=GET)
-            return answer.data
-
-        if start == stop:
-            return b""
-        return check_length(self.uri, key, self._run(key, call), start, stop)
+    async def _range(self, key: str, start: int, stop: int, client: Api) -> bytes:
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        answer = await client.ask("GET", self._object(key), params={"alt": "media"}, headers=headers, needs=GET)
+        return answer.data
 
     def head(self, key: str) -> int:
         async def call(api: Api) -> int:

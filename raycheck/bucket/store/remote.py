@@ -19,13 +19,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Self, TypeVar
 
 from fsspec.asyn import get_loop
 
-from raycheck.bucket.store.base import Buffer, Store
+from raycheck.bucket.store.base import Buffer, Store, check_length
 from raycheck.bucket.store.deadline import deadline, ends_by
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 
@@ -55,6 +56,16 @@ class RemoteStore(Store):
     @abstractmethod
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
         """The typed error, and what may be sent again after it."""
+
+    @abstractmethod
+    async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
+        """One request for the bytes from `start` to `stop`; fewer where the object ends before."""
+
+    def get_range(self, key: str, start: int, stop: int) -> Buffer:
+        if start == stop:
+            return b""
+        data = self._run(key, partial(self._range, key, start, stop))
+        return check_length(self.uri, key, data, start, stop)
 
     def _run(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> T:
         return self._start(key, call, attempts=attempts).result()

@@ -13,7 +13,7 @@ from typing import Any
 import s3fs
 
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_conditional_size, check_length, check_whole
+from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_conditional_size, check_whole
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.lending import CUTS
@@ -60,15 +60,8 @@ class S3Store(RemoteStore):
 
         return self._run(key, call)
 
-    def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        async def call(client: Any) -> bytes:
-            span = f"bytes={start}-{stop - 1}"
-            answer = await client.get_object(**self._at(key), Range=span)
-            return await _body(answer)
-
-        if start == stop:
-            return b""
-        return check_length(self.uri, key, self._run(key, call), start, stop)
+    async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
+        return await _body(await client.get_object(**self._at(key), Range=f"bytes={start}-{stop - 1}"))
 
     def head(self, key: str) -> int:
         async def call(client: Any) -> int:
