@@ -6,6 +6,7 @@ what the newest commit has, and are the same with and without memory.
 """
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -15,7 +16,7 @@ from raycheck.bucket.index import Index, Plan
 from raycheck.bucket.index_file import Parts, join_parts, parts_of
 from raycheck.bucket.manifest import Blob, Component
 from raycheck.bucket.merge import Merged, merge_plans, uncovered
-from raycheck.bucket.plan_file import Known, dump_plan, load_plan
+from raycheck.bucket.plan_file import MAX_DECODED_BYTES, Known, dump_plan, load_plan
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.shards.dcp import dcp_metadata
 
@@ -25,18 +26,26 @@ CRC_BYTES = 4
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
     """One rank's part of an index, encoded. plan: empty when only its hash is sent. values: those of all ranks, which
-    count from rank 0 alone, then the rank's own."""
+    count from rank 0 alone, then the rank's own; decoded_bytes: of all of them as JSON."""
 
     plan_hash: bytes
     plan: bytes
     checksums: bytes
     values: tuple[bytes, ...]
+    decoded_bytes: int
 
     @classmethod
     def of(cls, index: Index) -> "Section":
         parts = parts_of(index)
         digest = hashlib.blake2b(parts.plan, digest_size=16).digest()
-        return cls(plan_hash=digest, plan=parts.plan, checksums=parts.checksums, values=parts.values)
+        decoded = sum(len(zlib.decompress(stream)) for stream in parts.values)
+        return cls(
+            plan_hash=digest,
+            plan=parts.plan,
+            checksums=parts.checksums,
+            values=parts.values,
+            decoded_bytes=decoded,
+        )
 
     def without_plan(self) -> "Section":
         return replace(self, plan=b"")
@@ -53,7 +62,14 @@ class Whole:
     metadata: Mapping[str, tuple[bytes, Blob]]
 
     def index(self, sections: Sequence[Section]) -> bytes:
-        """The bytes of the index. Raises CorruptError when a rank gives more or fewer checksums than its plan says."""
+        """The bytes of the index. Raises CorruptError when a rank gives more or fewer checksums than its plan says, and
+        ConfigError for values that no reader would take."""
+        decoded = sum(section.decoded_bytes for section in sections)
+        if decoded > MAX_DECODED_BYTES:
+            raise ConfigError(
+                f"the values of {len(sections)} ranks have {decoded} bytes as JSON, and readers take "
+                f"{MAX_DECODED_BYTES}: keep what is large as tensors"
+            )
         checksums: list[bytes] = []
         for rank, (section, count, cuts) in enumerate(
             zip(sections, self.merged.num_crcs, self.merged.cuts, strict=True)

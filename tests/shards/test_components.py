@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.index import Chunk, Tensor, index_of
+from raycheck.bucket.index_file import load_index
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store
 from raycheck.bucket.sweep import prune
 from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
 from raycheck.settings import Retention
+from raycheck.shards import plans
 from raycheck.shards.components import frozen_component
 from raycheck.shards.digest import digests, weighted_sums
 from raycheck.shards.pieces import TRAIN
@@ -370,6 +372,19 @@ def test_a_tensor_that_only_some_ranks_have_frozen_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"tensor model\.a is frozen on some ranks only"):
         Plans().whole(sections, [BASE, TRAIN])
+
+
+def test_values_that_no_reader_would_take_are_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = Tensor(name="model.a", dtype="float32", shape=(0,), path=("model", "a"))
+    sections = [Section.of(index_of([tensor], [], values={}, rank_values=[{"own": "x" * 90}])) for _ in range(2)]
+    whole = Plans().whole(sections, [TRAIN])
+    decoded = sum(section.decoded_bytes for section in sections)
+    monkeypatch.setattr(plans, "MAX_DECODED_BYTES", decoded)
+    assert load_index(whole.index(sections), what="x").rank_values == ({"own": "x" * 90},) * 2
+    monkeypatch.setattr(plans, "MAX_DECODED_BYTES", decoded - 1)
+
+    with pytest.raises(ConfigError, match=f"2 ranks have {decoded} bytes"):
+        whole.index(sections)
 
 
 def test_what_another_object_changes_while_it_is_restored_is_not_taken_for_what_was_read(files: Store) -> None:
