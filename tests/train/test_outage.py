@@ -56,6 +56,7 @@ def steps_at(uri: str) -> list[int]:
     return [entry.step for entry in assert_invariants(open_store(uri)).live]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_back(cluster, s3, wire) -> None:
     name = uuid4().hex
     uri = join_uri(wire.uri, name)
@@ -85,6 +86,7 @@ def test_one_rank_that_cannot_reach_the_store_strands_no_other(cluster, s3, wire
     assert steps_at(uri) == [4]
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(cluster, s3, wire) -> None:
     name = uuid4().hex
     uri = join_uri(wire.uri, name)
@@ -100,6 +102,7 @@ def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(cluster
     assert steps_at(join_uri(s3, name)) == [2]
 
 
+@pytest.mark.slow
 def test_the_last_save_is_never_lost_silently(cluster, s3, wire) -> None:
     name = uuid4().hex
     uri = join_uri(wire.uri, name)
