@@ -96,11 +96,14 @@ def seeds() -> list[bytes]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as corpus:
+    arguments = sys.argv
+    if all(argument.startswith("-") for argument in arguments[1:]):
+        corpus = Path(tempfile.mkdtemp(prefix="raycheck-fuzz-"))  # libFuzzer ends the process
         for number, seed in enumerate(seeds()):
-            (Path(corpus) / str(number)).write_bytes(seed)
-        atheris.Setup([*sys.argv, corpus], one_input)
-        atheris.Fuzz()
+            (corpus / str(number)).write_bytes(seed)
+        arguments = [*arguments, str(corpus)]
+    atheris.Setup(arguments, one_input)
+    atheris.Fuzz()
 
 
 if __name__ == "__main__":

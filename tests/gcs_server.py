@@ -253,7 +253,7 @@ class Server:
         if kind == "multipart":
             about, body = related(request.headers["Content-Type"], body)
         elif kind == "media":
-            about = {}
+            about = {"contentEncoding": query["contentEncoding"]} if "contentEncoding" in query else {}
         else:
             raise RefusedError(400, "uploadType is missing", "required")
         name = query.get("name") or about["name"]
@@ -302,6 +302,8 @@ class Server:
             "x-goog-generation": str(stored.generation),
             "x-goog-hash": f"crc32c={crc32c(stored.data)},md5={md5(stored.data)}",
         }
+        if "contentEncoding" in stored.about:
+            headers["Content-Encoding"] = stored.about["contentEncoding"]
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if span is None:
             return web.Response(body=stored.data, headers=headers)

@@ -138,6 +138,7 @@ def soak(
                 *(f"| {name}: {_said(held[name][-1])}" for name in names),
                 flush=True,
             )
+    assert len(held[names[0]]) >= 4, "too few rounds to compare quarters"
     body = assert_invariants(open_store(uri))
     assert body is not None
     assert body.entry(body.head).step == done, "a save is missing"

@@ -97,6 +97,8 @@ def _get_live(store: Store, name: str, key: str) -> bytes:
         return store.get(key).data
     except NotFoundError:
         raise missing(store, name, key) from None
+    except CorruptError as error:
+        raise DamagedError(str(error)) from None
 
 
 def missing(store: Store, name: str, key: str) -> NotFoundError | DamagedError:

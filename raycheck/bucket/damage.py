@@ -42,7 +42,8 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
             )
         attempts = (*body.attempts[:-1], replace(current, restore_key=before.key))
         moved = replace(body, head=before.key, attempts=attempts)
-        return moved.with_entry(key, damaged=problem[:MAX_PROBLEM], pinned=True)
+        bad = body.entry(key)
+        return moved.with_entry(replace(bad, damaged=problem[:MAX_PROBLEM], pinned=True)) if bad else moved
 
     body = register.swap(decide, what=f"going back from {key}")
     entry = body.entry(body.attempt.restore_key or "")

@@ -23,7 +23,7 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
         if entry.pinned == pinned:
             return None
-        return body.with_entry(key, pinned=pinned)
+        return body.with_entry(replace(entry, pinned=pinned))
 
     return register.edit(change, what=f"{'pin' if pinned else 'unpin'} of {key}")
 

@@ -6,7 +6,6 @@ names committed checkpoints (I3). It is replaced by compare-and-swap only, in re
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from raycheck.bucket.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.layout import CheckpointName
@@ -105,10 +104,9 @@ class Latest(Document):
         """The live entry `key`, or None when it is not live (evicted, or never committed)."""
         return next((entry for entry in self.live if entry.key == key), None)
 
-    def with_entry(self, key: str, **changes: Any) -> "Latest":
-        """This body with other fields in the live entry `key`."""
-        changed = (replace(entry, **changes) if entry.key == key else entry for entry in self.live)
-        return replace(self, live=tuple(changed))
+    def with_entry(self, changed: Entry) -> "Latest":
+        """This body with `changed` for the live entry of its key."""
+        return replace(self, live=tuple(changed if entry.key == changed.key else entry for entry in self.live))
 
     def knows(self, name: CheckpointName) -> bool:
         """Whether a directory of that name may be there. A body that lists checkpoints and nothing proven was written

@@ -87,6 +87,8 @@ def _old(store: Store) -> tuple[Got | None, Latest | None]:
         got = store.get(layout.LATEST_KEY)
     except NotFoundError:
         return None, None
+    except CorruptError as error:
+        raise CorruptError(f"{error}: that is none; delete it, then repair") from None
     try:
         return got, load_latest(got.data, what=f"{store.uri}: latest")
     except NewerFormatError:

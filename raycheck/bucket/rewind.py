@@ -34,7 +34,7 @@ def rewind(register: Register, key: str) -> Latest:
             raise DamagedError(f"{register.store.uri}: {key} was found damaged just now: {entry.damaged}")
         number = body.attempt.number + 1
         return replace(
-            body.with_entry(key, damaged=None),
+            body.with_entry(replace(entry, damaged=None)),
             owners=(*body.owners, owner),
             head=key,
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),

@@ -3,6 +3,7 @@
 The faults are real: a server that answers 429 or keeps half a chunk, a proxy that resets connections or loses answers.
 """
 
+import gzip
 import random
 import sys
 import threading
@@ -15,12 +16,12 @@ import pytest
 from azure.core.exceptions import HttpResponseError
 
 from raycheck.bucket.probe import probe_node
-from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store import Store, base, open_store, remote
 from raycheck.bucket.store.gs import GsStore
 from raycheck.bucket.store.remote import ATTEMPTS, send_parts
 from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import prune
-from raycheck.errors import ConfigError, ConflictError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 from raycheck.settings import StorageSettings
 from tests.bucket.helpers import Driver, everything
 from tests.faultproxy import FaultProxy, fault_proxy
@@ -366,6 +367,38 @@ def test_a_refusal_names_the_permission_that_is_missing(gs, gcs, permission, met
         call(gs)
 
     assert caught.value.is_denied
+
+
+def test_a_token_that_cannot_be_renewed_is_a_configuration_error(gs, monkeypatch):
+    """gcsfs says so by an error of its own."""
+    from gcsfs.retry import HttpError
+
+    def refused(*_):
+        raise HttpError({"code": 401, "message": "Invalid Credentials"})
+
+    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    gs.put("a", b"1")
+    monkeypatch.setattr(gs._api._fs.credentials, "maybe_refresh", refused)
+
+    for call in (lambda: gs.get("a"), lambda: gs.put("a", b"2")):
+        with pytest.raises(ConfigError, match="renew or correct"):
+            call()
+
+
+def test_an_object_that_unpacks_to_more_than_it_says_is_not_read_whole(gs, gcs, monkeypatch):
+    """In a hostile bucket: aiohttp unpacks what is marked as packed."""
+    packed = gzip.compress(bytes(1 << 20))
+    request = urllib.request.Request(
+        f"{gcs}/upload/storage/v1/b/raycheck/o?uploadType=media&name=bomb/latest&contentEncoding=gzip",
+        packed,
+        method="POST",
+    )
+    urllib.request.urlopen(request, timeout=WAIT_S).close()
+    store = open_store("gs://raycheck/bomb")
+    monkeypatch.setattr(base, "MAX_WHOLE_BYTES", 1 << 19)
+
+    with pytest.raises(CorruptError, match="read whole"):
+        store.get("latest")
 
 
 def test_a_missing_bucket_is_a_configuration_error_that_names_it(store):

@@ -164,13 +164,14 @@ def test_a_store_that_is_busy_for_a_moment_is_asked_again(wire, store, service, 
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_credentials_that_have_expired_are_a_configuration_error_at_once(wire, store, service, engine, verb):
+def test_credentials_that_have_expired_are_a_configuration_error(wire, store, service, engine, verb):
     wire.rule("answer", ".*", ".", times=1000, answer=ANSWERS[service]["expired"])
     is_bare = service == "s3" and verb == "head"  # no more than 400; botocore looks whether the region is another
 
     raised(StoreError if is_bare else ConfigError, store, verb)
 
-    assert len(wire.heads) <= 1 + (engine == "obstore") + is_bare
+    attempts = ATTEMPTS if service == "gs" else 1  # gcsfs may renew its token by the next one
+    assert len(wire.heads) <= attempts + (engine == "obstore") + is_bare
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -189,15 +190,15 @@ def test_a_connection_that_always_breaks_is_an_error_of_the_store(wire, store, v
     assert not raised(StoreError, store, verb).is_denied
 
 
+@pytest.mark.parametrize("engine", ["s3fs", "gs", pytest.param("az", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_server_that_does_not_answer_is_given_up(wire, store, engine, verb, monkeypatch):
-    if engine == "obstore":
-        store = store.through_s3fs
-    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(remote, "CONDITIONAL_TIMEOUT_S", 0.1)
+def test_a_server_that_does_not_answer_is_given_up(wire, store, verb, monkeypatch):
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(remote, "CONDITIONAL_TIMEOUT_S", 0.3)
     wire.rule("hold", ".*", ".", times=1000)
 
     assert "no answer in time" in str(raised(StoreError, store, verb))
+    assert wire.heads
 
 
 def test_the_rest_of_the_contract_is_typed_alike(store):

@@ -116,9 +116,9 @@ def test_the_five_thousandth_checkpoint_costs_what_the_first_ones_did() -> None:
 
     for save in range(1, CHECKPOINTS + 1):
         store.calls.clear()
-        began = time.perf_counter()
+        began = time.thread_time()
         driver.save(attempt.number, save, keep_last=50)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.thread_time() - began)
         if save in (100, CHECKPOINTS):
             costs[save] = dict(store.calls)
         sizes.append(len(store.get(layout.LATEST_KEY).data))

@@ -15,8 +15,8 @@ from tests.invariants import assert_invariants
 from tests.train.test_core import Holder
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
-SAVE_TIMEOUT_S = 4.0
-BOUND_S = 60.0
+SAVE_TIMEOUT_S = 8.0
+BOUND_S = 90.0
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def check_conditional_size(key: str, data: bytes) -> None:
 def check_whole(uri: str, key: str, size_bytes: int) -> None:
     """Contract of get."""
     if size_bytes > MAX_WHOLE_BYTES:
-        raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, more than the {MAX_WHOLE_BYTES} that any index has")
+        raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, and no more than {MAX_WHOLE_BYTES} are read whole")
 
 
 def check_length(uri: str, key: str, data: Buffer, start: int, stop: int) -> Buffer:

@@ -53,7 +53,7 @@ class GsStore(RemoteStore):
                 self._object(key),
                 params={"alt": "media"},
                 needs=GET,
-                check=lambda size: check_whole(self.uri, key, size),
+                check=partial(check_whole, self.uri, key),
             )
             date = answer.headers.get("Date")
             at = bucket_time(date)
@@ -63,7 +63,14 @@ class GsStore(RemoteStore):
 
     async def _range(self, key: str, start: int, stop: int, client: Api) -> bytes:
         headers = {"Range": f"bytes={start}-{stop - 1}"}
-        answer = await client.ask("GET", self._object(key), params={"alt": "media"}, headers=headers, needs=GET)
+        answer = await client.ask(
+            "GET",
+            self._object(key),
+            params={"alt": "media"},
+            headers=headers,
+            needs=GET,
+            check=partial(check_whole, self.uri, key),
+        )
         return answer.data
 
     def head(self, key: str) -> int:
@@ -213,7 +220,7 @@ class GsStore(RemoteStore):
         if error.status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if error.is_bad_identity:
-            return not_accepted(self.uri, error.message), Repeat.NOTHING
+            return not_accepted(self.uri, error.message), Repeat.EVERYTHING  # it may be renewed by the next try
         if error.status in (401, 403):
             denied = StoreError(
                 f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "

@@ -19,6 +19,7 @@ from raycheck.errors import ConfigError, StoreError
 from raycheck.settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10.0
+_EXPIRED = "Invalid Credentials"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class RefusedError(Exception):
         self.message, reasons = _explained(answer.data)
         # 403 is the older way of saying 429.
         self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in reasons)
-        self.is_bad_identity = self.status == 401 and "authError" in reasons  # else nobody said who it is
+        # Else nobody said who it is. Bytes are refused in bare text.
+        self.is_bad_identity = self.status == 401 and ("authError" in reasons or _EXPIRED in self.message)
         super().__init__(f"{self.status} {self.message}")
 
 
@@ -72,7 +74,7 @@ class Api:
         # In threads: both may wait for a token, and nothing else would run on the loop meanwhile.
         if self._fs is None:
             await asyncio.to_thread(self._connect)
-        sent = await asyncio.to_thread(self._fs._get_headers, headers)  # noqa: SLF001  gcsfs has no public way
+        sent = await asyncio.to_thread(self._headers, headers, needs)
         sent["Content-Length"] = str(body.size_bytes if body else 0)
         session = await self._fs._set_session()  # noqa: SLF001
         async with session.request(
@@ -84,11 +86,19 @@ class Api:
             allow_redirects=False,  # 308 is an answer here
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         ) as response:
-            check(response.content_length or 0)
-            answer = Answer(response.status, response.headers, await response.read())
+            answer = Answer(response.status, response.headers, await _body(response, check))
         if answer.status >= 400 and answer.status not in accepts:
             raise RefusedError(answer, needs)
         return answer
+
+    def _headers(self, more: Mapping[str, str] | None, needs: str) -> dict[str, str]:
+        """With a token, renewed where that is due."""
+        from gcsfs.retry import HttpError
+
+        try:
+            return dict(self._fs._get_headers(more))  # noqa: SLF001  gcsfs has no public way
+        except HttpError as error:
+            raise RefusedError(Answer(int(error.code or 401), {}, _EXPIRED.encode()), needs) from error
 
     def _connect(self) -> None:
         from raycheck.bucket.store.gs_files import GsClient
@@ -156,6 +166,18 @@ class Upload:
             self._is_finished = True
             return self._size_bytes
         return int(answer.headers.get("Range", "bytes=0--1").partition("-")[2]) + 1
+
+
+async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) -> bytes:
+    """Looked at piece by piece where its length is not said, or is that of something packed, which aiohttp unpacks."""
+    if response.content_length is not None and "Content-Encoding" not in response.headers:
+        check(response.content_length)
+        return await response.read()
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        check(len(data))
+    return bytes(data)
 
 
 def _explained(data: bytes) -> tuple[str, str]:

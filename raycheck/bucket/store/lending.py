@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from raycheck.bucket.store.base import Buffer
+from raycheck.errors import StoreError
 
 RETURN_TIMEOUT_S = 300.0
 """How long a client may hold buffers after it has ended: all time-outs of a request one after another."""
@@ -71,8 +72,8 @@ class Loan:
             yield view
 
     def _next(self, source: Iterator[Buffer]) -> memoryview | None:
-        if self._is_over:
-            return None
+        if self._is_over:  # not a normal end: the client would take what it has for the whole object
+            raise StoreError("the upload is over")
         try:
             part = next(source, None)
         except BaseException as error:
@@ -84,9 +85,9 @@ class Loan:
         """Whether all has come back, after waiting for it; from now on nothing is lent. The source, which reads the
         buffer too, is not at work any more."""
         deadline = time.monotonic() + timeout_s
+        self._is_over = True
         if not self._pull.acquire(timeout=timeout_s):
             return False
-        self._is_over = True
         self._pull.release()
         while not all(map(_is_back, self._out)):
             if time.monotonic() > deadline:

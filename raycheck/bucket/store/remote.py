@@ -118,14 +118,20 @@ class RemoteStore(Store):
 
 
 def until_deadline(start: Callable[[], Awaitable[T]]) -> T:
-    """What a client of another kind `start`s, broken off at the deadline of this thread. Raises TimeoutError then."""
+    """What a client of another kind `start`s, broken off at the deadline of this thread, or when the thread is
+    interrupted. Raises TimeoutError at the deadline."""
     until = deadline()
 
     async def bounded() -> T:
         async with asyncio.timeout(None if until == math.inf else until - time.monotonic()):
             return await start()
 
-    return asyncio.run_coroutine_threadsafe(bounded(), get_loop()).result()
+    future = asyncio.run_coroutine_threadsafe(bounded(), get_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def send_parts(

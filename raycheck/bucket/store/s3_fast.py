@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from raycheck.bucket.store.credentials import Chain
 
 MAX_RETRIES = 4
-"""Of a part. Any other request is repeated through s3fs, by the rules of remote.py."""
+"""Of an upload's requests. Any other one is repeated through s3fs, by the rules of remote.py."""
 _DENIED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
 _PLAIN_REGION = "us-east-1"  # what S3 servers at an endpoint of their own are content with
 
@@ -98,6 +98,9 @@ class FastS3Store(Store):
         except (obstore.exceptions.BaseError, OSError):
             self._take_back(key, loan)
             self.through_s3fs.put(key, data)
+        except BaseException:
+            self._take_back(key, loan)
+            raise
 
     def part_bytes(self, size_bytes: int) -> int:
         return CUTS["s3"].part_bytes_of(size_bytes)
@@ -116,17 +119,19 @@ class FastS3Store(Store):
             until_deadline(lambda: obstore.put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
         except (obstore.exceptions.BaseError, OSError) as error:
             self._take_back(key, loan)
+            if isinstance(error, TimeoutError):
+                self._abandon(key)
             if loan.source_error is not None:
-                raise loan.source_error from None
+                raise loan.source_error from loan.source_error.__cause__
             if loan.lent_bytes == 0:  # the upload was not begun
                 self.through_s3fs.put_parts(key, parts, size_bytes)
             elif isinstance(error, TimeoutError):
-                self._abandon(key)
                 raise StoreError(f"{self.uri}: {key}: no answer in time") from error
             elif not self._is_there(key, loan, size_bytes, error):
                 raise self._typed(key, error) from error
         except BaseException:
             self._take_back(key, loan)
+            self._abandon(key)
             raise
 
     def _take_back(self, key: str, loan: Loan) -> None:
