@@ -19,7 +19,7 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.store import Store, engines, open_store, remote
-from raycheck.bucket.store.deadline import ends_by
+from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.lending import CUTS, Cut, Loan
 from raycheck.bucket.store.remote import Pieces
 from raycheck.bucket.store.s3_fast import FastS3Store
@@ -181,7 +181,7 @@ def test_a_stalled_upload_ends_by_its_deadline_and_is_aborted(store, buffer, wir
     with ends_by(began + 2):
         assert "no answer in time" in str(error_of(StoreError, store, parts_of(buffer)))
 
-    assert time.monotonic() < began + 2 + remote.CLEAN_UP_S
+    assert time.monotonic() < began + 2 + CLEAN_UP_S
     assert_nothing_remains(store, buffer)
 
 
@@ -220,7 +220,7 @@ def test_a_stalled_object_of_one_part_ends_by_its_deadline(store, buffer, wire):
     with ends_by(began + 1):
         assert error_of(StoreError, store, iter([memoryview(buffer)[:PART]]), PART)
 
-    assert time.monotonic() < began + 1 + remote.CLEAN_UP_S
+    assert time.monotonic() < began + 1 + CLEAN_UP_S
     assert_nothing_remains(store, buffer)
 
 

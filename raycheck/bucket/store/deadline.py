@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+CLEAN_UP_S = 10.0
+"""How long requests after a deadline may take that leave nothing behind."""
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 

@@ -62,14 +62,13 @@ class GsStore(RemoteStore):
         return self._run(key, call)
 
     async def _range(self, key: str, start: int, stop: int, client: Api) -> bytes:
+        def check(size: int) -> None:
+            if size > stop - start:
+                raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
+
         headers = {"Range": f"bytes={start}-{stop - 1}"}
         answer = await client.ask(
-            "GET",
-            self._object(key),
-            params={"alt": "media"},
-            headers=headers,
-            needs=GET,
-            check=partial(check_whole, self.uri, key),
+            "GET", self._object(key), params={"alt": "media"}, headers=headers, needs=GET, check=check
         )
         return answer.data
 

@@ -170,6 +170,8 @@ class Upload:
 
 async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) -> bytes:
     """Looked at piece by piece where its length is not said, or is that of something packed, which aiohttp unpacks."""
+    if response.status >= 400:
+        return await response.read()
     if response.content_length is not None and "Content-Encoding" not in response.headers:
         check(response.content_length)
         return await response.read()

@@ -27,13 +27,12 @@ from typing import Any, Self, TypeVar
 from fsspec.asyn import get_loop
 
 from raycheck.bucket.store.base import Buffer, Store, check_length
-from raycheck.bucket.store.deadline import deadline, ends_by
+from raycheck.bucket.store.deadline import CLEAN_UP_S, deadline, ends_by
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 
 ATTEMPTS = 5
 REQUEST_TIMEOUT_S = 60.0
 CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
-CLEAN_UP_S = 10.0
 PIECE_BYTES = 1024 * 1024
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,10 +22,9 @@ import obstore
 from obstore.store import S3Store as Client
 
 from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_length, check_whole
-from raycheck.bucket.store.deadline import ends_by
+from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.bucket.store.lending import CUTS, Loan
-from raycheck.bucket.store.remote import CLEAN_UP_S, not_accepted, until_deadline
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.settings import StorageSettings
 
@@ -94,7 +93,7 @@ class FastS3Store(Store):
             return
         loan = Loan()
         try:
-            until_deadline(partial(obstore.put_async, self._client, key, loan.lend(data), use_multipart=False))
+            _until_deadline(partial(obstore.put_async, self._client, key, loan.lend(data), use_multipart=False))
         except (obstore.exceptions.BaseError, OSError):
             self._take_back(key, loan)
             self.through_s3fs.put(key, data)
@@ -116,7 +115,7 @@ class FastS3Store(Store):
         loan = Loan()
         cut: dict[str, Any] = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": CUTS["s3"].in_flight}
         try:
-            until_deadline(lambda: obstore.put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
+            _until_deadline(lambda: obstore.put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
         except (obstore.exceptions.BaseError, OSError) as error:
             self._take_back(key, loan)
             if isinstance(error, TimeoutError):
@@ -131,7 +130,8 @@ class FastS3Store(Store):
                 raise self._typed(key, error) from error
         except BaseException:
             self._take_back(key, loan)
-            self._abandon(key)
+            if loan.source_error is None:
+                self._abandon(key)
             raise
 
     def _take_back(self, key: str, loan: Loan) -> None:
@@ -156,6 +156,7 @@ class FastS3Store(Store):
 
     def _typed(self, key: str, error: Exception) -> RaycheckError:
         """What became of parts that were on their way; who may write here, and where, was settled before them."""
+        from raycheck.bucket.store.remote import not_accepted
         from raycheck.bucket.store.s3_errors import BAD_IDENTITY
 
         if isinstance(error, FileNotFoundError):
@@ -223,6 +224,12 @@ class FastS3Store(Store):
             return Client(self._bucket, prefix=self._prefix or None, **options)
         except obstore.exceptions.BaseError:
             return None
+
+
+def _until_deadline(start: Callable[[], Awaitable[object]]) -> None:
+    from raycheck.bucket.store.remote import until_deadline  # with fsspec, which who only reads does without
+
+    until_deadline(start)
 
 
 async def _pulled(parts: Iterator[memoryview]) -> AsyncIterator[memoryview]:
