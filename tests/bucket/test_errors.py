@@ -89,7 +89,7 @@ def before(engine: str, request: pytest.FixtureRequest, patch: pytest.MonkeyPatc
             yield proxy, join_uri(proxy.uri, uuid4().hex)
 
 
-@pytest.fixture(params=["s3fs", "gs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("obstore", "az"))])
+@pytest.fixture(params=["s3fs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("obstore", "gs", "az"))])
 def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -190,7 +190,9 @@ def test_a_connection_that_always_breaks_is_an_error_of_the_store(wire, store, v
     assert not raised(StoreError, store, verb).is_denied
 
 
-@pytest.mark.parametrize("engine", ["s3fs", "gs", pytest.param("az", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "engine", ["s3fs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gs", "az"))], indirect=True
+)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_server_that_does_not_answer_is_given_up(wire, store, verb, monkeypatch):
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.3)

@@ -186,6 +186,8 @@ LONG = {
     "prune and eviction",
     "rewind and claim and save",
     "rewind and eviction",
+    "sweep and sweep",
+    "two claims of one driver",
 }
 
 

@@ -43,7 +43,7 @@ def size(store: Store) -> int:
 @pytest.mark.parametrize(
     ("commit_every_s", "bound"),
     [
-        pytest.param(10.0, 24 * 1024, id="one in ten seconds"),
+        pytest.param(10.0, 24 * 1024, id="one in ten seconds", marks=pytest.mark.slow),
         pytest.param(1.0, 48 * 1024, id="one a second", marks=pytest.mark.slow),
         pytest.param(600.0, 24 * 1024, id="one in ten minutes", marks=pytest.mark.slow),
     ],

@@ -164,6 +164,7 @@ def test_a_replaced_group_is_told_that_its_attempt_is_over(cluster: None, s3: st
     assert [entry.key for entry in body.live] == ["step-000000002-a2-s1"]
 
 
+@pytest.mark.slow
 def test_a_replaced_group_is_told_so_between_its_saves_too(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     coordinator = raycheck.start_coordinator(uri, owner="me")
@@ -213,6 +214,7 @@ def test_replicas_that_differ_are_refused_by_name_before_anything_is_committed(c
     assert assert_invariants(open_store(uri)).live == ()
 
 
+@pytest.mark.slow
 def test_a_partial_restore_is_done_once_and_a_restart_goes_on_from_where_training_was(cluster: None, s3: str) -> None:
     uri = join_uri(s3, uuid4().hex)
     weights_only = {"only": ["model"]}

@@ -71,6 +71,7 @@ def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_bac
     assert steps_at(join_uri(s3, name)) == [2, 8]
 
 
+@pytest.mark.slow
 def test_one_rank_that_cannot_reach_the_store_strands_no_other(cluster, s3, wire) -> None:
     name = uuid4().hex
     uri = join_uri(s3, name)
