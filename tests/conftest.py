@@ -12,6 +12,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
 from tests.azurite import azurite
+from tests.faultproxy import FaultProxy, fault_proxy
 from tests.gcs_server import gcs_server
 
 _STDERR = pytest.StashKey[int]()
@@ -50,6 +51,13 @@ def s3() -> Iterator[str]:
     """URI of a bucket on a real S3 server over HTTP, for the whole session."""
     with s3_server() as uri:
         yield uri
+
+
+@pytest.fixture
+def wire(s3: str) -> Iterator[FaultProxy]:
+    """The S3 server behind a proxy that records requests and makes faults."""
+    with fault_proxy(s3) as proxy:
+        yield proxy
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-import ray.cloudpickle
 import torch
 
 import raycheck

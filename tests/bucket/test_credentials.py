@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -12,16 +11,9 @@ import pytest
 from raycheck import ConfigError, StorageSettings, StoreError
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
-from tests.faultproxy import FaultProxy, fault_proxy
+from tests.faultproxy import FaultProxy
 
 ROLE = "arn:aws:iam::123456789012:role/train"
-
-
-@pytest.fixture
-def wire(s3: str) -> Iterator[FaultProxy]:
-    """The store and, on the same port, moto's STS."""
-    with fault_proxy(s3) as proxy:
-        yield proxy
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ from raycheck.errors import StoreError
 from raycheck.settings import Retention
 from tests.bucket.helpers import Driver
 from tests.bucket.test_store import begin_upload
-from tests.faultproxy import FaultProxy, fault_proxy
 
 POLICY = json.loads((Path(__file__).parents[2] / "cluster/bucket/policy.json").read_text())
 NEVER_ASKED = {"ReaderListings"}
@@ -80,12 +79,6 @@ def refused(role: str, requests: list[str]) -> list[Asked]:
     """What the policy does not let that role do."""
     asked = {asked_of(line) for line in requests}
     return [one for one in asked if not any(allows(statement, one) for statement in statements(role))]
-
-
-@pytest.fixture
-def wire(s3: str) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
 
 
 def trains(store: Store) -> None:

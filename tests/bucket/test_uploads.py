@@ -25,7 +25,7 @@ from raycheck.bucket.store.remote import Pieces
 from raycheck.bucket.store.s3_fast import FastS3Store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, NotFoundError, StoreError
-from tests.faultproxy import FaultProxy, fault_proxy
+from tests.faultproxy import FaultProxy
 
 PART = 5 * 1024 * 1024
 SIZE = 3 * PART + 5
@@ -40,12 +40,6 @@ class SourceError(Exception):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=PART, in_flight=2))
-
-
-@pytest.fixture
-def wire(s3: str) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -91,12 +91,6 @@ def drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Dr
     return {"s3fs": by_s3fs, "obstore": by_obstore, "ray": by_ray}[request.param]
 
 
-@pytest.fixture
-def wire(s3: str) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
-
-
 def sent(drive: Drive, wire: FaultProxy, settings: StorageSettings) -> list[Head]:
     """The requests of one drive with the settings folded into the URI, as they would travel."""
     drive(settings.into(join_uri(wire.uri, uuid4().hex)))

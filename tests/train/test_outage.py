@@ -1,7 +1,6 @@
 """A store that is away while ranks train: saves fail by their deadline and say what failed, training goes on."""
 
 import time
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -10,19 +9,13 @@ import ray
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
-from tests.faultproxy import FaultProxy, fault_proxy
+from tests.faultproxy import FaultProxy
 from tests.invariants import assert_invariants
 from tests.train.test_core import Holder
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 SAVE_TIMEOUT_S = 8.0
 BOUND_S = 90.0
-
-
-@pytest.fixture
-def wire(s3: str) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
 
 
 def a_pair(uris: tuple[str, str], at: str) -> list:
@@ -39,6 +32,15 @@ def a_pair(uris: tuple[str, str], at: str) -> list:
 def train(pair: list, steps: int) -> None:
     ray.get([holder.train.remote(steps) for holder in pair], timeout=BOUND_S)
     ray.get([holder.wait.remote() for holder in pair], timeout=BOUND_S)
+
+
+def a_saved_run(wire: FaultProxy) -> tuple[str, list]:
+    """Its name and two ranks that have saved step 2, all of them behind the proxy."""
+    name = uuid4().hex
+    uri = join_uri(wire.uri, name)
+    pair = a_pair((uri, uri), uri)
+    train(pair, 2)
+    return name, pair
 
 
 def close(pair: list) -> list:
@@ -58,10 +60,7 @@ def steps_at(uri: str) -> list[int]:
 
 @pytest.mark.slow
 def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_back(cluster, s3, wire) -> None:
-    name = uuid4().hex
-    uri = join_uri(wire.uri, name)
-    pair = a_pair((uri, uri), uri)
-    train(pair, 2)
+    name, pair = a_saved_run(wire)
     wire.chaos(1, seed=1)
     train(pair, 4)
     wire.chaos(0, seed=1)
@@ -89,10 +88,7 @@ def test_one_rank_that_cannot_reach_the_store_strands_no_other(cluster, s3, wire
 
 @pytest.mark.slow
 def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(cluster, s3, wire) -> None:
-    name = uuid4().hex
-    uri = join_uri(wire.uri, name)
-    pair = a_pair((uri, uri), uri)
-    train(pair, 2)
+    name, pair = a_saved_run(wire)
     wire.chaos(1, seed=2)
 
     with pytest.raises(
@@ -105,10 +101,7 @@ def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(cluster
 
 @pytest.mark.slow
 def test_the_last_save_is_never_lost_silently(cluster, s3, wire) -> None:
-    name = uuid4().hex
-    uri = join_uri(wire.uri, name)
-    pair = a_pair((uri, uri), uri)
-    train(pair, 2)
+    name, pair = a_saved_run(wire)
     train(pair, 1)
     wire.chaos(1, seed=3)
 

@@ -55,7 +55,7 @@ class S3Store(RemoteStore):
     def get(self, key: str) -> Got:
         async def call(client: Any) -> Got:
             answer = await client.get_object(**self._at(key))
-            data = await _body(answer, lambda size: check_whole(self.uri, key, size))
+            data = await _body(answer, partial(check_whole, self.uri, key))
             return Got(data, answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
         return self._run(key, call)
