@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         SupersededError,
     )
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
-    from raycheck.settings import SaveSettings, StorageSettings
+    from raycheck.settings import SaveSettings
     from raycheck.shards.per_rank import PerRank
+    from raycheck.storage_settings import StorageSettings
     from raycheck.train.data import Batches
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
@@ -44,8 +45,9 @@ _HOMES = {
         "SupersededError",
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
-    "raycheck.settings": ("SaveSettings", "StorageSettings"),
+    "raycheck.settings": ("SaveSettings",),
     "raycheck.shards.per_rank": ("PerRank",),
+    "raycheck.storage_settings": ("StorageSettings",),
     "raycheck.train.data": ("Batches",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),

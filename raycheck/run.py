@@ -12,7 +12,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.arrow import uri_of
 from raycheck.bucket.store.uri import is_same_place
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from raycheck.errors import ConfigError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 out = Console(highlight=False)
 Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]

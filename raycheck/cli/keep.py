@@ -21,7 +21,8 @@ from raycheck.bucket.sweep import GRACE_S, Waste
 from raycheck.cli.common import Json, Storage, Uri, out, print_json, settings_of, size
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
-from raycheck.settings import Retention, StorageSettings
+from raycheck.settings import Retention
+from raycheck.storage_settings import StorageSettings
 
 To = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]

@@ -19,7 +19,7 @@ from raycheck.bucket.requests import GET_PRICE, PUT_PRICE, Requests
 from raycheck.bucket.speed import MIB, MIN_ROUNDS, Direction, Measured, Series, Way, measure
 from raycheck.bucket.store import open_store
 from raycheck.cli.common import Json, Storage, out, print_json, settings_of
-from raycheck.settings import kind_of
+from raycheck.storage_settings import kind_of
 
 Where = Annotated[str, typer.Argument(help="A place in the bucket, e.g. s3://bucket/runs/my-run; it may be empty.")]
 _SAID = {"get": "GET of 4 kB", "create": "PUT, If-None-Match", "swap": "PUT, If-Match"}

@@ -18,11 +18,11 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError
-from raycheck.settings import StorageSettings, kind_of
 from raycheck.shards.assets import ADAPTER_CONFIG
 from raycheck.shards.contents import SAFETENSORS_DTYPES, contents, json_text
 from raycheck.shards.folder import check_free, destination
 from raycheck.shards.weights import Source, Weight
+from raycheck.storage_settings import StorageSettings, kind_of
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from uuid import uuid4
 from raycheck.bucket.layout import export_key
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from raycheck.bucket.fork import fork
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings, kind_of
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_names import RunGuard, final_error, ray_storage, refuse_unsupported, storage_uri

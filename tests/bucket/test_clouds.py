@@ -22,7 +22,7 @@ from raycheck.bucket.store.remote import ATTEMPTS, send_parts
 from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import prune
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 from tests.bucket.helpers import Driver, everything
 from tests.faultproxy import FaultProxy, fault_proxy
 from tests.gcs_server import gcs_server, inject

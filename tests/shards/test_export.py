@@ -32,13 +32,13 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.base import Buffer
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
-from raycheck.settings import StorageSettings
 from raycheck.shards.contents import SAFETENSORS_DTYPES
 from raycheck.shards.export import INDEX_FILE, export_hf
 from raycheck.shards.lora import as_saved
 from raycheck.shards.progress import Progress
 from raycheck.shards.state import TrainState
 from raycheck.shards.weights import Source, _boxes
+from raycheck.storage_settings import StorageSettings
 from tests.invariants import assert_invariants
 from tests.shards import hf
 from tests.shards.fakes import playing, save_played

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 from raycheck.bucket.store.engines import SAYABLE_TO_PYARROW
 from raycheck.bucket.store.uri import Address, parse_uri
 from raycheck.errors import ConfigError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 _SECRETS = ("access_key", "secret_key", "session_token", "access_token", "account_key", "client_secret", "sas_token")
 _IDENTITIES = ("target_service_account", "client_id", "tenant_id")

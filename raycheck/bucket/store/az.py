@@ -25,7 +25,7 @@ from raycheck.bucket.store.remote import (
     send_parts,
 )
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10
 ROLE = "Storage Blob Data Contributor"

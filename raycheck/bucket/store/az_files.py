@@ -7,7 +7,7 @@ from adlfs import AzureBlobFileSystem
 
 from raycheck.bucket.store.engines import adlfs_options, ca_file
 from raycheck.bucket.store.uri import parse_uri
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 
 class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped

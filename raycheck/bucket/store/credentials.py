@@ -14,7 +14,7 @@ from botocore.credentials import AssumeRoleCredentialFetcher, Credentials, Defer
 from botocore.exceptions import NoCredentialsError
 from botocore.session import Session
 
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 LEASE_S = 60
 SESSION_NAME = "raycheck"

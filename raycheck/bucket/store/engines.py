@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from raycheck.errors import ConfigError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 TIMEOUT_S = 60
 """Of one of obstore's requests, its body included."""

@@ -28,7 +28,7 @@ from raycheck.bucket.store.remote import (
     optional_import,
 )
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 GET = "storage.objects.get"
 LIST = "storage.objects.list"

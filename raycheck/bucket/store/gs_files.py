@@ -12,7 +12,7 @@ from google.auth.exceptions import DefaultCredentialsError
 from raycheck.bucket.store.engines import gcsfs_options, trusted
 from raycheck.bucket.store.uri import parse_uri
 from raycheck.errors import ConfigError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 
 class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped

@@ -16,7 +16,7 @@ import aiohttp
 
 from raycheck.bucket.store.remote import Pieces, optional_import
 from raycheck.errors import ConfigError, StoreError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10.0
 _EXPIRED = "Invalid Credentials"

@@ -21,7 +21,7 @@ from raycheck.bucket.store.remote import Pieces, RemoteStore, Repeat, bucket_tim
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 
 class S3Store(RemoteStore):

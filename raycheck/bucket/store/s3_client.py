@@ -14,7 +14,7 @@ from aiobotocore.session import AioSession
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import s3fs_options
 from raycheck.bucket.store.uri import parse_uri
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 
 class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped

@@ -16,7 +16,7 @@ from botocore.exceptions import (
 
 from raycheck.bucket.store.remote import not_accepted
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 _PERMISSIONS = {
     "GetObject": "s3:GetObject",

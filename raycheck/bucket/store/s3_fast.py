@@ -26,7 +26,7 @@ from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.bucket.store.lending import CUTS, Loan
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
-from raycheck.settings import StorageSettings
+from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
     from raycheck.bucket.store.credentials import Chain

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from raycheck.bucket.store.base import Store
 from raycheck.errors import ConfigError
-from raycheck.settings import ADDRESS_NAMES, StorageSettings, kind_of
+from raycheck.storage_settings import ADDRESS_NAMES, StorageSettings, kind_of
 
 SCHEMES = ("s3", "gs", "az", "abfss", "file", "memory")
 _KINDS = ("s3", "gs", "az", "file", "memory")

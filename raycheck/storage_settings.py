@@ -1,0 +1,209 @@
+"""How a bucket is reached: plain data, checked whole at construction.
+
+These settings travel in the run's URI, and the environment does not: each process reads its own where it opens a
+store. So a URI may stand in a bucket, a log or a pointer, and holds no secret.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from raycheck.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageSettings:
+    """How a bucket is reached. Never a secret: those come from the environment, a profile or a role.
+
+    endpoint: the store's URL, for stores other than the cloud's own. region: of the bucket.
+    profile: a section of the AWS configuration files. role_arn: a role to assume on top of the credentials found, with
+        external_id where the role asks for one.
+    anonymous: send no credentials. requester_pays: agree to pay for requests to somebody else's bucket.
+    encryption: "AES256" or "aws:kms", and for the latter kms_key_id, where it is not the account's default key.
+    ca_bundle: a file of PEM certificates to trust; it must be there on every node.
+    path_style: the bucket in the path (True) or in the host name (False); left alone it is the path where an endpoint
+        is given, else the host name.
+
+    None is "not said": then the URI's query decides, then the environment (RAYCHECK_STORAGE_<FIELD>, AWS's own
+    variables), then the client's default. Raises ConfigError when a value cannot work.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    role_arn: str | None = None
+    external_id: str | None = None
+    anonymous: bool | None = None
+    requester_pays: bool | None = None
+    encryption: str | None = None
+    kms_key_id: str | None = None
+    ca_bundle: str | None = None
+    path_style: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in _FIELDS:
+            value, kind = getattr(self, name), bool if name in _FLAGS else str
+            if value is not None and (not isinstance(value, kind) or value == ""):
+                raise ConfigError(f"StorageSettings({name}): give {'True or False' if kind is bool else 'a text'}")
+        if self.endpoint is not None:
+            _check_endpoint(self.endpoint)
+        if self.encryption not in (None, "AES256", "aws:kms"):
+            raise ConfigError(f'StorageSettings(encryption={self.encryption!r}): give "AES256" or "aws:kms"')
+        if self.kms_key_id is not None and self.encryption != "aws:kms":
+            raise ConfigError('StorageSettings(kms_key_id): a key is only used with encryption="aws:kms"')
+        if self.external_id is not None and self.role_arn is None:
+            raise ConfigError("StorageSettings(external_id): it goes with a role_arn")
+        if self.role_arn is not None and not self.role_arn.startswith("arn:"):
+            raise ConfigError(f"StorageSettings(role_arn={self.role_arn!r}): a role begins with arn:")
+        for name in _IDENTITY:
+            if self.anonymous and getattr(self, name) is not None:
+                raise ConfigError(f"StorageSettings(anonymous, {name}): anonymous requests have no identity")
+
+    @property
+    def is_plain_http(self) -> bool:
+        """Whether no certificate will be looked at."""
+        return self.endpoint is not None and self.endpoint.startswith("http://")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> "StorageSettings":
+        """From what a YAML or JSON file holds. Raises ConfigError for a name that is none of the fields."""
+        unknown = sorted(str(name) for name in set(mapping) - set(_FIELDS))
+        if unknown:
+            raise ConfigError(f"unknown storage setting {unknown[0]!r}; known: {', '.join(_FIELDS)}")
+        return cls(**{name: _parsed(name, value) for name, value in mapping.items()})
+
+    @classmethod
+    def from_query(cls, scheme: str, query: Mapping[str, str]) -> "StorageSettings":
+        """From a URI's query, where pyarrow's names are used as far as it has them. Raises ConfigError."""
+        known = _query_names(scheme)
+        unknown = sorted(set(query) - set(known))
+        if unknown and not known:
+            raise ConfigError(f"{scheme}:// takes no settings in its query")
+        if unknown:
+            raise ConfigError(f"{scheme}://: unknown setting {unknown[0]!r} in the query; known: {', '.join(known)}")
+        found = {known[name]: value for name, value in query.items() if name != "scheme"}
+        endpoint = found.get("endpoint")
+        if endpoint and "://" not in endpoint:
+            found["endpoint"] = f"{query.get('scheme', 'https')}://{endpoint}"
+        return cls.from_mapping(found)
+
+    @classmethod
+    def from_environment(cls, scheme: str) -> "StorageSettings":
+        """What this process's environment says to stores of that scheme; the rest of it is for other stores.
+
+        AWS_PROFILE is left to the clients: it yields to access keys in the environment, which a setting would not.
+        """
+        found = {name: value for name in meant_for(scheme) if (value := os.environ.get(f"{_PREFIX}{name.upper()}"))}
+        settings = cls.from_mapping(found)
+        if scheme != "s3":
+            return settings
+        amazon = {name: next(filter(None, map(os.environ.get, names)), None) for name, names in _AWS.items()}
+        return settings.over(cls.from_mapping(amazon))
+
+    def over(self, lower: "StorageSettings") -> "StorageSettings":
+        """These settings, and where they say nothing the lower ones, less what contradicts these."""
+        merged = {name: getattr(self, name) for name in _FIELDS}
+        names = set(_FIELDS)
+        if self.anonymous:
+            names -= set(_IDENTITY)
+        if any(getattr(self, name) is not None for name in _IDENTITY):
+            names -= {"anonymous"}
+        if self.role_arn is not None:
+            names -= {"external_id"}
+        if self.encryption is not None and self.encryption != lower.encryption:
+            names -= {"kms_key_id"}
+        for name in names:
+            if merged[name] is None:
+                merged[name] = getattr(lower, name)
+        return StorageSettings(**merged)
+
+    def into(self, uri: str) -> str:
+        """`uri` with these settings in its query, over those that stand there. So they travel with the run's URI.
+
+        Raises ConfigError for a setting that means nothing to the URI's scheme.
+        """
+        said = [name for name in _FIELDS if getattr(self, name) is not None]
+        if not said:
+            return uri
+        base, _, text = uri.partition("?")
+        scheme = kind_of(base)
+        for name in said:
+            if name not in meant_for(scheme):
+                raise ConfigError(f"StorageSettings({name}) means nothing to {scheme}://")
+        query = dict(parse_qsl(text, keep_blank_values=True))
+        address = {name: query.pop(name) for name in ADDRESS_NAMES if name in query}
+        pairs = self.over(StorageSettings.from_query(scheme, query)).to_query()
+        return f"{base}?{urlencode(address | pairs, safe=':/')}"
+
+    def to_query(self) -> dict[str, str]:
+        """The same as the pairs of a URI's query."""
+        pairs = {}
+        for name in _FIELDS:
+            value = getattr(self, name)
+            if name == "endpoint" and value is not None:
+                scheme, _, pairs["endpoint_override"] = value.rstrip("/").partition("://")
+                pairs["scheme"] = scheme
+            elif value is not None:
+                pairs[_PYARROW.get(name, name)] = str(value).lower() if name in _FLAGS else value
+        return pairs
+
+
+_FIELDS = tuple(field.name for field in fields(StorageSettings))
+_FLAGS = ("anonymous", "requester_pays", "path_style")
+_IDENTITY = ("profile", "role_arn", "external_id")
+_PREFIX = "RAYCHECK_STORAGE_"
+_AWS = {
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "ca_bundle": ("AWS_CA_BUNDLE",),
+}
+_PYARROW = {"endpoint": "endpoint_override", "ca_bundle": "tls_ca_file_path"}
+_MEANT_FOR = {
+    "s3": _FIELDS,
+    "gs": ("endpoint", "anonymous", "requester_pays", "ca_bundle"),
+    "az": ("endpoint", "anonymous", "ca_bundle"),
+}
+_KINDS = {"gcs": "gs", "abfs": "az", "abfss": "az"}
+ADDRESS_NAMES = ("account_name",)
+"""What stands in the query and is part of the address: az:// has no other place for the account."""
+
+
+def kind_of(uri: str) -> str:
+    """s3, gs, az, file, memory: the store behind a URI's scheme, or the scheme itself when it is another."""
+    scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
+    return _KINDS.get(scheme, scheme)
+
+
+def meant_for(scheme: str) -> tuple[str, ...]:
+    """The settings that mean something to stores of that scheme."""
+    return _MEANT_FOR.get(scheme, ())
+
+
+def _query_names(scheme: str) -> dict[str, str]:
+    names = {_PYARROW.get(name, name): name for name in meant_for(scheme)}
+    return names | {"scheme": ""} if "endpoint" in meant_for(scheme) else names
+
+
+def _parsed(name: str, value: object) -> Any:
+    """A flag as files, queries and the environment write it."""
+    if name in _FLAGS and isinstance(value, str):
+        words = {"true": True, "1": True, "false": False, "0": False}
+        if value.lower() not in words:
+            raise ConfigError(f"storage setting {name}={value!r}: give true or false")
+        return words[value.lower()]
+    return value
+
+
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        parts = urlsplit(endpoint)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_host = False
+    if "@" in endpoint:
+        raise ConfigError("StorageSettings(endpoint): it holds credentials; take them out")
+    if not has_host or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+        bare = endpoint.partition("?")[0].partition("#")[0]  # the rest may be a signature
+        raise ConfigError(f"StorageSettings(endpoint={bare!r}): give a URL such as http://127.0.0.1:9000")
