@@ -46,20 +46,26 @@ class SaveSettings:
     """When to save, what to keep, and how long to wait.
 
     every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. None: never.
+        every_steps is 100 where nothing is said, and None with an overhead.
+    overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
+        and how often the run was hurt (interval.py), and is never longer than every_seconds.
     export_every_steps: also write the model as a Hugging Face directory under `exports/` after each so many steps,
         which are then saved too; the state must hold one model with such a configuration. None turns it off.
     keep_last, keep_every_steps, keep_best, expire_after_s: which checkpoints stay, see Retention. The others leave
         `latest` in the same swap that commits a newer one, and their objects are deleted after a grace for readers.
     buffers, when_busy: how many saves may be under way, each in host memory of its own; a trigger while all of them are
         has to "wait", which holds up training, or may "skip" (every_seconds: comes later). Preemption always waits.
+    on_preempt: after the save that a preemption notice brings, "continue" until the node goes and Ray restarts the
+        workers, or "restart" them at once elsewhere, which costs one of Ray's max_failures.
     save_timeout_s: how long a save may take from its start to the commit before it counts as failed.
     max_failed_saves: so many failed saves in a row end the training with SaveFailedError; fewer are logged.
 
     Raises ConfigError when a value cannot work.
     """
 
-    every_steps: int | None = 100
+    every_steps: int | Literal["default"] | None = "default"
     every_seconds: float | None = None
+    overhead: float | None = None
     export_every_steps: int | None = None
     keep_last: int | None = 10
     keep_every_steps: int | None = None
@@ -67,20 +73,35 @@ class SaveSettings:
     expire_after_s: float | None = None
     buffers: Literal[1, 2] = 1
     when_busy: Literal["wait", "skip"] = "wait"
+    on_preempt: Literal["continue", "restart"] = "continue"
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
-        _check_counts(self, "every_steps", "export_every_steps", "max_failed_saves")
+        if self.every_steps != "default":
+            _check_counts(self, "every_steps")
+        if self.overhead is not None and not (isinstance(self.overhead, int | float) and 0 < self.overhead < 1):
+            raise ConfigError(f"overhead={self.overhead!r}: give a share of training time, such as 0.02")
+        _check_counts(self, "export_every_steps", "max_failed_saves")
         _check_seconds(self, "every_seconds", "save_timeout_s")
-        for name, choices in (("when_busy", ("wait", "skip")), ("buffers", (1, 2))):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give {choices[0]!r} or {choices[1]!r}")
         _ = self.retention
 
     @property
+    def step_trigger(self) -> int | None:
+        """`every_steps`, or what it is where nothing is said."""
+        if self.every_steps == "default":
+            return 100 if self.overhead is None else None
+        return self.every_steps
+
+    @property
     def retention(self) -> Retention:
         return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
+
+
+_CHOICES = {"when_busy": ("wait", "skip"), "buffers": (1, 2), "on_preempt": ("continue", "restart")}
 
 
 def _check_counts(settings: object, *names: str) -> None:

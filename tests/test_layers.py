@@ -20,6 +20,7 @@ RINGS = {
     "shards": 2,
     "train": 3,
     "run": 4,
+    "submit": 4,
     "cli": 5,
     "demo": 5,
     "__main__": 6,

@@ -85,6 +85,8 @@ def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manife
         save=name.save,
         restored_from=f"{checkpoint.store.uri} {old.key}",
         partial=(),
+        trained_s=0.0,
+        began_at=None,
         components=tuple(replace(part, checkpoint=str(name)) for part in old.components),
     )
     for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):

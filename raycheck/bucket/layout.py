@@ -85,6 +85,10 @@ def attempt_key(number: int) -> str:
     return f"{ATTEMPTS_PREFIX}{number:06d}.json"
 
 
+def resume_key(number: int) -> str:
+    return f"{ATTEMPTS_PREFIX}{number:06d}.start.json"
+
+
 def pointer_prefix(name: str) -> str:
     """The directory Ray is told of. Ray's own retention may delete it; nothing of ours is in it."""
     checkpoint_prefix(name)

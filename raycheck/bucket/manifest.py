@@ -59,7 +59,9 @@ class Manifest(Document):
     """Everything about one checkpoint except where each tensor's bytes lie: that is in its index.
 
     partial: the partial restores (restore(only=..., skip=...)) that this checkpoint descends from: the same one is not
-    done twice, so that a restart does not throw away what was trained since.
+    done twice, so that a restart does not throw away what was trained since. trained_s: seconds of training that stand
+    in this state, over all attempts, without what was lost or spent on saves. began_at: when the run's first attempt
+    began, None when that is not known.
     """
 
     is_long: ClassVar[bool] = True
@@ -74,6 +76,8 @@ class Manifest(Document):
     world_size: int
     restored_from: str | None
     partial: tuple[str, ...] = ()
+    trained_s: float = 0.0
+    began_at: float | None = None
     metrics: Mapping[str, float]
     index: Blob
     components: tuple[Component, ...]

@@ -1,12 +1,17 @@
-"""`attempts/NNNNNN.json`: what an attempt was and why it ended, once it is over. For people, and for a repair."""
+"""Two small documents per attempt, for people: `attempts/NNNNNN.json`, what it was and why it ended, once it is over
+(a repair reads it too); `attempts/NNNNNN.start.json`, how it went on from the one before, and what that one's end cost.
 
+Each is written once. Nothing in a running system depends on them.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raycheck.bucket import layout
 from raycheck.bucket.document import FORMAT_VERSION, Document, dump, load
 from raycheck.bucket.latest import Attempt
 from raycheck.bucket.store import Store
-from raycheck.errors import ConflictError, StoreError
+from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
 
 MAX_BYTES = 64 * 1024
 
@@ -22,15 +27,82 @@ class Record(Document):
     cause: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume(Document):
+    """How `attempt` went on from `after`, the one before it, which ended by `cause`.
+
+    restored: the checkpoint, None when there was none. step: where training went on. world_size_before: of the attempt
+    before, 0 when that was a person's (rewind, repair). lost_steps, lost_s: what was trained and thrown away, None when
+    nobody knows how far it was: the driver had died too. since_commit_s: from the restored checkpoint's commit to the
+    end of the restore, downtime included; None without one. restore_s: of the slowest rank; restore_bytes: of all
+    ranks. what: entries that were restored, and those that were not.
+    """
+
+    format_version: int = FORMAT_VERSION
+    attempt: int
+    after: int
+    cause: str
+    restored: str | None
+    step: int
+    world_size_before: int
+    world_size: int
+    lost_steps: int | None
+    lost_s: float | None
+    since_commit_s: float | None
+    restore_s: float
+    restore_bytes: int
+    what: str
+
+    @property
+    def lost(self) -> str:
+        """What was trained and thrown away, in words."""
+        steps = "unknown" if self.lost_steps is None else f"{self.lost_steps} steps"
+        return steps if self.lost_s is None else f"{steps}, {self.lost_s:.1f} s"
+
+    def __str__(self) -> str:
+        since = "" if self.since_commit_s is None else f", {self.since_commit_s:.1f} s since that commit"
+        speed = self.restore_bytes / 1e6 / max(self.restore_s, 1e-9)
+        return (
+            f"after attempt {self.after} ({self.cause}): step {self.step} of {self.restored or 'nothing'}, "
+            f"{self.world_size_before} -> {self.world_size} ranks, lost: {self.lost}{since}, "
+            f"{self.restore_bytes / 1e6:.1f} MB restored in {self.restore_s:.2f} s ({speed:.0f} MB/s); {self.what}"
+        )
+
+
 def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str) -> bool:
-    """Write the record, once. Whether it could be written: nothing in a running system depends on it."""
+    """Write the record, once. Whether it could be written."""
     record = Record(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
-    try:
-        store.put_if_absent(layout.attempt_key(ended.number), dump(record))
-    except (ConflictError, StoreError):
-        return False
-    return True
+    return _put(store, layout.attempt_key(ended.number), record)
+
+
+def record_resume(store: Store, resume: Resume) -> bool:
+    """The same for how an attempt began."""
+    return _put(store, layout.resume_key(resume.attempt), resume)
 
 
 def load_record(data: bytes, *, what: str) -> Record:
     return load(Record, data, what=what, max_bytes=MAX_BYTES)
+
+
+def load_resume(data: bytes, *, what: str) -> Resume:
+    return load(Resume, data, what=what, max_bytes=MAX_BYTES)
+
+
+def resumes(store: Store, attempts: Iterable[int]) -> dict[int, Resume]:
+    """Those that can be read, by attempt."""
+    found = {}
+    for number in attempts:
+        key = layout.resume_key(number)
+        try:
+            found[number] = load_resume(store.get(key).data, what=f"{store.uri}: {key}")
+        except (NotFoundError, CorruptError):
+            continue
+    return found
+
+
+def _put(store: Store, key: str, document: Document) -> bool:
+    try:
+        store.put_if_absent(key, dump(document))
+    except (ConflictError, StoreError):
+        return False
+    return True

@@ -3,7 +3,7 @@
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,15 +30,20 @@ def size(count: float) -> str:
 def settings_of(file: Path | None) -> StorageSettings | None:
     if file is None:
         return None
+    return StorageSettings.from_mapping(yaml_of(file, option="--storage"))
+
+
+def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
+    """What a YAML file given for `option` holds. Raises ConfigError."""
     import yaml
 
     try:
         found = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--storage {file}: {error}") from None
+        raise ConfigError(f"{option} {file}: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"--storage {file}: it must hold name: value pairs")
-    return StorageSettings.from_mapping(found)
+        raise ConfigError(f"{option} {file}: it must hold name: value pairs")
+    return found
 
 
 def time_of(at: float) -> str:

@@ -8,11 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.record import Resume, resumes
 from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size, time_of
 from raycheck.errors import NotFoundError
 from raycheck.run import Run, open_run
 
 MAX_PLACES = 10
+MAX_ATTEMPTS = 20
+"""Of so many it is looked up how they began."""
 
 
 def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
@@ -35,8 +38,10 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     """Show a run and one checkpoint of it (the head, or --step)."""
     run = open_run(uri, settings_of(storage))
     checkpoint = run.head if step is None else run.at_step(step)
+    began = resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
     attempts = [
         {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
+        | {"resume": _fields(began[item.number]) if item.number in began else None}
         for item in run.latest.attempts
     ]
     facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head, "attempts": attempts}
@@ -46,11 +51,12 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         print_json(facts)
         return
     out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints\n"))
-    table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", box=None, pad_edge=False)
+    table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", "lost", "because", box=None, pad_edge=False)
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"
         row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, time_of(item.claimed_at))
-        table.add_row(*(Text(str(cell)) for cell in row))
+        resume = began.get(item.number)
+        table.add_row(*(Text(str(cell)) for cell in (*row, *((resume.lost, resume.cause) if resume else ("", "")))))
     out.print(table)
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
@@ -94,6 +100,10 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
         raise typer.Exit(1)
 
 
+def _fields(resume: Resume) -> dict[str, Any]:
+    return {name: value for name, value in asdict(resume).items() if name != "unknown"}
+
+
 def _in_words(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {item}" for name, item in value.items())
@@ -131,6 +141,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
         "attempt": manifest.attempt,
         "world_size": manifest.world_size,
         "restored_from": manifest.restored_from,
+        "trained_s": manifest.trained_s,
         "tensors": len(index.tensors),
         "entries": sorted(set(index.values) - {"assets", "progress"}),
         "components": {part.name: part.checkpoint for part in manifest.components},

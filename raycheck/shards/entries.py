@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
 from raycheck.shards.assets import FilesPart, has_files
+from raycheck.shards.loaders import LoaderPart, is_loader
 from raycheck.shards.modules import ModulePart
 from raycheck.shards.names import parameter_names
 from raycheck.shards.optimizer import OptimizerPart
@@ -29,10 +30,10 @@ def entries_of(state: Mapping[str, object]) -> dict[str, object]:
     return entries
 
 
-def parts_of(entries: Mapping[str, object], *, rank: int) -> list[Part]:
+def parts_of(entries: Mapping[str, object], *, rank: int, world_size: int) -> list[Part]:
     """One part per entry."""
     parameters = parameter_names({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
-    return [_part(name, value, parameters, rank) for name, value in entries.items()]
+    return [_part(name, value, parameters, rank, world_size) for name, value in entries.items()]
 
 
 def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -61,18 +62,15 @@ def _nested(name: str, value: object, parameters: ParameterNames) -> Iterator[tu
         yield from _nested(f"{name}.{step.replace('.', '_')}", item, parameters)
 
 
-def _part(name: str, value: Any, parameters: ParameterNames, rank: int) -> Part:
+def _part(name: str, value: Any, parameters: ParameterNames, rank: int, world_size: int) -> Part:
     if isinstance(value, torch.nn.Module):
         return ModulePart(name, value)
     if isinstance(value, Optimizer):
         return OptimizerPart(name, value, parameters)
     if isinstance(value, PerRank):
         return PerRankPart(name, value, rank=rank)
-    if isinstance(value, torch.utils.data.DataLoader):
-        raise ConfigError(
-            f"state[{name!r}] is a torch DataLoader, which cannot say where it stands. Use "
-            "raycheck.Batches(dataset, global_batch=..., seed=...) and iterate over its loader(epoch)"
-        )
+    if is_loader(name, value):
+        return LoaderPart(name, value, rank=rank, world_size=world_size)
     if type(value) is dict:
         return ObjectPart(name, _InPlace(value))
     if has_files(value):

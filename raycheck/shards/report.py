@@ -28,7 +28,7 @@ class Report:
     """What one rank hands in when its shards are durable, or why they are not (`failure`).
 
     section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
-    partial: see Manifest.
+    partial, trained_s, began_at: see Manifest.
     """
 
     group: str
@@ -43,6 +43,8 @@ class Report:
     section: Section | None = None
     restored_from: str | None = None
     partial: tuple[str, ...] = ()
+    trained_s: float = 0.0
+    began_at: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
     upload_s: float = 0.0
@@ -105,6 +107,8 @@ def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Ma
         world_size=len(reports),
         restored_from=first.restored_from,
         partial=first.partial,
+        trained_s=first.trained_s,
+        began_at=first.began_at,
         metrics=first.metrics,
         index=Blob(size_bytes=len(index), crc32=crc32(index)),
         components=tuple(components),

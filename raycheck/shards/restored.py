@@ -63,6 +63,11 @@ class Restored:
     bytes_fetched: int
     report: RestoreReport
 
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training that stand in the state; none of them when it starts anew from trained weights."""
+        return self.manifest.trained_s if self.progress.step else 0.0
+
     def apply_rng(self, rank: int) -> str:
         return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"
 

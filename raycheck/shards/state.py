@@ -44,7 +44,7 @@ class TrainState:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self.entries = entries_of(state)
-        self._parts = parts_of(self.entries, rank=rank)
+        self._parts = parts_of(self.entries, rank=rank, world_size=world_size)
         self._assets = assets_of(self.entries)
         self._rank = rank
         self._world_size = world_size

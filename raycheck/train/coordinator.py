@@ -17,10 +17,8 @@ from raycheck.bucket import commit as protocol
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import Identity
 from raycheck.bucket.damage import go_back
-from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry
-from raycheck.bucket.manifest import Manifest
+from raycheck.bucket.latest import COMMIT_BYTES, Entry
 from raycheck.bucket.probe import probe
-from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import (
@@ -33,9 +31,11 @@ from raycheck.errors import (
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.plans import Plans
 from raycheck.shards.report import Report, assemble
+from raycheck.train.chronicle import Chronicle
 from raycheck.train.exports import Exports
+from raycheck.train.lifeline import Pulse
 from raycheck.train.log import logger, show_log
-from raycheck.train.meeting import Claim, Meeting, Outcome, PendingSave, Restoring, Ruling, Verdict
+from raycheck.train.meeting import Arrival, Claim, Meeting, Outcome, PendingSave, Restoring, Ruling, Verdict
 from raycheck.train.tidying import Tidier
 
 WAIT_S = 10.0
@@ -64,13 +64,17 @@ class Coordinator:
         self._probed = False
         self._exports = Exports(uri)
         self._tidier = Tidier(self._register, self._exports)
+        self._chronicle = Chronicle(self._store)
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Make `group` the live attempt. All its ranks may call; they get one answer."""
         async with self._lock:
             if group not in self._claims:
                 await self._finish_commits()
-                self._claims = {group: await asyncio.to_thread(self._claim, group, world_size)}
+                claim = await asyncio.to_thread(self._claim, group, world_size)
+                if claim.restore is None:
+                    claim = replace(claim, resume=self._chronicle.resumed(None, []))
+                self._claims = {group: claim}
                 self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
                 self._agreements.clear()
                 self._restorings.clear()
@@ -86,11 +90,11 @@ class Coordinator:
         if at not in self._restorings and claim.restore and claim.restore.key != verdict.key:
             return Ruling(kind="again", claim=claim, message="found damaged before")
         restoring = self._restorings.setdefault(at, Restoring())
-        restoring.come(verdict, lambda: self._rule(verdict))
+        restoring.come(verdict, lambda: self._rule(verdict), lambda arrivals: self._go_on(verdict, arrivals))
         await asyncio.wait([restoring.ruling], timeout=WAIT_S)
         if restoring.ruling.done():
             return restoring.ruling.result()
-        missing = sorted(set(range(verdict.world_size)) - restoring.ranks)
+        missing = sorted(set(range(verdict.world_size)) - set(restoring.arrivals))
         return Ruling(kind="pending", message=f"ranks {missing} have not restored it")
 
     async def report(self, report: Report) -> Outcome:
@@ -138,6 +142,14 @@ class Coordinator:
         """Wait a while for exports under way; returns how many are left."""
         return await asyncio.to_thread(self._exports.wait, WAIT_S)
 
+    async def beat(self, group: str, pulse: Pulse) -> None:
+        """How far rank 0 is. For people only, and repeated by itself."""
+        self._chronicle.beat(group, pulse)
+
+    async def hurt(self, causes: list[str]) -> None:
+        """What Ray's controller saw of the live group."""
+        self._chronicle.hurt(causes)
+
     async def watch(self, group: str) -> None:
         """Look at `latest`. Raises FencedError or SupersededError when the group's attempt is over."""
         await self._adopt(group)
@@ -147,8 +159,7 @@ class Coordinator:
         """Step 12: the first call of a group that this start of the coordinator does not know."""
         async with self._lock:
             if group not in self._claims and group not in self._adopted:
-                attempt = await asyncio.to_thread(protocol.take_over, self._register, self._me, group=group)
-                self._adopted[group] = attempt.last_save
+                self._adopted[group] = await asyncio.to_thread(self._take_over, group)
 
     async def _finish_commits(self) -> None:
         """Step 7: a fully reported save of the old attempt is committed before a new claim, within a bound."""
@@ -164,6 +175,9 @@ class Coordinator:
         self._claims[verdict.group] = claim
         return Ruling(kind="again", claim=claim, message=problem)
 
+    def _go_on(self, verdict: Verdict, arrivals: list[Arrival]) -> Ruling:
+        return Ruling(kind="done", resume=self._chronicle.resumed(self._claims[verdict.group].restore, arrivals))
+
     def _forget_before(self, report: Report) -> None:
         for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 2]:
             del self._saves[key]
@@ -176,8 +190,9 @@ class Coordinator:
         attempt, entry = protocol.claim(
             self._register, self._me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
         )
-        if before is not None and before[0].attempt.number < attempt.number:
-            self._record_end(before[0].attempt, attempt)
+        past = before[0].attempts if before is not None else ()
+        ended = past[-1] if past and past[-1].number < attempt.number else None
+        self._chronicle.claimed(ended, attempt, entry, now=attempt.claimed_at)
         if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
             logger.warning("run %s: latest is nearly full; keep fewer checkpoints (raycheck prune)", self._uri)
         logger.info(
@@ -187,7 +202,18 @@ class Coordinator:
             world_size,
             f"restoring {entry.key}" if entry else "starting fresh",
         )
-        return Claim(attempt=attempt.number, restore=entry, documents=self._documents(entry) if entry else [])
+        return Claim(
+            attempt=attempt.number,
+            restore=entry,
+            documents=self._documents(entry) if entry else [],
+            claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
+        )
+
+    def _take_over(self, group: str) -> int:
+        attempt = protocol.take_over(self._register, self._me, group=group)
+        found = self._register.read()
+        self._chronicle.claimed(None, attempt, None, now=found[1].at if found else attempt.claimed_at)
+        return attempt.last_save
 
     def _go_back(self, verdict: Verdict, problem: str) -> tuple[Entry, list[Any]]:
         entry = go_back(self._register, self._me, group=verdict.group, key=verdict.key, problem=problem)
@@ -220,11 +246,6 @@ class Coordinator:
                     raise
                 time.sleep(1.0)
 
-    def _record_end(self, ended: Attempt, by: Attempt) -> None:
-        who = "the same driver restarted its workers" if ended.owner == by.owner else "another driver took over"
-        if not record_end(self._store, ended, by=by, cause=who):
-            logger.info("attempt %d: its record was not written, or was there already", ended.number)
-
     def _past(self, report: Report) -> Outcome:
         """Step 15 after a take-over: some ranks were told already and will not report again."""
         found = self._register.read()
@@ -234,6 +255,7 @@ class Coordinator:
 
     def _conclude(self, reports: dict[int, Report]) -> Outcome:
         """Steps 15 to 18 for one save. Raises what ends the attempt or the run; a failed save is an outcome."""
+        began = time.monotonic()
         first = next(iter(reports.values()))
         name = first.checkpoint
         failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
@@ -246,7 +268,7 @@ class Coordinator:
                 return Outcome(kind="superseded", key=name)
             self._plans.components = manifest.components
             self._tidier.committed()
-            self._tell_of(manifest)
+            self._chronicle.committed(manifest, seconds=time.monotonic() - began)
             if first.is_to_be_exported:
                 self._export(name)
         except (FencedError, SupersededError, CorruptError):
@@ -255,19 +277,6 @@ class Coordinator:
             return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
         places = {part.name: part.checkpoint for part in manifest.components}
         return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places)
-
-    def _tell_of(self, manifest: Manifest) -> None:
-        slowest = max(rank.upload_s for rank in manifest.ranks)
-        written = sum(rank.size_bytes for rank in manifest.ranks)
-        logger.info(
-            "run %s attempt %d: committed %s, %.1f MB, %.0f MB/s over all ranks, training blocked %.3f s",
-            self._store.uri,
-            manifest.attempt,
-            manifest.key,
-            written / 1e6,
-            written / 1e6 / max(slowest, 1e-9),
-            max(rank.blocked_s for rank in manifest.ranks),
-        )
 
     def _export(self, key: str) -> None:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raycheck.bucket.latest import Entry
+from raycheck.bucket.record import Resume
 from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError
 from raycheck.shards.agreement import Agreement, Holdings, agree
 from raycheck.shards.report import SAVE_ALIKE, Report
@@ -19,11 +20,14 @@ OnCorrupt = Literal["previous", "raise"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """The answer to a claim: the attempt's number, and the one checkpoint all ranks restore (None: start fresh).
-    documents: Ray's reference to those of it, in a list; empty when each rank has to read them itself."""
+    documents: Ray's reference to those of it, in a list; empty when each rank has to read them itself. claims: when the
+    run's listed attempts began, this one last. resume: how it goes on when there is nothing to restore."""
 
     attempt: int
     restore: Entry | None
     documents: list[Any]
+    claims: tuple[float, ...]
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +97,21 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """Where a rank's restore has brought it, in how many seconds since the claim. trained_s: see Manifest. what: its
+    report in words."""
+
+    step: int = 0
+    trained_s: float = 0.0
+    seconds: float = 0.0
+    bytes_fetched: int = 0
+    what: str = "nothing was restored"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """What a rank's restore of checkpoint `key` came to. damage: the proof that it is damaged; failure: what else went
-    wrong. Neither: all is well."""
+    wrong. Neither: all is well, and it has arrived."""
 
     group: str
     rank: int
@@ -103,15 +119,18 @@ class Verdict:
     key: str
     damage: str = ""
     failure: RaycheckError | None = None
+    arrival: Arrival = Arrival()
     on_corrupt: OnCorrupt = "previous"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
-    """What the ranks are told. "again": restore that of `claim`, for `message`. "pending": ask again."""
+    """What the ranks are told. "done": all have arrived, with `resume`. "again": restore that of `claim`, for
+    `message`. "pending": ask again."""
 
     kind: Literal["done", "again", "pending"]
     claim: Claim | None = None
+    resume: Resume | None = None
     message: str = ""
 
 
@@ -119,13 +138,19 @@ class Restoring:
     """The ranks' verdicts on one checkpoint, until they are ruled on. Lives in the coordinator's event loop."""
 
     def __init__(self) -> None:
-        self.ranks: set[int] = set()
+        self.arrivals: dict[int, Arrival] = {}
         self.ruling: asyncio.Future[Ruling] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
-    def come(self, verdict: Verdict, go_back: Callable[[], Coroutine[Any, Any, Ruling]]) -> None:
-        """The first bad verdict decides; without one, all must have come. `go_back`: rules on a damaged checkpoint."""
-        self.ranks.add(verdict.rank)
+    def come(
+        self,
+        verdict: Verdict,
+        go_back: Callable[[], Coroutine[Any, Any, Ruling]],
+        go_on: Callable[[list[Arrival]], Ruling],
+    ) -> None:
+        """The first bad verdict decides; without one, all must have come. `go_back`: rules on a damaged checkpoint,
+        `go_on` on a good one."""
+        self.arrivals[verdict.rank] = verdict.arrival
         if self.ruling.done() or self._task is not None:
             return
         whose = f"rank {verdict.rank}: restore of {verdict.key}: "
@@ -135,8 +160,8 @@ class Restoring:
             self._fail(DamagedError(whose + verdict.damage))
         elif verdict.damage:
             self._task = asyncio.create_task(self._rule(go_back()))
-        elif len(self.ranks) == verdict.world_size:
-            self.ruling.set_result(Ruling(kind="done"))
+        elif len(self.arrivals) == verdict.world_size:
+            self.ruling.set_result(go_on([self.arrivals[rank] for rank in range(verdict.world_size)]))
 
     async def _rule(self, ruling: Coroutine[Any, Any, Ruling]) -> None:
         try:

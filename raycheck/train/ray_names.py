@@ -36,10 +36,21 @@ class RunGuard(UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         del run_context
+        if self.coordinator is not None:
+            self.coordinator.hurt.remote([cause_of(rank, error) for rank, error in worker_exceptions.items()])
         for error in worker_exceptions.values():
             final = final_error(error)
             if final is not None:
                 raise final
+
+
+def cause_of(rank: int, error: BaseException) -> str:
+    """What happened to a rank, in one line."""
+    inner = getattr(error, "_base_exc", None) or getattr(error, "cause", None) or error
+    if isinstance(inner, RayActorError):
+        return f"rank {rank}: its {'node was taken away' if getattr(inner, 'preempted', False) else 'process died'}"
+    text = str(inner).strip().partition("\n")[0][:200]
+    return f"rank {rank}: {type(inner).__name__}: {text}"
 
 
 def final_error(error: BaseException | None) -> RaycheckError | None:

@@ -8,13 +8,14 @@ import time
 from dataclasses import dataclass, field, replace
 
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.record import Resume
 from raycheck.errors import DamagedError, RaycheckError, StoreError
 from raycheck.shards.progress import Progress
 from raycheck.shards.restored import Restored, RestoreReport
 from raycheck.shards.selection import Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.group import Group
-from raycheck.train.meeting import Claim, OnCorrupt, Ruling, Verdict
+from raycheck.train.meeting import Arrival, Claim, OnCorrupt, Ruling, Verdict
 
 RESTORE_TIMEOUT_S = 3600.0
 """How much later than the first rank the last one may be through."""
@@ -27,7 +28,7 @@ class At:
     step: index of the next optimizer step. epoch, samples: consumed position of the data. checkpoint: the name of
     what was restored, None when fresh. attempt: this life of the worker group. saved_world_size: ranks that wrote
     it. seconds, bytes_fetched, tensors: of this rank's restore. rng: what was done about random state. report: what
-    was restored, and what was not.
+    was restored, and what was not. resume: what the end of the attempt before cost, None in a run's first.
     """
 
     step: int = 0
@@ -41,32 +42,37 @@ class At:
     tensors: int = 0
     rng: str = "untouched"
     report: RestoreReport = field(default_factory=RestoreReport)
+    resume: Resume | None = None
 
     @classmethod
-    def of(cls, done: Restored, where: Progress, *, attempt: int, seconds: float, rng: str) -> "At":
+    def of(
+        cls, done: Restored, where: Progress, *, claim: Claim, resume: Resume | None, seconds: float, rng: str
+    ) -> "At":
         """`where`: the position in the data."""
         return cls(
             step=done.progress.step,
             epoch=where.epoch,
             samples=where.samples,
             checkpoint=done.manifest.key,
-            attempt=attempt,
+            attempt=claim.attempt,
             saved_world_size=done.manifest.world_size,
             seconds=seconds,
             bytes_fetched=done.bytes_fetched,
             tensors=done.tensors,
             rng=rng,
             report=done.report,
+            resume=resume,
         )
 
 
 def restore_together(
     group: Group, state: TrainState, claim: Claim, selection: Selection, *, strict: bool, on_corrupt: OnCorrupt
-) -> tuple[Claim, Restored]:
+) -> tuple[Claim, Restored, Resume | None]:
     """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
 
     Returns the claim as it stands in the end. Raises DamagedError when there is none, or by `on_corrupt`.
     """
+    began = time.monotonic()
     refused: list[str] = []
     while True:
         assert claim.restore is not None, "a fresh run restores nothing"
@@ -81,6 +87,7 @@ def restore_together(
         done = None
         try:
             done = state.apply(checkpoint, selection, strict=strict, once=True, share=True)
+            verdict = replace(verdict, arrival=_arrival(done, time.monotonic() - began))
         except DamagedError as error:
             verdict = replace(verdict, damage=str(error))
         except Exception as error:
@@ -90,14 +97,22 @@ def restore_together(
         ruling = _ruling(group, verdict)
         if ruling.claim is None:
             assert done is not None, "what is damaged here is not all well"
-            return claim, replace(done, report=replace(done.report, refused=tuple(refused)))
+            return claim, replace(done, report=replace(done.report, refused=tuple(refused))), ruling.resume
         refused.append(f"{verdict.key} ({ruling.message})")
         claim = ruling.claim
 
 
+def _arrival(done: Restored, seconds: float) -> Arrival:
+    return Arrival(
+        step=done.progress.step,
+        trained_s=done.trained_s,
+        seconds=seconds,
+        bytes_fetched=done.bytes_fetched,
+        what=str(done.report),
+    )
+
+
 def _ruling(group: Group, verdict: Verdict) -> Ruling:
-    if group.world_size == 1 and not verdict.damage:
-        return Ruling(kind="done")
     deadline = time.monotonic() + RESTORE_TIMEOUT_S
     what = f"restore of {verdict.key}"
     while True:

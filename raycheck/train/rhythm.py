@@ -6,6 +6,7 @@ the one before is still under way is its word too, asked for at the trigger itse
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raycheck.bucket.layout import pointer_prefix
@@ -13,6 +14,8 @@ from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.train import ray_names
 from raycheck.train.group import Group
+from raycheck.train.interval import Interval
+from raycheck.train.leaving import Leaving
 from raycheck.train.log import logger
 
 RAY_REPORT_PAUSE_S = 5.0
@@ -21,19 +24,22 @@ COST_SHARE = 0.01
 MAX_GAP = 1000
 MAX_GAP_S = 5.0
 """A notice may leave 30 s: rank 0 speaks at least this often, as far as steps allow."""
+LEAVING_GAP_S = 0.5
+"""The same once there is a notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Word:
     """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
 
-    step: where rank 0 stands, None at the end of its loop.
+    step: where rank 0 stands, None at the end of its loop. leave: end the attempt once what is under way is saved.
     """
 
     step: int | None
-    save: bool
-    news: str | None
-    gap: int
+    save: bool = False
+    news: str | None = None
+    gap: int = 1
+    leave: bool = False
 
 
 def is_multiple(step: int, every: int | None) -> bool:
@@ -44,10 +50,14 @@ class Rhythm:
     """One rank's sense of time. Every rank calls its methods at the same steps."""
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
-        if settings.every_seconds is not None and group.broadcast is None and group.world_size > 1:
-            raise ConfigError("SaveSettings(every_seconds=...) needs Group(broadcast=...): ranks must decide alike")
-        if settings.when_busy == "skip" and group.broadcast is None and group.world_size > 1:
-            raise ConfigError('SaveSettings(when_busy="skip") needs Group(broadcast=...): ranks must decide alike')
+        by_word = {
+            "every_seconds=...": settings.every_seconds is not None,
+            "overhead=...": settings.overhead is not None,
+            'when_busy="skip"': settings.when_busy == "skip",
+        }
+        for name, is_set in by_word.items():
+            if is_set and group.broadcast is None and group.world_size > 1:
+                raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must decide alike")
         self._settings = settings
         self._group = group
         self._saved_at = time.monotonic()
@@ -55,30 +65,48 @@ class Rhythm:
         self._news: str | None = None
         self._told: str | None = None
         self._told_at = float("-inf")
-        self._notice: float | None = None
-        self._word = _Word(step=None, save=False, news=None, gap=1)
+        self._leaving = Leaving()
+        self._interval = Interval(settings.overhead, at_most_s=settings.every_seconds) if settings.overhead else None
+        self.skipped = 0
+        self._word = _Word(step=None)
         self._next_sync = 1
         self._synced_at = (0, time.monotonic())
         self._broadcast_s = 1.0
 
-    def start_at(self, step: int) -> None:
+    def start_at(self, step: int, claims: Sequence[float]) -> None:
+        """claims: when the run's attempts began, by the store's clock, this one's last."""
         self._next_sync = step + 1
         self._synced_at = (step, time.monotonic())
+        if self._interval is not None:
+            self._interval.start(claims)
 
-    def is_due(self, step: int, *, is_busy: bool = False) -> bool:
-        """Whether this step's end is a moment to save. is_busy: a save of this rank is under way; rank 0's counts."""
-        self._word = _Word(step=None, save=False, news=None, gap=1)
+    def trained(self, seconds: float, *, is_saving: bool) -> None:
+        """A step took so long, beside a save or alone."""
+        if self._interval is not None:
+            self._interval.step(seconds, is_saving=is_saving)
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether all ranks are to end this attempt, so that Ray restarts them elsewhere."""
+        return self._word.leave
+
+    def is_due(self, step: int, *, is_busy: bool = False, busy_s: float = 0.0) -> bool:
+        """Whether this step's end is a moment to save. is_busy: a save of this rank has to end before; busy_s: how long
+        the saves of this rank have been under way. Rank 0's count."""
+        self._word = _Word(step=None)
         if self._group.broadcast is not None and step >= self._next_sync:
-            self._sync(step, is_busy=is_busy)
+            self._sync(step, is_busy=is_busy, busy_s=busy_s)
         settings = self._settings
-        is_round = is_multiple(step, settings.every_steps) or is_multiple(step, settings.export_every_steps)
+        is_round = is_multiple(step, settings.step_trigger) or is_multiple(step, settings.export_every_steps)
         if not is_round or self._word.save or settings.when_busy == "wait":
             return is_round or self._word.save
         return self._has_room(step, is_busy=is_busy)
 
-    def saved(self) -> None:
-        """A save begins."""
+    def saved(self, blocked_s: float) -> None:
+        """A save has begun, and blocked training for so long."""
         self._saved_at = time.monotonic()
+        if self._interval is not None:
+            self._interval.saved(blocked_s)
 
     def wants_news(self) -> bool:
         """Whether Ray can soon be told of a save that begins now, if rank 0 asks."""
@@ -102,25 +130,29 @@ class Rhythm:
     def tell_ray_at_end(self) -> None:
         """The same for the last commit, so that Result.checkpoint is the newest. Every rank calls it once."""
         if self._group.is_ray_train and self._group.broadcast is not None:
-            self._word = self._hear(_Word(step=None, save=False, news=self._news, gap=1), step=None)
+            self._word = self._hear(_Word(step=None, news=self._news), step=None)
             self.tell_ray()
 
     def _has_room(self, step: int, *, is_busy: bool) -> bool:
         """Rank 0's word at a step trigger. Its save ends when all ranks have reported theirs, or one has failed."""
         if self._group.world_size > 1:
-            word = None if self._group.rank else _Word(step=step, save=not is_busy, news=None, gap=1)
+            word = None if self._group.rank else _Word(step=step, save=not is_busy)
             is_busy = not self._hear(word, step=step).save
+        self.skipped += is_busy
         if is_busy and self._group.rank == 0:
             logger.warning("run %s: step %d is not saved: the save before it is still under way", self._group.uri, step)
         return not is_busy
 
-    def _sync(self, step: int, *, is_busy: bool) -> None:
+    def _sync(self, step: int, *, is_busy: bool, busy_s: float) -> None:
         began = time.monotonic()
-        leaving = ray_names.preemption_deadline() if self._group.is_ray_train else None
+        notice = ray_names.preemption_deadline() if self._group.is_ray_train else None
         word: _Word | None = None
         if self._group.rank == 0:
-            save = self._is_time(leaving, is_busy=is_busy)
-            word = _Word(step=step, save=save, news=self._fresh_news(began), gap=self._gap(step, began))
+            is_news = self._leaving.hear(notice)
+            save = self._saves_before_leaving(step, is_news=is_news, busy_s=busy_s) or self._is_time(is_busy=is_busy)
+            leave = is_news and self._settings.on_preempt == "restart"
+            news = self._fresh_news(began)
+            word = _Word(step=step, save=save, news=news, gap=self._gap(step, began), leave=leave)
         self._word = self._hear(word, step=step)
         # The least seen: the rest is waiting for slower ranks, which talking less would not save.
         self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
@@ -138,16 +170,21 @@ class Rhythm:
             )
         return heard
 
-    def _is_time(self, leaving: float | None, *, is_busy: bool) -> bool:
-        now = time.monotonic()
-        if leaving is not None and leaving != self._notice:
-            # A save that cannot end before the node goes would only cost steps; the one in flight goes on.
-            self._notice = leaving
-            return time.time() + 1.5 * self._save_s < leaving
+    def _saves_before_leaving(self, step: int, *, is_news: bool, busy_s: float) -> bool:
+        """Rank 0: whether a node that is about to go makes this a moment to save."""
+        left_s = max(0.0, self._save_s - busy_s) if busy_s else 0.0
+        if not is_news:
+            return self._leaving.is_noticed and self._leaving.is_late(save_s=self._save_s, busy_s=left_s)
+        save = self._leaving.fits(save_s=self._save_s, busy_s=left_s)
+        then = "saving" if save else "too little time for a save; one that is under way goes on"
+        logger.warning("run %s: a node of this group is about to go; step %d: %s", self._group.uri, step, then)
+        return save
+
+    def _is_time(self, *, is_busy: bool) -> bool:
         if is_busy and self._settings.when_busy == "skip":
             return False
-        every = self._settings.every_seconds
-        return every is not None and now - self._saved_at >= every
+        every = self._interval.seconds if self._interval is not None else self._settings.every_seconds
+        return every is not None and time.monotonic() - self._saved_at >= every
 
     def _fresh_news(self, now: float) -> str | None:
         return self._news if now - self._told_at >= RAY_REPORT_PAUSE_S else None
@@ -158,4 +195,5 @@ class Rhythm:
         if self._group.world_size == 1 or seconds <= 0 or steps <= 0:
             return 1
         cheap = self._broadcast_s * steps / (COST_SHARE * seconds)
-        return max(1, min(MAX_GAP, round(cheap), round(MAX_GAP_S * steps / seconds)))
+        gap_s = LEAVING_GAP_S if self._leaving.is_noticed else MAX_GAP_S
+        return max(1, min(MAX_GAP, round(cheap), round(gap_s * steps / seconds)))

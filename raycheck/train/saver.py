@@ -45,7 +45,7 @@ class _UnderWay:
 
 class Saver:
     """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save.
-    pointed: the newest checkpoint that Ray can be told of. save_s: how long the newest commit took."""
+    pointed: the newest checkpoint that Ray can be told of. save_s: how long the newest commit took. failed: saves."""
 
     def __init__(
         self,
@@ -57,8 +57,12 @@ class Saver:
         restored_from: str | None,
         partial: tuple[str, ...],
         saved_step: int,
+        began_at: float,
     ) -> None:
+        """began_at: see Manifest."""
         self.saved_step = saved_step
+        self.failed = 0
+        self._began_at = began_at
         self.pointed: str | None = None
         self.save_s = 0.0
         self._committed: str | None = None
@@ -82,8 +86,17 @@ class Saver:
         """Whether the next save would have to wait for a buffer."""
         return sum(not save.outcome.done() for save in self._pending) >= self._settings.buffers
 
-    def begin(self, progress: Progress, metrics: Mapping[str, object], *, is_news: bool = False) -> None:
-        """Stage the state and start its upload. Call after `wait_for_buffer`. is_news: Ray will be told of it.
+    @property
+    def busy_s(self) -> float:
+        """How long the oldest save that is under way has been; 0 without one."""
+        under_way = [save.began for save in self._pending if not save.outcome.done()]
+        return time.monotonic() - under_way[0] if under_way else 0.0
+
+    def begin(
+        self, progress: Progress, metrics: Mapping[str, object], *, trained_s: float = 0.0, is_news: bool = False
+    ) -> None:
+        """Stage the state and start its upload, after `wait_for_buffer`. trained_s: see Manifest. is_news: Ray will be
+        told.
 
         When there is no buffer all the same, this save is counted as failed, and the other ranks are told.
         """
@@ -99,6 +112,8 @@ class Saver:
             progress=progress,
             restored_from=self._restored_from,
             partial=self._partial,
+            trained_s=trained_s,
+            began_at=self._began_at,
             metrics=numbers_of(metrics),
             retention=self._settings.retention,
             is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
@@ -264,6 +279,7 @@ class Saver:
 
     def _failed(self, number: int, step: int, message: str) -> None:
         self._failures += 1
+        self.failed += 1
         self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come
         self._last_failure = message
         self._state.components.forget()
@@ -276,13 +292,8 @@ class Saver:
 
 
 def _tell_of(uri: str, report: Report) -> None:
-    size = sum(shard.size_bytes for shard in report.written)
+    size = sum(shard.size_bytes for shard in report.written) / 1e6
     logger.info(
-        "run %s attempt %d: saved step %d, %.1f MB of rank 0 at %.0f MB/s, training blocked %.3f s",
-        uri,
-        report.attempt,
-        report.progress.step,
-        size / 1e6,
-        size / 1e6 / max(report.upload_s, 1e-9),
-        report.blocked_s,
+        f"run {uri} attempt {report.attempt}: saved step {report.progress.step}, {size:.1f} MB of rank 0 at "
+        f"{size / max(report.upload_s, 1e-9):.0f} MB/s, training blocked {report.blocked_s:.3f} s"
     )

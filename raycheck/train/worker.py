@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Self, get_args
-from weakref import WeakValueDictionary
+from typing import NoReturn, Self, get_args
 
 from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
@@ -17,11 +16,14 @@ from raycheck.shards.progress import Progress
 from raycheck.shards.restored import Restored
 from raycheck.shards.selection import EVERYTHING, Selection
 from raycheck.shards.state import TrainState
+from raycheck.train.alone import be_the_only_one
 from raycheck.train.data import Batches
 from raycheck.train.group import Group
+from raycheck.train.lifeline import Pulse
 from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
+from raycheck.train.pace import Pace
 from raycheck.train.restoring import At, restore_together
 from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver
@@ -30,11 +32,10 @@ CLAIM_TIMEOUT_S = 300.0
 EXPORTS_TIMEOUT_S = 3600.0
 WATCH_S = 45.0
 """How often rank 0 has the coordinator look at `latest`."""
+BEAT_S = 1.0
+"""How often rank 0 says how far it is."""
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
-
-_open: "WeakValueDictionary[tuple[str, int], Checkpointer]" = WeakValueDictionary()
-"""By run and rank: the Checkpointers of this process."""
 
 
 class Checkpointer:
@@ -64,11 +65,18 @@ class Checkpointer:
         self._rhythm = Rhythm(self.settings, self._group)
         self._saver: Saver | None = None
         self._step = 0
+        self._pace = Pace()
+        self._beaten = float("-inf")
+        self._began_at = 0.0
         self._is_prepared = False
         self._metrics: dict[str, object] = {}
         self._over: RaycheckError | None = None
         self._closed = threading.Event()
-        self._be_the_only_one()
+        be_the_only_one(self, uri=self._group.uri, rank=rank)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
 
     def restore(
         self,
@@ -107,39 +115,27 @@ class Checkpointer:
             self._state.check_selection(selection)
             if selection != EVERYTHING:
                 logger.warning("run %s: restore %s: there is no checkpoint; starting fresh", group.uri, selection)
-            self._begin(claim, (str(selection),) if selection != EVERYTHING else ())
-            return At(attempt=claim.attempt)
+            self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
+            return At(attempt=claim.attempt, resume=claim.resume)
         began = time.monotonic()
-        claim, done = restore_together(group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt)
+        claim, done, resume = restore_together(
+            group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt
+        )
         rng = self._apply_rng(done)
         self._step = done.progress.step
-        self._begin(claim, done.lineage)  # only now: what a failed restore left behind must never be saved
-        self._rhythm.start_at(self._step)
+        # Only now: what a failed restore left behind must never be saved.
+        self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
         where = self._progress() if self._data else done.progress
-        at = At.of(done, where, attempt=claim.attempt, seconds=time.monotonic() - began, rng=rng)
-        self._tell_of(at)
+        at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
+        if at.report.missing or at.report.unexpected:
+            logger.warning("rank %d: the checkpoint and the state differ: %s", group.rank, at.report)
         return at
 
-    def _tell_of(self, at: At) -> None:
-        report = at.report
-        if self._group.rank == 0:
-            logger.info(
-                "run %s attempt %d: restored %s (step %d, %d -> %d ranks): %.1f MB in %.2f s (%.0f MB/s) on rank 0; %s",
-                self._group.uri,
-                at.attempt,
-                at.checkpoint,
-                at.step,
-                at.saved_world_size,
-                self._group.world_size,
-                at.bytes_fetched / 1e6,
-                at.seconds,
-                at.bytes_fetched / 1e6 / max(at.seconds, 1e-9),
-                report,
-            )
-        if report.missing or report.unexpected:
-            logger.warning("rank %d: the checkpoint and the state differ: %s", self._group.rank, report)
-
-    def _begin(self, claim: Claim, lineage: tuple[str, ...]) -> None:
+    def _begin(self, claim: Claim, lineage: tuple[str, ...], *, trained_s: float, began_at: float | None) -> None:
+        """trained_s, began_at: as the restored manifest has them."""
+        self._began_at = claim.claims[0] if began_at is None else began_at
+        self._rhythm.start_at(self._step, claim.claims)
+        self._pace.go(trained_s)
         self._saver = Saver(
             self._state,
             self.settings,
@@ -148,6 +144,7 @@ class Checkpointer:
             restored_from=None if claim.restore is None else claim.restore.key,
             partial=lineage,
             saved_step=self._step,
+            began_at=self._began_at,
         )
         if self._group.rank == 0:
             threading.Thread(target=self._watch, name="raycheck-watch", daemon=True).start()
@@ -159,6 +156,7 @@ class Checkpointer:
         FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
         """
         saver = self._claimed()
+        self._rhythm.trained(self._pace.stop(), is_saving=saver.busy_s > 0)
         self._step += 1
         self._metrics = detached(metrics or {})
         if not self._is_prepared:
@@ -169,17 +167,23 @@ class Checkpointer:
         self._hear_of(saver.poll())
         if self._over is not None:
             raise self._over
-        if self._rhythm.is_due(self._step, is_busy=saver.is_busy):
+        if self._rhythm.is_due(self._step, is_busy=saver.is_busy, busy_s=saver.busy_s):
             self.save(metrics)
+        if self._rhythm.must_leave:
+            self._leave(saver)
         self._rhythm.tell_ray()
+        self._beat(saver)
+        self._pace.go()
 
     def save(self, metrics: Mapping[str, object] | None = None) -> None:
         """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already."""
         saver = self._claimed()
         if self._step != saver.saved_step:
+            began = time.monotonic()
             self._hear_of(saver.wait_for_buffer())
-            self._rhythm.saved()
-            saver.begin(self._progress(), metrics or {}, is_news=self._rhythm.wants_news())
+            is_news = self._rhythm.wants_news()
+            saver.begin(self._progress(), metrics or {}, trained_s=self._pace.trained_s, is_news=is_news)
+            self._rhythm.saved(time.monotonic() - began)
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -197,6 +201,30 @@ class Checkpointer:
                 raise self._over
         finally:
             self._stop()
+
+    def _leave(self, saver: Saver) -> NoReturn:
+        """By on_preempt="restart": Ray starts the workers anew, on nodes that stay."""
+        self._hear_of(saver.wait())
+        saved = f"step {self._step} is saved" if saver.saved_step == self._step else f"step {self._step} is not saved"
+        self._over = SupersededError(
+            f'rank {self._group.rank}: a node of this group is about to go, {saved}; leaving by on_preempt="restart"'
+        )
+        raise self._over
+
+    def _beat(self, saver: Saver) -> None:
+        """Rank 0 tells how far it is, for what people will want to know when it is gone."""
+        now = time.monotonic()
+        if self._group.rank or now - self._beaten < BEAT_S:
+            return
+        self._beaten = now
+        pulse = Pulse(
+            step=self._step,
+            trained_s=self._pace.trained_s,
+            began_at=self._began_at,
+            failed=saver.failed,
+            skipped=self._rhythm.skipped,
+        )
+        self._group.tell("beat", self._group.id, pulse)
 
     def _wait_for_exports(self) -> None:
         """The coordinator may end with this rank."""
@@ -255,17 +283,6 @@ class Checkpointer:
         self._closed.set()
         if self._saver is not None:
             self._saver.stop()
-
-    def _be_the_only_one(self) -> None:
-        """Two of them would take turns at superseding each other."""
-        key = (self._group.uri, self._group.rank)
-        other = _open.get(key)
-        if other is not None and not other._closed.is_set():  # noqa: SLF001  it is one of us
-            raise ConfigError(
-                f"{self._group.uri}: there is an open Checkpointer of this run in this process already. One holds the "
-                "whole state (give it all models and optimizers); close it before making another"
-            )
-        _open[key] = self
 
     def _claimed(self) -> Saver:
         if self._saver is None:

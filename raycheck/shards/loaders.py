@@ -1,0 +1,47 @@
+"""Foreign loaders that can say where they stand, such as torchdata's StatefulDataLoader: each rank has a position.
+
+For another number of ranks these would mean other samples, so that is refused; raycheck.Batches has one position for
+all of them.
+"""
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from raycheck.errors import ConfigError
+from raycheck.shards.parts import Named, SavedPart
+from raycheck.shards.per_rank import PerRank, PerRankPart
+
+
+class LoaderPart(PerRankPart):
+    """A loader with state_dict/load_state_dict."""
+
+    def __init__(self, name: str, loader: Any, *, rank: int, world_size: int) -> None:
+        super().__init__(name, PerRank(loader), rank=rank)
+        self._world_size = world_size
+
+    def prepare(self, saved: SavedPart) -> Named:
+        if saved.apart and len(saved.apart) != self._world_size:
+            saved.mismatched.append(
+                f"{self.name}: the positions of {len(saved.apart)} loaders, one per rank, and there are "
+                f"{self._world_size} ranks now. restore(skip=[{self.name!r}]) starts the loaders anew; "
+                "raycheck.Batches goes on at any world size"
+            )
+            return {}
+        return super().prepare(saved)
+
+
+def is_loader(name: str, value: object) -> bool:
+    """Whether it delivers data and can say where it stands. Raises ConfigError for what does the first alone."""
+    is_ray = any(base.__module__.startswith("ray.data.") for base in type(value).__mro__)
+    if not isinstance(value, DataLoader) and not is_ray:
+        return False
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return True
+    advice = (
+        "raycheck.Batches(dataset, global_batch=..., seed=...) and its loader(epoch) can, for every world size, and "
+        "torchdata's StatefulDataLoader can for the same one"
+    )
+    if is_ray:
+        advice += ". Without it in the state, an epoch that was cut off is begun anew"
+    raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__}, which cannot say where it stands; {advice}")

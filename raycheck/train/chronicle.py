@@ -1,0 +1,79 @@
+"""What people are told of a run while it goes on: log lines, metrics, and the two documents of each attempt.
+
+In the coordinator. Nothing in a running system depends on it, so nothing here raises for a store that fails.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from raycheck.bucket.latest import Attempt, Entry
+from raycheck.bucket.manifest import Manifest
+from raycheck.bucket.record import Resume, record_end, record_resume
+from raycheck.bucket.store import Store
+from raycheck.train.lifeline import Lifeline, Pulse
+from raycheck.train.log import logger
+from raycheck.train.meeting import Arrival
+from raycheck.train.telemetry import Telemetry
+
+TICK_S = 5.0
+"""How often metrics that age are brought up to date."""
+
+
+class Chronicle:
+    """Of one run, as one coordinator sees it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lifeline = Lifeline()
+        self._telemetry = Telemetry(store.uri)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def claimed(self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, now: float) -> None:
+        """`attempt` is the live one, and restores `entry`. before: what it ended, if anything. now: by the store's
+        clock. In a thread."""
+        self._lifeline.claimed(before, attempt, now=now)
+        self._telemetry.claimed(attempt.number, entry, now=now)
+        if before and not record_end(self._store, before, by=attempt, cause=self._lifeline.cause):
+            logger.info("attempt %d: its record was not written, or was there already", before.number)
+
+    def resumed(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
+        """All ranks of the live attempt have restored `entry`. In the event loop."""
+        resume = self._lifeline.resume(entry, arrivals)
+        if resume is not None:
+            logger.info("run %s attempt %d goes on %s", self._store.uri, resume.attempt, resume)
+            self._telemetry.restored(resume)
+            self._tasks.append(asyncio.create_task(self._record(resume)))
+        return resume
+
+    def beat(self, group: str, pulse: Pulse) -> None:
+        """In the event loop."""
+        if not self._tasks:
+            self._tasks.append(asyncio.create_task(self._tick()))
+        self._lifeline.beat(group, pulse)
+
+    def hurt(self, causes: Sequence[str]) -> None:
+        self._lifeline.hurt(causes)
+
+    def committed(self, manifest: Manifest, *, seconds: float) -> None:
+        """seconds: from the last report to the commit."""
+        self._telemetry.committed(manifest, seconds=seconds)
+        slowest = max(rank.upload_s for rank in manifest.ranks)
+        written = sum(rank.size_bytes for rank in manifest.ranks)
+        logger.info(
+            "run %s attempt %d: committed %s, %.1f MB, %.0f MB/s over all ranks, training blocked %.3f s",
+            self._store.uri,
+            manifest.attempt,
+            manifest.key,
+            written / 1e6,
+            written / 1e6 / max(slowest, 1e-9),
+            max(rank.blocked_s for rank in manifest.ranks),
+        )
+
+    async def _record(self, resume: Resume) -> None:
+        if not await asyncio.to_thread(record_resume, self._store, resume):
+            logger.info("attempt %d: how it began was not written, or was there already", resume.attempt)
+
+    async def _tick(self) -> None:
+        while True:
+            self._telemetry.tick(self._lifeline.pulse, now=self._lifeline.now)
+            await asyncio.sleep(TICK_S)

@@ -1,0 +1,100 @@
+"""What the coordinator hears of the live group between saves: how far it is, and what hurt it. From that, at the next
+start, what the end of an attempt cost.
+
+In memory only, and nothing depends on it but what people are told. A driver that died took it along; then the cost is
+not known, and said so.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from raycheck.bucket.latest import Attempt, Entry
+from raycheck.bucket.record import Resume
+from raycheck.train.meeting import Arrival
+
+MAX_CAUSE = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulse:
+    """What rank 0 says now and then: completed steps, seconds of training that stand in them, when the run began by the
+    store's clock, and how many saves have failed or were skipped in this attempt."""
+
+    step: int
+    trained_s: float
+    began_at: float
+    failed: int = 0
+    skipped: int = 0
+
+
+class Lifeline:
+    """Of one live group at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._attempt: Attempt | None = None
+        self._before: Attempt | None = None
+        self._began = 0.0
+        self._last: Pulse | None = None
+        self._cause = ""
+        self._hurts: list[str] = []
+        self.pulse: Pulse | None = None
+
+    @property
+    def now(self) -> float:
+        """By the store's clock, as far as the claim and this process's clock tell."""
+        return self._began + self._clock()
+
+    def claimed(self, before: Attempt | None, attempt: Attempt, *, now: float) -> None:
+        """`attempt` is the live one, after `before` has ended. now: by the store's clock."""
+        is_ours = self._attempt is not None and before is not None and before.group == self._attempt.group
+        self._last = self.pulse if is_ours else None
+        self._cause = _cause(before, attempt, self._hurts) if before else ""
+        self._attempt, self._before, self._began = attempt, before, now - self._clock()
+        self.pulse, self._hurts = None, []
+
+    def beat(self, group: str, pulse: Pulse) -> None:
+        if self._attempt is not None and group == self._attempt.group:  # a word of a group that is gone may come late
+            self.pulse = pulse
+
+    def hurt(self, causes: Iterable[str]) -> None:
+        """What Ray's controller saw of the live group. It may come twice."""
+        self._hurts += [cause for cause in causes if cause not in self._hurts]
+
+    @property
+    def cause(self) -> str:
+        """Why the attempt before ended."""
+        return self._cause
+
+    def resume(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
+        """How the live attempt went on, once all its ranks have restored `entry`, by rank. None for a run's first."""
+        if self._attempt is None or self._before is None:
+            return None
+        first = arrivals[0] if arrivals else Arrival()
+        last = self._last
+        return Resume(
+            attempt=self._attempt.number,
+            after=self._before.number,
+            cause=self._cause,
+            restored=entry.key if entry else None,
+            step=first.step,
+            world_size_before=self._before.world_size,
+            world_size=self._attempt.world_size,
+            lost_steps=max(0, last.step - first.step) if last else None,
+            lost_s=max(0.0, last.trained_s - first.trained_s) if last else None,
+            since_commit_s=max(0.0, self.now - entry.committed_at) if entry else None,
+            restore_s=max((arrival.seconds for arrival in arrivals), default=0.0),
+            restore_bytes=sum(arrival.bytes_fetched for arrival in arrivals),
+            what=first.what,
+        )
+
+
+def _cause(before: Attempt, by: Attempt, hurts: Sequence[str]) -> str:
+    if before.owner != by.owner:
+        return "another driver took over" if before.world_size else "the run was rewound, repaired or copied"
+    if hurts:
+        return "; ".join(hurts)[:MAX_CAUSE]
+    if before.world_size != by.world_size:
+        return f"Ray changed the group from {before.world_size} to {by.world_size} ranks"
+    return "the same driver restarted its workers"

@@ -1,0 +1,27 @@
+"""Seconds of training that stand: those of the restored state, and those of the steps since. Saves do not count."""
+
+import time
+from collections.abc import Callable
+
+
+class Pace:
+    """Runs between the end of one `end_step` and the beginning of the next."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+        self.trained_s = 0.0
+
+    def go(self, trained_s: float | None = None) -> None:
+        """Training goes on; with `trained_s`, in a state that stands for so much of it."""
+        if trained_s is not None:
+            self.trained_s = trained_s
+        self._since = self._clock()
+
+    def stop(self) -> float:
+        """A step has ended. Returns how long it took."""
+        now = self._clock()
+        seconds = 0.0 if self._since is None else now - self._since
+        self._since = None
+        self.trained_s += seconds
+        return seconds
