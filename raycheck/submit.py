@@ -37,7 +37,8 @@ def submit(
     storage: StorageSettings | None = None,
     tell: Callable[[str], None] = print,
 ) -> str:
-    """Submit `entrypoint`, a shell command, until it succeeds. Returns the last job's state: SUCCEEDED, FAILED, STOPPED.
+    """Submit `entrypoint`, a shell command, until it succeeds. Returns how the last job ended: SUCCEEDED, FAILED or
+    STOPPED.
 
     uri: the run that the script trains; it goes into the job's metadata (`raycheck_run`), without settings. address: of
     the cluster, as for `ray job submit`. runtime_env: Ray's; see with_raycheck. retries: how often it is submitted

@@ -31,6 +31,8 @@ class Chronicle:
     def claimed(self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, now: float) -> None:
         """`attempt` is the live one, and restores `entry`. before: what it ended, if anything. now: by the store's
         clock. In a thread."""
+        then = f"restoring {entry.key}" if entry else "starting fresh"
+        logger.info("run %s attempt %d: %d ranks, %s", self._store.uri, attempt.number, attempt.world_size, then)
         self._lifeline.claimed(before, attempt, now=now)
         self._telemetry.claimed(attempt.number, entry, now=now)
         if before and not record_end(self._store, before, by=attempt, cause=self._lifeline.cause):

@@ -33,6 +33,7 @@ from raycheck.shards.plans import Plans
 from raycheck.shards.report import Report, assemble
 from raycheck.train.chronicle import Chronicle
 from raycheck.train.exports import Exports
+from raycheck.train.farewell import Farewell
 from raycheck.train.lifeline import Pulse
 from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Arrival, Claim, Meeting, Outcome, PendingSave, Restoring, Ruling, Verdict
@@ -65,6 +66,7 @@ class Coordinator:
         self._exports = Exports(uri)
         self._tidier = Tidier(self._register, self._exports)
         self._chronicle = Chronicle(self._store)
+        self._farewell = Farewell()
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Make `group` the live attempt. All its ranks may call; they get one answer."""
@@ -118,7 +120,10 @@ class Coordinator:
         await asyncio.wait([pending.outcome], timeout=WAIT_S)
         if pending.outcome.done():
             self._forget_before(report)
-            return pending.outcome.result()
+            outcome = pending.outcome.result()
+            if outcome.kind == "committed":
+                self._farewell.committed(report.progress.step, save_s=report.blocked_s + report.upload_s)
+            return outcome
         missing = sorted(set(range(report.world_size)) - set(pending.reports))
         what = f"ranks {missing} have not reported" if missing else "the commit is under way"
         return Outcome(kind="pending", key=report.checkpoint, message=what)
@@ -142,9 +147,14 @@ class Coordinator:
         """Wait a while for exports under way; returns how many are left."""
         return await asyncio.to_thread(self._exports.wait, WAIT_S)
 
-    async def beat(self, group: str, pulse: Pulse) -> None:
-        """How far rank 0 is. For people only, and repeated by itself."""
+    async def beat(self, group: str, pulse: Pulse) -> bool:
+        """How far rank 0 is. Whether it should save soon, since Ray is about to change the group."""
         self._chronicle.beat(group, pulse)
+        return self._farewell.is_wanted_at(pulse.step)
+
+    async def save_now(self) -> bool:
+        """Have the live group save, and wait a while for the commit. Whether there was one."""
+        return await self._farewell.wait()
 
     async def hurt(self, causes: list[str]) -> None:
         """What Ray's controller saw of the live group."""
@@ -195,13 +205,6 @@ class Coordinator:
         self._chronicle.claimed(ended, attempt, entry, now=attempt.claimed_at)
         if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
             logger.warning("run %s: latest is nearly full; keep fewer checkpoints (raycheck prune)", self._uri)
-        logger.info(
-            "run %s attempt %d: %d ranks, %s",
-            self._uri,
-            attempt.number,
-            world_size,
-            f"restoring {entry.key}" if entry else "starting fresh",
-        )
         return Claim(
             attempt=attempt.number,
             restore=entry,

@@ -17,7 +17,7 @@ from raycheck.errors import ConfigError, NotFoundError
 from raycheck.storage_settings import StorageSettings, kind_of
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
-from raycheck.train.ray_names import RunGuard, final_error, ray_storage, refuse_unsupported, storage_uri
+from raycheck.train.ray_names import final_error, guards, ray_storage, refuse_unsupported, storage_uri
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
@@ -51,7 +51,7 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
         ray.init()
     coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=resume)
     callbacks = list(config.callbacks or ())
-    config.callbacks = [*callbacks, RunGuard(coordinator, uri)]
+    config.callbacks = [*callbacks, *guards(coordinator, uri)]
     try:
         with ray_storage(config, where):
             return _fit_again(trainer)

@@ -111,9 +111,15 @@ class Group:
             return ray.get(references[0], timeout=FETCH_TIMEOUT_S) if references else None
         return None
 
-    def tell(self, method: str, *args: Any) -> None:
-        """Call the coordinator without waiting for its answer."""
-        getattr(self.coordinator, method).remote(*args)
+    def tell(self, method: str, *args: Any) -> Any:
+        """Call the coordinator without waiting for its answer, which `answer` may look for later."""
+        return getattr(self.coordinator, method).remote(*args)
+
+    def answer(self, told: Any) -> Any:
+        """The answer to what `tell` has told; None while there is none."""
+        with suppress(ray.exceptions.RayError):
+            return ray.get(told, timeout=0) if ray.wait([told], timeout=0)[0] else None
+        return None
 
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
         """Call the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline."""

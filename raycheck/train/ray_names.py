@@ -6,7 +6,7 @@ Tested on Ray 2.60. Alpha and developer APIs: upload modes, preemption info, the
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
@@ -19,6 +19,12 @@ from raycheck.bucket.store.arrow import ray_filesystem, uri_of
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, RaycheckError
 
+try:
+    from ray.train.v2._internal.execution.callback import ControllerCallback
+except ImportError:
+    ControllerCallback = object  # type: ignore[assignment,misc]
+
+MAX_FAREWELL_S = 600.0
 _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
 T = TypeVar("T")
 
@@ -42,6 +48,28 @@ class RunGuard(UserCallback):
             final = final_error(error)
             if final is not None:
                 raise final
+
+
+class ResizeGuard(ControllerCallback):
+    """In the controller: lets a healthy group save before Ray replaces it by one of another size. Never raises."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        del previous_state
+        with suppress(Exception):
+            match type(current_state).__name__:
+                case "PreemptingState":
+                    self._coordinator.hurt.remote(["a node of the group was about to go"])
+                case "ResizingState":
+                    ray.get(self._coordinator.save_now.remote(), timeout=MAX_FAREWELL_S)
+
+
+def guards(coordinator: Any, uri: str) -> list[Any]:
+    """raycheck's callbacks for a RunConfig."""
+    has_hook = ControllerCallback is not object
+    return [RunGuard(coordinator, uri), *([ResizeGuard(coordinator)] if has_hook else [])]
 
 
 def cause_of(rank: int, error: BaseException) -> str:

@@ -68,6 +68,7 @@ class Rhythm:
         self._leaving = Leaving()
         self._interval = Interval(settings.overhead, at_most_s=settings.every_seconds) if settings.overhead else None
         self.skipped = 0
+        self._is_wanted = False
         self._word = _Word(step=None)
         self._next_sync = 1
         self._synced_at = (0, time.monotonic())
@@ -102,8 +103,13 @@ class Rhythm:
             return is_round or self._word.save
         return self._has_room(step, is_busy=is_busy)
 
+    def save_soon(self) -> None:
+        """Rank 0: make its next word one to save by."""
+        self._is_wanted = True
+
     def saved(self, blocked_s: float) -> None:
         """A save has begun, and blocked training for so long."""
+        self._is_wanted = False
         self._saved_at = time.monotonic()
         if self._interval is not None:
             self._interval.saved(blocked_s)
@@ -181,6 +187,8 @@ class Rhythm:
         return save
 
     def _is_time(self, *, is_busy: bool) -> bool:
+        if self._is_wanted:
+            return True
         if is_busy and self._settings.when_busy == "skip":
             return False
         every = self._interval.seconds if self._interval is not None else self._settings.every_seconds

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import NoReturn, Self, get_args
+from typing import Any, NoReturn, Self, get_args
 
 from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
@@ -67,6 +67,7 @@ class Checkpointer:
         self._step = 0
         self._pace = Pace()
         self._beaten = float("-inf")
+        self._told: Any = None
         self._began_at = 0.0
         self._is_prepared = False
         self._metrics: dict[str, object] = {}
@@ -212,10 +213,13 @@ class Checkpointer:
         raise self._over
 
     def _beat(self, saver: Saver) -> None:
-        """Rank 0 tells how far it is, for what people will want to know when it is gone."""
+        """Rank 0 tells how far it is, for what people will want to know when it is gone; and hears whether a save is
+        wanted."""
         now = time.monotonic()
         if self._group.rank or now - self._beaten < BEAT_S:
             return
+        if self._told is not None and self._group.answer(self._told):
+            self._rhythm.save_soon()
         self._beaten = now
         pulse = Pulse(
             step=self._step,
@@ -224,7 +228,7 @@ class Checkpointer:
             failed=saver.failed,
             skipped=self._rhythm.skipped,
         )
-        self._group.tell("beat", self._group.id, pulse)
+        self._told = self._group.tell("beat", self._group.id, pulse)
 
     def _wait_for_exports(self) -> None:
         """The coordinator may end with this rank."""

@@ -1,0 +1,42 @@
+"""The save that Ray Train does not ask for before it replaces a healthy group by a larger or smaller one.
+
+The controller's callback waits here, in the coordinator, until rank 0 has heard of it, all ranks have saved, and that
+is committed; not for long, since meanwhile nobody looks after the workers.
+"""
+
+import asyncio
+
+PATIENCE_S = 30.0
+
+
+class Farewell:
+    """One wish at a time. In the coordinator's event loop."""
+
+    def __init__(self) -> None:
+        self._wish: asyncio.Future[None] | None = None
+        self._from_step: int | None = None
+        self.save_s = 0.0
+
+    async def wait(self) -> bool:
+        """Have the live group save. Whether that was committed in time."""
+        self._wish, self._from_step = asyncio.get_running_loop().create_future(), None
+        try:
+            await asyncio.wait_for(self._wish, PATIENCE_S + 3 * self.save_s)
+        except TimeoutError:
+            return False
+        finally:
+            self._wish = None
+        return True
+
+    def is_wanted_at(self, step: int) -> bool:
+        """Rank 0 has done `step`, and asks."""
+        if self._wish is None:
+            return False
+        self._from_step = step if self._from_step is None else self._from_step
+        return True
+
+    def committed(self, step: int, *, save_s: float) -> None:
+        """save_s: how long that save took."""
+        self.save_s = save_s
+        if self._wish is not None and self._from_step is not None and step >= self._from_step and not self._wish.done():
+            self._wish.set_result(None)

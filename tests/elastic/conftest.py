@@ -1,0 +1,56 @@
+"""One multi-node Ray for all rows of the matrix; each row brings its own nodes, run and driver."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from raycheck.bucket.store.uri import join_uri
+from tests.elastic.arena import Arena, Driver, arena
+
+_ROWS = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="package")
+def shared() -> Iterator[Arena]:
+    with arena() as made:
+        yield made
+
+
+@pytest.fixture
+def nodes(shared: Arena) -> Iterator[Arena]:
+    yield shared
+    shared.clear()
+
+
+@pytest.fixture
+def drive(nodes: Arena, s3: str, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    """Start a driver of this test's run: drive(workers=2, steps=40, settings={...}) -> Driver."""
+    uri = join_uri(s3, uuid4().hex)
+    started: list[Driver] = []
+
+    def start(**config: Any) -> Driver:
+        started.append(nodes.drive(tmp_path, config.pop("uri", uri), **config))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        driver.close()
+
+
+@pytest.fixture
+def row(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Add a line to the table that is printed in the end."""
+
+    def add(what: str, *, lost_steps: int, seconds: float) -> None:
+        rows = request.config.stash.setdefault(_ROWS, [])
+        rows.append(f"{what:<60} {lost_steps:>3} steps lost, {seconds:6.1f} s from the hurt to the first new step")
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in terminalreporter.config.stash.get(_ROWS, []):
+        terminalreporter.write_line(line)

@@ -1,0 +1,37 @@
+"""A user's driver, as a process of its own: `python -m tests.elastic.driver '{"uri": ..., "name": ...}'`."""
+
+import json
+import logging
+import sys
+
+import ray
+import ray.train
+import ray.train.torch
+
+import raycheck
+from tests.elastic.job import train
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    ray.init(logging_level=logging.ERROR)  # RAY_ADDRESS says where
+    workers = config["workers"]
+    trainer = ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=tuple(workers) if isinstance(workers, list) else workers,
+            resources_per_worker={"CPU": 1},
+            elastic_resize_monitor_interval_s=3,
+        ),
+        run_config=ray.train.RunConfig(
+            name=config["name"],
+            storage_path=config["uri"],
+            failure_config=ray.train.FailureConfig(max_failures=config.get("max_failures", 3)),
+        ),
+    )
+    raycheck.fit(trainer)
+
+
+if __name__ == "__main__":
+    main()
