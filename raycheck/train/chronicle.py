@@ -38,6 +38,10 @@ class Chronicle:
         if before and not record_end(self._store, before, by=attempt, cause=self._lifeline.cause):
             logger.info("attempt %d: its record was not written, or was there already", before.number)
 
+    def adopted(self, attempt: Attempt, *, now: float) -> None:
+        """Another start of the coordinator had `attempt` claimed. In a thread."""
+        self._lifeline.claimed(None, attempt, now=now)
+
     def resumed(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
         """All ranks of the live attempt have restored `entry`. In the event loop."""
         resume = self._lifeline.resume(entry, arrivals)

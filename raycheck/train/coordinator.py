@@ -215,7 +215,7 @@ class Coordinator:
     def _take_over(self, group: str) -> int:
         attempt = protocol.take_over(self._register, self._me, group=group)
         found = self._register.read()
-        self._chronicle.claimed(None, attempt, None, now=found[1].at if found else attempt.claimed_at)
+        self._chronicle.adopted(attempt, now=found[1].at if found else attempt.claimed_at)
         return attempt.last_save
 
     def _go_back(self, verdict: Verdict, problem: str) -> tuple[Entry, list[Any]]:

@@ -16,6 +16,7 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
+from raycheck.bucket.store.uri import join_uri
 from raycheck.train.data import Batches
 from tests.elastic.job import BATCH, SAMPLES, SEED, Numbered
 
@@ -61,6 +62,16 @@ class Arena:
     def workers(self) -> list[Any]:
         return list(self._cluster.worker_nodes)
 
+    def of_rank(self, driver: "Driver", rank: int, *, attempt: int = 1) -> Any:
+        """The node of a rank."""
+        node_id = driver.story.attempts[attempt].nodes[rank]
+        return next(node for node in self.workers if node.node_id == node_id)
+
+    def kill_head(self) -> float:
+        at = time.time()
+        self._cluster.remove_node(self._cluster.head_node, allow_graceful=False)
+        return at
+
     def kill(self, node: Any) -> float:
         """Without notice. When it happened."""
         at = time.time()
@@ -81,7 +92,8 @@ class Arena:
 
     def shutdown(self) -> None:
         self.clear()
-        self._cluster.remove_node(self._cluster.head_node, allow_graceful=False)
+        if self._cluster.head_node is not None:
+            self.kill_head()
 
     def drive(self, folder: Path, uri: str, **config: Any) -> "Driver":
         return Driver(self.address, folder, {"uri": uri, "name": "run", "pause_s": 0.1, **config})
@@ -106,6 +118,7 @@ class Driver:
 
     def __init__(self, address: str, folder: Path, config: dict[str, Any]) -> None:
         self.story = Story(folder)
+        self.uri = join_uri(config["uri"], config["name"])
         self._log = (folder / "driver.log").open("a")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.elastic.driver", json.dumps({"folder": str(folder), **config})],

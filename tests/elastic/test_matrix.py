@@ -1,11 +1,19 @@
 """Every way a Ray Train run can be hurt: how many steps it costs, in what order samples come, how soon it goes on."""
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.elastic.arena import Arena, Driver
+import raycheck
+from raycheck.bucket.record import resumes
+from raycheck.bucket.store import open_store
+from tests.elastic.arena import ROOT, Arena, Driver, arena, wait_for
+from tests.invariants import assert_invariants
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 EVERY = 5
@@ -13,6 +21,7 @@ BOUND_S = 120.0
 """From a hurt to the first new step, on two busy cores; each row prints what it was."""
 
 NOTICE_S = 20
+CLOCK = Path(__file__).with_name("clock")
 
 Drive = Callable[..., Driver]
 Row = Callable[..., None]
@@ -72,7 +81,7 @@ def test_a_node_with_notice_loses_at_most_what_was_trained_since(nodes: Arena, d
     nodes.add(3)
     driver = drive(workers=2, steps=400, settings={"every_steps": 1000})
     driver.reaches(10)
-    leaving = next(node for node in nodes.workers if node.node_id == driver.story.attempts[1].nodes[1])
+    leaving = nodes.of_rank(driver, 1)
 
     noticed = driver.story.attempts[1].last_step
     nodes.drain(leaving, seconds=NOTICE_S)
@@ -90,3 +99,179 @@ def test_a_node_with_notice_loses_at_most_what_was_trained_since(nodes: Arena, d
     assert at >= noticed, "nothing that was trained before the notice was lost"
     assert last > noticed + 50, "it went on training until the node went"
     assert last - at < (last - noticed) / 2, "a second save came late"
+
+
+def test_a_node_that_comes_makes_the_group_larger_and_loses_nothing(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(1)
+    driver = drive(workers=[1, 2], steps=1000, settings={"every_steps": 100_000})
+    driver.reaches(10)
+
+    nodes.add(1)
+    since = time.time()
+    driver.reaches(11, attempt=2, within_s=BOUND_S)
+    asked = driver.story.attempts[1].last_step
+
+    row(
+        "a node added, 1 -> 2 ranks",
+        lost_steps=driver.story.lost_steps(2),
+        seconds=driver.story.first_new_step_s(2, since=since),
+    )
+    start = driver.story.attempts[2].start
+    assert start["world_size"] == 2
+    assert 0 < start["step"] <= asked
+    assert driver.story.lost_steps(2) <= 20, "it was saved just before Ray replaced the group"
+    assert "from 1 to 2 ranks" in start["resume"]["cause"]
+
+
+@pytest.mark.slow
+def test_a_notice_that_is_too_short_keeps_the_save_under_way_and_costs_one_interval(
+    nodes: Arena, drive: Drive, row: Row
+) -> None:
+    nodes.add(3)
+    driver = drive(workers=2, steps=400, settings={"every_steps": EVERY})
+    driver.reaches(12)
+    leaving = nodes.of_rank(driver, 1)
+
+    nodes.drain(leaving, seconds=0.5)
+    time.sleep(0.5)
+    since = nodes.kill(leaving)
+
+    goes_on(driver, since=since, what="a node drained, 0.5 s of notice", row=row)
+
+
+@pytest.mark.slow
+def test_two_nodes_that_are_drained_one_after_the_other(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(4)
+    driver = drive(workers=2, steps=2000, settings={"every_steps": 100_000})
+    driver.reaches(10)
+    first, second = nodes.of_rank(driver, 0), nodes.of_rank(driver, 1)
+
+    nodes.drain(first, seconds=25)
+    time.sleep(5)
+    nodes.drain(second, seconds=25)
+    noticed = driver.story.attempts[1].last_step
+    time.sleep(20)
+    nodes.kill(first)
+    since = nodes.kill(second)
+    last = driver.story.attempts[1].last_step
+    driver.reaches(last + 1, attempt=2, within_s=BOUND_S)
+
+    at = driver.story.attempts[2].start["step"]
+    row("two nodes drained", lost_steps=last - at, seconds=driver.story.first_new_step_s(2, since=since))
+    assert at >= noticed - 10
+
+
+@pytest.mark.slow
+def test_who_asks_for_it_is_restarted_elsewhere_before_the_node_goes(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(3)
+    driver = drive(workers=2, steps=400, settings={"every_steps": 100_000, "on_preempt": "restart"})
+    driver.reaches(10)
+    leaving = nodes.of_rank(driver, 1)
+
+    since = nodes.drain(leaving, seconds=60)
+    driver.reaches(12, attempt=2, within_s=60)
+
+    lost, seconds = driver.story.lost_steps(2), driver.story.first_new_step_s(2, since=since)
+    row('a node drained, on_preempt="restart"', lost_steps=lost, seconds=seconds)
+    assert lost == 0
+    assert seconds < 60
+    assert leaving.node_id not in driver.story.attempts[2].nodes.values()
+    assert 'on_preempt="restart"' in driver.story.attempts[2].start["resume"]["cause"]
+
+
+@pytest.mark.slow
+def test_four_ranks_then_three_then_two(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(4)
+    driver = drive(workers=[1, 4], steps=150, settings={"every_steps": EVERY}, pause_s=0.2)
+    driver.reaches(12)
+
+    for attempt, what in ((2, "4 -> 3 ranks"), (3, "3 -> 2 ranks")):
+        since = nodes.kill(nodes.of_rank(driver, 1, attempt=attempt - 1))
+        goes_on(driver, since=since, what=f"a node killed without notice, {what}", row=row, attempt=attempt)
+    ends_well(driver, steps=150)
+
+    assert [told.start["world_size"] for told in driver.story.attempts.values()][:3] == [4, 3, 2]
+
+
+def test_a_controller_that_is_gone_is_started_again(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(2)
+    driver = drive(workers=2, steps=60, settings={"every_steps": EVERY})
+    driver.reaches(17)
+
+    since = time.time()
+    os.kill(pid_of("TrainController"), signal.SIGKILL)
+
+    goes_on(driver, since=since, what="Ray Train's controller killed", row=row)
+    ends_well(driver, steps=60)
+
+
+def test_a_driver_that_is_gone_is_started_again_and_the_run_goes_on(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(2)
+    first = drive(workers=2, steps=60, settings={"every_steps": EVERY})
+    first.reaches(17)
+
+    since = first.kill()
+    again = drive(workers=2, steps=60, settings={"every_steps": EVERY})
+
+    goes_on(again, since=since, what="the driver killed and started again", row=row)
+    ends_well(again, steps=60)
+    resume = again.story.attempts[2].start["resume"]
+    assert resume["cause"] == "another driver took over"
+    assert resume["lost_steps"] is None, "nobody knows, and it says so"
+
+
+@pytest.mark.slow
+def test_downtime_does_not_count_as_time_since_the_last_save(nodes: Arena, drive: Drive) -> None:
+    nodes.add(2)
+    settings = {"every_steps": None, "every_seconds": 8.0}
+    first = drive(workers=2, steps=4000, settings=settings)
+    wait_for(lambda: "committed" in first.log, within_s=90, why="a commit")
+    first.kill()
+    time.sleep(12)
+
+    again = drive(workers=2, steps=4000, settings=settings)
+    again.reaches(1, attempt=2)
+    again.reaches(again.story.attempts[2].start["step"] + 30, attempt=2)
+    told = again.story.attempts[2]
+    saved = [item for item in raycheck.open_run(again.uri).checkpoints if "-a2-" in item.entry.key]
+
+    assert all(told.at[item.entry.step] - told.start["at"] > 6.0 for item in saved if item.entry.step in told.at)
+
+
+@pytest.mark.slow
+def test_a_head_that_is_gone_and_a_run_that_goes_on_in_another_cluster(tmp_path, s3: str, row: Row) -> None:
+    uri = f"{s3}/{tmp_path.name}"
+    with arena() as lost:
+        lost.add(2)
+        first = lost.drive(tmp_path, uri, workers=2, steps=60, settings={"every_steps": EVERY})
+        first.reaches(17)
+        since = lost.kill_head()
+        first.close()
+    with arena() as new:
+        new.add(2)
+        again = new.drive(tmp_path, uri, workers=2, steps=60, settings={"every_steps": EVERY})
+        goes_on(again, since=since, what="the head gone, and a new cluster", row=row)
+        ends_well(again, steps=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hours", [1.0, -1.0])
+def test_a_node_whose_clock_is_an_hour_off(nodes: Arena, drive: Drive, row: Row, hours: float) -> None:
+    nodes.add(1)
+    nodes.add(1, env_vars={"RAYCHECK_TEST_CLOCK_S": str(3600 * hours), "PYTHONPATH": f"{CLOCK}{os.pathsep}{ROOT}"})
+    driver = drive(workers=2, steps=60, settings={"every_steps": EVERY, "keep_last": 2}, hurt=("kill", 1, 18))
+    driver.reaches(17)
+    since = time.time()
+
+    goes_on(driver, since=since, what=f"a node's clock {hours:+.0f} h off, and a rank killed", row=row)
+    ends_well(driver, steps=60)
+
+    assert_invariants(open_store(driver.uri))
+    assert 0 <= resumes(open_store(driver.uri), [2])[2].since_commit_s < BOUND_S
+
+
+def pid_of(name: str) -> int:
+    """Of the one process that is called so."""
+    found = subprocess.run(["pgrep", "-f", f"ray::{name}"], capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) == 1, found
+    return int(found[0])
