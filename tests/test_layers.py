@@ -12,19 +12,8 @@ import raycheck
 from raycheck import errors
 
 PACKAGE = Path(raycheck.__file__).parent
-RINGS = {
-    "errors": 0,
-    "settings": 0,
-    "storage_settings": 0,
-    "bucket": 1,
-    "shards": 2,
-    "train": 3,
-    "run": 4,
-    "submit": 4,
-    "cli": 5,
-    "demo": 5,
-    "__main__": 6,
-}
+RINGS = {"errors": 0, "settings": 0, "storage_settings": 0, "nodes": 1, "bucket": 1, "shards": 2, "train": 3}
+RINGS |= {"run": 4, "submit": 4, "cli": 5, "demo": 5, "__main__": 6}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

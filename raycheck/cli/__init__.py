@@ -1,5 +1,5 @@
-"""The command line: look at runs, verify them, keep and drop, go back, repair, measure a bucket, submit a training, see
-the demo. Browsing imports neither torch nor ray.
+"""The command line: look at runs, verify them, keep and drop, go back, repair, measure a bucket, submit a training,
+watch a node, see the demo. Browsing imports neither torch nor ray.
 
 Exit codes: 0 fine, 1 something is damaged, 2 the command could not be carried out (the message says why).
 """
@@ -16,6 +16,7 @@ from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, setti
 from raycheck.cli.jobs import COMMANDS as SUBMITTING
 from raycheck.cli.keep import COMMANDS as KEEPING
 from raycheck.cli.look import COMMANDS as LOOKING
+from raycheck.cli.nodes import COMMANDS as WATCHING
 from raycheck.cli.speed import COMMANDS as MEASURING
 from raycheck.errors import RaycheckError
 
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in LOOKING + KEEPING + MEASURING + SUBMITTING:
+for command in LOOKING + KEEPING + MEASURING + SUBMITTING + WATCHING:
     app.command()(command)
 
 

@@ -1,0 +1,55 @@
+"""One request to a cloud's metadata service: plain HTTP on a link-local address, by the standard library alone.
+
+Never through a proxy, which the clouds forbid, and never redirected: a service that sends one elsewhere is none of
+theirs. Any answer counts as one, whatever its status; only the way to it can fail.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from urllib.error import URLError
+from urllib.request import HTTPHandler, OpenerDirector, Request
+
+from raycheck.errors import ConfigError
+
+ENDPOINT = "http://169.254.169.254"
+"""Of all three clouds; https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-retrieval.html,
+https://cloud.google.com/compute/docs/metadata/querying-metadata,
+https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service"""
+TIMEOUT_S = 5.0
+MAX_BYTES = 1024 * 1024
+
+_opener = OpenerDirector()
+_opener.add_handler(HTTPHandler())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """flavor: the header Metadata-Flavor, by which Google's server makes itself known; else empty."""
+
+    url: str
+    status: int
+    text: str
+    flavor: str
+
+    def unexpected(self, hint: str = "") -> ConnectionError:
+        """What to raise for an answer that is not as documented."""
+        return ConnectionError(f"{self.url}: HTTP {self.status}, {self.text[:200]!r}, is not as documented{hint}")
+
+
+def checked(endpoint: str) -> str:
+    """The endpoint without a slash at its end. Raises ConfigError when it is no http:// URL."""
+    if not endpoint.startswith("http://"):
+        raise ConfigError(f"--endpoint {endpoint}: metadata services speak plain HTTP; give http://host[:port]")
+    return endpoint.rstrip("/")
+
+
+def ask(url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> Answer:
+    """Raises ConnectionError when nobody answers in time, or not in HTTP; the same call may succeed later."""
+    try:
+        with _opener.open(Request(url, headers=dict(headers), method=method), timeout=timeout_s) as got:  # noqa: S310
+            text = got.read(MAX_BYTES).decode(errors="replace").strip()
+            return Answer(url=url, status=got.status, text=text, flavor=got.headers.get("Metadata-Flavor", ""))
+    except (OSError, HTTPException, ValueError) as error:
+        cause = error.reason if isinstance(error, URLError) else error
+        raise ConnectionError(f"{method} {url}: {cause or type(error).__name__}") from None

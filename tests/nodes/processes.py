@@ -1,0 +1,21 @@
+"""Processes that a test starts: none outlives it, however the test ends."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def python(*args: str, env: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[str]"]:
+    """A Python that runs, with pipes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, *args], env=env, text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def watch_node(*args: str, env: Mapping[str, str] | None = None):
+    return python("-m", "raycheck", "watch-node", *args, env=env)
