@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import sys
+from pathlib import Path
 
 import ray
 import ray.train
@@ -14,6 +16,7 @@ from tests.elastic.job import train
 
 def main() -> None:
     config = json.loads(sys.argv[1])
+    (Path(config["folder"]) / "driver.pid").write_text(str(os.getpid()))
     ray.init(logging_level=logging.ERROR)  # RAY_ADDRESS says where
     workers = config["workers"]
     trainer = ray.train.torch.TorchTrainer(

@@ -1,0 +1,99 @@
+"""`raycheck submit` against a real job server: the driver dies, and is submitted again while that helps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.job_submission import JobSubmissionClient
+
+from raycheck.bucket.store.uri import join_uri
+from tests.elastic.arena import Arena, Story, arena, wait_for
+from tests.ports import free_ports
+
+SCRIPT = "from tests.elastic.driver import main\nmain()\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[Arena, str]]:
+    """A cluster with a job server, and its address."""
+    (port,) = free_ports(1)
+    with arena(include_dashboard=True, dashboard_port=port) as made:
+        made.add(2)
+        yield made, f"http://127.0.0.1:{port}"
+
+
+class Submitting:
+    def __init__(self, folder: Path, address: str, uri: str, script: str, *args: str) -> None:
+        work = folder / "work"
+        work.mkdir()
+        (work / "train.py").write_text(script)
+        self._log = folder / "submit.log"
+        command = ["submit", "--run", uri, "--address", address, "--working-dir", str(work), "--no-send-raycheck"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "raycheck", *command, "--", "python", "train.py", *args],
+            stdout=self._log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def join(self, *, within_s: float) -> int:
+        try:
+            return self.process.wait(within_s)
+        finally:
+            self.process.kill()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_driver_that_is_killed_is_submitted_again_and_the_run_goes_on(
+    server: tuple[Arena, str], s3: str, tmp_path: Path
+) -> None:
+    storage = join_uri(s3, tmp_path.name)
+    config: dict[str, Any] = {"folder": str(tmp_path), "uri": storage, "name": "run", "workers": 2, "steps": 40}
+    config |= {"pause_s": 0.1, "settings": {"every_steps": 5}}
+    submitting = Submitting(tmp_path, server[1], join_uri(storage, "run"), SCRIPT, json.dumps(config))
+    story = Story(tmp_path)
+    wait_for(lambda: 1 in story.attempts and story.attempts[1].last_step >= 17, within_s=180, why=submitting.log)
+
+    os.kill(int((tmp_path / "driver.pid").read_text()), signal.SIGKILL)
+
+    assert submitting.join(within_s=240) == 0, submitting.log
+    story.assert_order(40)
+    assert story.attempts[2].start["step"] in (10, 15)
+    assert submitting.log.count("raycheck: submitted") == 2
+    assert "FAILED, newest commit: step 15" in submitting.log or "FAILED, newest commit: step 10" in submitting.log
+    assert "SUCCEEDED, newest commit: step 40" in submitting.log
+    jobs = JobSubmissionClient(server[1]).list_jobs()
+    assert {job.metadata["raycheck_run"] for job in jobs} == {join_uri(storage, "run").partition("?")[0]}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_that_commits_nothing_between_two_failures_is_not_tried_again(
+    server: tuple[Arena, str], s3: str, tmp_path: Path
+) -> None:
+    submitting = Submitting(tmp_path, server[1], join_uri(s3, tmp_path.name), "raise SystemExit('a mistake')")
+
+    assert submitting.join(within_s=120) == 1, submitting.log
+
+    assert submitting.log.count("raycheck: submitted") == 2
+    assert "nothing was committed since the failure before" in submitting.log
+    assert "a mistake" in submitting.log, "the job's own output is handed on"
+
+
+def test_without_a_job_server_it_says_so(s3: str, tmp_path: Path) -> None:
+    submitting = Submitting(tmp_path, f"http://127.0.0.1:{free_ports(1)[0]}", join_uri(s3, tmp_path.name), "")
+
+    assert submitting.join(within_s=60) == 2
+    assert "no job server at http://127.0.0.1:" in submitting.log
