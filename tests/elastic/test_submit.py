@@ -35,11 +35,12 @@ class Submitting:
         (work / "train.py").write_text(script)
         self._log = folder / "submit.log"
         command = ["submit", "--run", uri, "--address", address, "--working-dir", str(work), "--no-send-raycheck"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "raycheck", *command, "--", "python", "train.py", *args],
-            stdout=self._log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "raycheck", *command, "--", "python", "train.py", *args],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     @property
     def log(self) -> str:
