@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["raycheck.bucket"]):
     from raycheck.bucket.lossless import decode
     from raycheck.bucket.manifest import load_manifest
     from raycheck.bucket.plan_file import dump_plan, load_plan
-    from raycheck.bucket.record import Record, load_record
+    from raycheck.bucket.record import Record, Resume, load_record, load_resume
     from raycheck.errors import CorruptError
     from tests.bucket.test_documents import a_latest, a_manifest, an_index
 
@@ -42,6 +42,10 @@ def manifest(data: bytes) -> None:
 
 def record(data: bytes) -> None:
     _reads_back(partial(load_record, what=WHAT), data)
+
+
+def resume(data: bytes) -> None:
+    _reads_back(partial(load_resume, what=WHAT), data)
 
 
 def index(data: bytes) -> None:
@@ -68,7 +72,7 @@ def _reads_back(load: Callable[[bytes], Document], data: bytes) -> None:
     assert load(dump(read)) == read
 
 
-TARGETS: tuple[Callable[[bytes], None], ...] = (latest, manifest, record, index, plan, values)
+TARGETS: tuple[Callable[[bytes], None], ...] = (latest, manifest, record, resume, index, plan, values)
 
 
 def one_input(data: bytes) -> None:
@@ -83,11 +87,27 @@ def seeds() -> list[bytes]:
     """One good body for each target."""
     body, parts = a_latest(), parts_of(an_index())
     ended = Record(attempt=body.attempt, ended_by_attempt=2, ended_at=1.5, cause="why")
+    began = Resume(
+        attempt=2,
+        after=1,
+        cause="why",
+        restored=None,
+        step=3,
+        world_size_before=4,
+        world_size=3,
+        lost_steps=None,
+        lost_s=1.5,
+        since_commit_s=2.5,
+        restore_s=0.5,
+        restore_bytes=7,
+        what="nothing",
+    )
     odd = {"a": {"$tuple": [1, {"$float": "inf"}, {"$ndarray": ["<f4", [1], "AACAPw=="]}]}, "b": {"$deque": [2, [1]]}}
     bodies = (
         dump(body),
         dump(a_manifest()),
         dump(ended),
+        dump(began),
         dump_index(an_index()),
         zlib.decompress(parts.plan),
         json.dumps(odd).encode(),

@@ -6,7 +6,9 @@ cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-case " $* " in *" --all "*) "$python" -m tests.bucket.ministack; "$python" -m tests.bucket.ceph ;; esac # made once
+case " $* " in *" --all "*) # made once
+    for made in bucket.ministack bucket.ceph elastic.oldest; do "$python" -m "tests.$made"; done ;;
+esac
 # Two at a time: the Ray tests wait most of the time, and must not meet a second Ray. 5: none of them was asked for.
 "$python" -m pytest -m "not ray" "$@" &
 others=$!

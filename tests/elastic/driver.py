@@ -17,7 +17,8 @@ from tests.elastic.job import train
 def main() -> None:
     config = json.loads(sys.argv[1])
     (Path(config["folder"]) / "driver.pid").write_text(str(os.getpid()))
-    ray.init(logging_level=logging.ERROR)  # RAY_ADDRESS says where
+    cpus = os.environ.get("RAYCHECK_TEST_LOCAL_CPUS")  # else RAY_ADDRESS says where
+    ray.init(logging_level=logging.ERROR, **({"num_cpus": int(cpus), "address": "local"} if cpus else {}))
     workers = config["workers"]
     trainer = ray.train.torch.TorchTrainer(
         train,
