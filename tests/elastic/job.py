@@ -30,7 +30,7 @@ class Numbered(Dataset[tuple[torch.Tensor, int]]):
 
 
 def train(config: dict[str, Any]) -> None:
-    """Options: folder, steps, pause_s, settings; hurt=(kind, rank, step): what befalls a rank in its first attempt."""
+    """Options: folder, steps, pause_s, settings; hurt=(kind, rank, step): what befalls a rank in the first attempt."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     context = ray.train.get_context()
@@ -56,6 +56,8 @@ def train(config: dict[str, Any]) -> None:
                 step += 1
                 tell("step", step=step, indices=indices.tolist())
                 if at.attempt == 1 and config.get("hurt") and tuple(config["hurt"][1:]) == (rank, step):
+                    if config["hurt"][0] == "leave":
+                        return
                     hurt(config["hurt"][0])
                 ckpt.end_step({"loss": loss})
                 time.sleep(config["pause_s"])

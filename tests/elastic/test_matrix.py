@@ -12,7 +12,9 @@ import pytest
 import raycheck
 from raycheck.bucket.record import resumes
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
 from tests.elastic.arena import ROOT, Arena, Driver, arena, wait_for
+from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
@@ -275,3 +277,84 @@ def pid_of(name: str) -> int:
     found = subprocess.run(["pgrep", "-f", f"ray::{name}"], capture_output=True, text=True, check=True).stdout.split()
     assert len(found) == 1, found
     return int(found[0])
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_its_loop_early_is_named_by_a_deadline(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(2)
+    settings = {"every_steps": EVERY, "save_timeout_s": 10.0}
+    driver = drive(workers=2, steps=40, settings=settings, hurt=("leave", 1, 18))
+    driver.reaches(17)
+    since = time.time()
+
+    goes_on(driver, since=since, what="a rank left its loop early", row=row)
+    ends_well(driver, steps=40)
+
+    assert "rank 1" in driver.story.attempts[2].start["resume"]["cause"]
+    assert "the last save, of step 18, was not committed" in driver.story.attempts[2].start["resume"]["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("when", "held"),
+    [
+        ("between saves", None),
+        ("during the reports", ("PUT", "step-000000015-a1-s3/train/__1_0.distcp")),
+        ("between manifest and latest", ("PUT", "step-000000015-a1-s3/manifest.json")),
+    ],
+)
+def test_a_coordinator_that_is_gone_costs_no_step(
+    nodes: Arena, drive: Drive, s3: str, tmp_path: Path, when: str, held: tuple[str, str] | None
+) -> None:
+    nodes.add(2)
+    with fault_proxy(s3) as proxy:
+        rule = proxy.rule("hold", *held) if held else None
+        driver = drive(uri=join_uri(proxy.uri, tmp_path.name), workers=2, steps=40, settings={"every_steps": EVERY})
+        if rule is not None:
+            rule.wait()
+        else:
+            driver.reaches(12)
+
+        os.kill(pid_of("Coordinator"), signal.SIGKILL)
+        if rule is not None:
+            rule.release()
+        ends_well(driver, steps=40)
+
+    assert list(driver.story.attempts) == [1], when
+    saved = [item.entry.step for item in raycheck.open_run(join_uri(join_uri(s3, tmp_path.name), "run")).checkpoints]
+    assert saved == list(range(EVERY, 41, EVERY))
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_for_a_minute_ends_nothing(nodes: Arena, drive: Drive, s3: str, tmp_path: Path) -> None:
+    nodes.add(2)
+    settings = {"every_steps": EVERY, "save_timeout_s": 15.0, "max_failed_saves": 20}
+    with fault_proxy(s3) as proxy:
+        driver = drive(uri=join_uri(proxy.uri, tmp_path.name), workers=2, steps=900, settings=settings)
+        driver.reaches(12)
+        proxy.chaos(1, seed=1)
+        time.sleep(60)
+        proxy.chaos(0, seed=1)
+        there = driver.story.attempts[1].last_step
+        run = join_uri(join_uri(s3, tmp_path.name), "run")
+        wait_for(lambda: raycheck.open_run(run).head.entry.step > there, within_s=90, why="a commit after it is back")
+
+    assert list(driver.story.attempts) == [1]
+    assert_invariants(open_store(run))
+
+
+def test_of_two_drivers_on_one_name_the_second_goes_on_and_the_first_ends(nodes: Arena, drive: Drive, row: Row) -> None:
+    nodes.add(4)
+    settings = {"every_steps": EVERY}
+    first = drive(workers=2, steps=10_000, settings=settings)
+    first.reaches(12)
+
+    since = time.time()
+    second = drive(workers=2, steps=60, settings=settings)
+    goes_on(second, since=since, what="a second driver on the same name", row=row, most=10_000)
+
+    assert first.join(within_s=60) != 0
+    assert "FencedError" in first.log
+    assert second.join(within_s=120) == 0
+    assert second.story.attempts[2].start["resume"]["cause"] == "another driver took over"
+    assert_invariants(open_store(second.uri))
