@@ -43,7 +43,8 @@ class RunGuard(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         del run_context
         if self.coordinator is not None:
-            self.coordinator.hurt.remote([cause_of(rank, error) for rank, error in worker_exceptions.items()])
+            with suppress(Exception):
+                self.coordinator.hurt.remote([cause_of(rank, error) for rank, error in worker_exceptions.items()])
         for error in worker_exceptions.values():
             final = final_error(error)
             if final is not None:
