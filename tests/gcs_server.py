@@ -76,6 +76,7 @@ class Stored:
             "etag": self.etag,
             "updated": self.updated,
             "contentType": self.about.get("contentType", "application/octet-stream"),
+            "metadata": self.about.get("metadata", {}),
         }
 
     @property
@@ -203,6 +204,7 @@ class Server:
                 web.post("/upload/storage/v1/b/{bucket}/o", self._upload),
                 web.put("/upload/storage/v1/b/{bucket}/o", self._chunk),
                 web.delete("/upload/storage/v1/b/{bucket}/o", self._cancel),
+                web.get("/storage/v1/b/{bucket}", self._look),
                 web.get("/storage/v1/b/{bucket}/o", self._list),
                 web.get(one, self._get, allow_head=False),
                 web.get(f"/download{one}", self._media, allow_head=False),
@@ -285,6 +287,11 @@ class Server:
         if found is None:
             raise RefusedError(404, "no such upload", "notFound")
         return found
+
+    async def _look(self, request: web.Request) -> web.Response:
+        name = request.match_info["bucket"]
+        self.gcs.bucket(name)
+        return web.json_response({"kind": "storage#bucket", "id": name, "name": name})
 
     async def _list(self, request: web.Request) -> web.Response:
         return web.json_response(self.gcs.list(request.match_info["bucket"], dict(request.query)))

@@ -1,0 +1,29 @@
+#!/bin/sh
+# Least rights on Google Cloud: sh cluster/bucket/grant.gcs.sh PROJECT BUCKET PREFIX
+# Makes the roles of roles.gcs/ and gives them to the service accounts trainer, reader and sweeper. May be run again.
+set -eu
+project=$1 bucket=$2 prefix=$3
+objects="projects/_/buckets/$bucket/objects"
+
+for role in writer reader deleter lister visitor; do
+    verb=create
+    if gcloud iam roles describe "raycheck_$role" --project "$project" >/dev/null 2>&1; then verb=update; fi
+    gcloud iam roles "$verb" "raycheck_$role" --project "$project" --quiet --file "$(dirname "$0")/roles.gcs/$role.yaml"
+done
+
+grant() { # account, role, on which objects; without: on the bucket, which is what a listing is asked of
+    condition=None
+    if [ $# = 3 ]; then condition="title=$1-$2,expression=$3"; fi
+    gcloud storage buckets add-iam-policy-binding "gs://$bucket" --condition "$condition" \
+        --member "serviceAccount:$1@$project.iam.gserviceaccount.com" --role "projects/$project/roles/raycheck_$2"
+}
+
+# Without a "/" at the end: Ray's file system also makes an empty object of the prefix's own name.
+grant trainer writer "resource.name.startsWith('$objects/$prefix')"
+grant trainer lister
+grant trainer visitor
+grant reader reader "resource.name.startsWith('$objects/$prefix/')"
+grant reader lister
+grant sweeper writer "resource.name.startsWith('$objects/$prefix/') && resource.name.endsWith('/latest')"
+grant sweeper deleter "resource.name.extract('$objects/$prefix/{run}/checkpoints/') != ''"
+grant sweeper lister
