@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import botocore.session
@@ -138,7 +139,10 @@ class Node:
         return [int(line) for line in self._calls.read_text().split()] if self._calls.exists() else []
 
     def stop(self) -> None:
-        os.killpg(int(self._pid.read_text()), signal.SIGKILL)
+        """Of a command that does not do what it should, too: every loop that was started."""
+        for pid in (int(self._pid.read_text()), *self.watchers):
+            with suppress(ProcessLookupError):
+                os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
