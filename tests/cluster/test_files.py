@@ -18,7 +18,7 @@ def test_the_run_and_its_storage_are_called_the_same_everywhere() -> None:
 
     assert uris <= {"s3://bucket", "gs://bucket", storage, f"{storage}/{name}", f"{storage}/{name}.zip"}
     assert objects(JOB)["RayJob"]["metadata"]["name"] == name
-    assert objects(JOB)["RayJob"]["spec"]["metadata"] == {"run": f"{storage}/{name}"}
+    assert objects(JOB)["RayJob"]["spec"]["metadata"] == {"raycheck_run": f"{storage}/{name}"}
 
 
 def test_the_settings_of_ray_are_the_same_by_every_way() -> None:
