@@ -48,7 +48,8 @@ def submit(
     the bucket raises.
     """
     store = open_store(uri, storage)
-    at_last_failure = newest = _newest(store)
+    newest = _newest(store)
+    at_last_failure = _key(newest)
     client = _client(address)
     for number in range(retries + 1):
         job = client.submit_job(
@@ -64,10 +65,10 @@ def submit(
         tell(f"raycheck: {job} {state}, {_in_words(newest)}\n")
         if state != "FAILED" or number == retries:
             return state
-        if number and newest == at_last_failure:
+        if number and _key(newest) == at_last_failure:
             tell("raycheck: nothing was committed since the failure before; another try would fail as well\n")
             return state
-        at_last_failure = newest
+        at_last_failure = _key(newest)
     raise AssertionError("unreachable: the last round returns")
 
 
@@ -111,14 +112,14 @@ class _Job:
                 self._told = position
 
     async def _watch(self) -> None:
-        seen = _newest(self._store)
+        seen = _key(_newest(self._store))
         while True:
             await asyncio.sleep(LOOK_S)
             with suppress(RaycheckError):
                 newest = await asyncio.to_thread(_newest, self._store)
-                if newest != seen:
+                if _key(newest) != seen:
                     self._tell(f"raycheck: {_in_words(newest)}\n")
-                    seen = newest
+                    seen = _key(newest)
 
     def _state(self) -> str:
         deadline = time.monotonic() + AWAY_S
@@ -149,6 +150,10 @@ def _newest(store: Store) -> Entry | None:
     except NotFoundError:
         return None
     return max(live, key=lambda entry: entry.committed_at, default=None)
+
+
+def _key(newest: Entry | None) -> str | None:
+    return None if newest is None else newest.key
 
 
 def _in_words(newest: Entry | None) -> str:
