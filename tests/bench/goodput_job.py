@@ -1,0 +1,176 @@
+"""The training that goodput.py hurts, and the driver that starts it: `python -m tests.bench.goodput_job '{"way": ...}'`.
+
+One FSDP2 training, three ways to checkpoint it. The two peers are written as their documentation has it; both resume as
+a careful user would. Each rank tells its story in a file of its own, one line per event.
+"""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+
+import raycheck
+from raycheck.bucket.store.uri import join_uri
+from tests.bench.place import plain_uri, pyarrow_files, s3fs_options
+
+WORKERS = 2
+RUN = "run"
+
+
+class Training:
+    """One rank of it. config: folder (of the stories), every (steps between saves), step_s, width, layers."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self._step_s, self._every = config["step_s"], config["every"]
+        self._story = Path(config["folder"]) / f"story-{ray.train.get_context().get_world_rank()}.jsonl"
+        layers = [torch.nn.Linear(config["width"], config["width"]) for _ in range(config["layers"])]
+        self.model: Any = torch.nn.Sequential(*layers)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._inputs = torch.randn(4, config["width"])
+
+    def steps(self, done: int) -> Iterator[int]:
+        """Train for ever. Yields the number of each step once it is done."""
+        self._tell("start", step=done, pid=os.getpid())
+        while True:
+            began = time.monotonic()
+            self.model(self._inputs).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            time.sleep(max(0.0, began + self._step_s - time.monotonic()))
+            done += 1
+            self._tell("step", step=done, seconds=time.monotonic() - began)
+            yield done
+
+    def is_due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What the training waits for."""
+        began = time.monotonic()
+        yield
+        self._tell("save", seconds=time.monotonic() - began)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        """One line, written whole: a SIGKILL right after leaves it readable."""
+        with self._story.open("a") as story:
+            story.write(json.dumps({"kind": kind, "at": time.time(), **facts}) + "\n")
+
+
+class App(Stateful):
+    """All that DCP is to save, as torch's own tutorial has it."""
+
+    def __init__(self, training: Training) -> None:
+        self._parts = training.model, training.optimizer
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(*self._parts)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(*self._parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.step = state["step"]
+
+
+def by_raycheck(training: Training, config: dict[str, Any]) -> None:
+    state = {"model": training.model, "optimizer": training.optimizer}
+    with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=config["every"])) as ckpt:
+        for step in training.steps(ckpt.restore().step):
+            if training.is_due(step):
+                with training.saving():
+                    ckpt.end_step()
+            else:
+                ckpt.end_step()
+
+
+def by_report(training: Training, config: dict[str, Any]) -> None:
+    """Ray Train's own way: each rank saves into a folder, and `report` uploads all of them into one."""
+    app = App(training)
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            dcp.load({"app": app}, storage_reader=dcp.FileSystemReader(folder))
+    for step in training.steps(app.step):
+        if training.is_due(step):
+            app.step = step
+            with training.saving(), tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                dcp.save({"app": app}, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))
+                ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def by_dcp(training: Training, config: dict[str, Any]) -> None:
+    """Straight to the bucket; a restart takes the newest directory that has its metadata, which DCP writes last."""
+    app = App(training)
+    options, root = s3fs_options(config["uri"]), plain_uri(join_uri(config["uri"], RUN))
+    files, path = fsspec.url_to_fs(root, **options)
+    whole = [int(name.split("/")[-2].removeprefix("step-")) for name in files.glob(f"{path}/step-*/.metadata")]
+    if whole:
+        dcp.load({"app": app}, storage_reader=FsspecReader(f"{root}/step-{max(whole):09d}", **options))
+    for step in training.steps(app.step):
+        if training.is_due(step):
+            app.step = step
+            with training.saving():
+                writer = FsspecWriter(f"{root}/step-{step:09d}", sync_files=False, **options)
+                dcp.save({"app": app}, storage_writer=writer)
+
+
+OURS = "raycheck"
+WAYS: dict[str, Callable[[Training, dict[str, Any]], None]] = {
+    OURS: by_raycheck,
+    "Ray Train's report": by_report,
+    "DCP on s3fs, newest directory": by_dcp,
+}
+
+
+def train(config: dict[str, Any]) -> None:
+    WAYS[config["way"]](Training(config), config)
+
+
+def main() -> None:
+    """RAY_ADDRESS says where. Ends only by an error, or when it is killed."""
+    config = json.loads(sys.argv[1])
+    ray.init(logging_level=logging.ERROR)
+    trainer = ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ray.train.ScalingConfig(num_workers=WORKERS),
+        run_config=ray.train.RunConfig(
+            name=RUN, failure_config=ray.train.FailureConfig(max_failures=-1), **_storage(config)
+        ),
+    )
+    if config["way"] == OURS:
+        raycheck.fit(trainer)
+    else:
+        trainer.fit()
+
+
+def _storage(config: dict[str, Any]) -> dict[str, Any]:
+    if config["way"] == OURS:
+        return {"storage_path": config["uri"]}
+    files, path = pyarrow_files(config["uri"])
+    return {"storage_path": path, "storage_filesystem": files}
+
+
+if __name__ == "__main__":
+    main()
