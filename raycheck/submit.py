@@ -6,11 +6,13 @@ fails for a reason that another try does not cure.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import raycheck
 from raycheck.bucket.catalog import read_latest
@@ -22,9 +24,15 @@ from raycheck.storage_settings import StorageSettings
 METADATA_KEY = "raycheck_run"
 LOOK_S = 10.0
 """How often `latest` is read, to tell of commits."""
+STATE_S = 2.0
+"""How often the job server is asked what became of the job: the way to its log may be dead without saying so."""
+LAST_LINES_S = 5.0
 AWAY_S = 600.0
-"""How long the job server may be away: a head node that comes back takes minutes."""
+"""How long job server and bucket may be away: a head node that comes back takes minutes."""
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
+
+Tell = Callable[[str], object]
+T = TypeVar("T")
 
 
 def submit(
@@ -35,7 +43,7 @@ def submit(
     runtime_env: Mapping[str, Any] | None = None,
     retries: int = 3,
     storage: StorageSettings | None = None,
-    tell: Callable[[str], None] = print,
+    tell: Tell = sys.stdout.write,
 ) -> str:
     """Submit `entrypoint`, a shell command, until it succeeds. Returns how the last job ended: SUCCEEDED, FAILED or
     STOPPED.
@@ -44,24 +52,23 @@ def submit(
     the cluster, as for `ray job submit`. runtime_env: Ray's; see with_raycheck. retries: how often it is submitted
     again after it has FAILED. tell: takes the job's output as it comes, and raycheck's own lines.
 
-    Raises ConfigError when the cluster does not answer, StoreError when it is away for ten minutes, and what reading
-    the bucket raises.
+    Raises ConfigError for a cluster that does not answer or does not take the job; StoreError when job server or bucket
+    are away for ten minutes later on.
     """
     store = open_store(uri, storage)
     newest = _newest(store)
     at_last_failure = _key(newest)
     client = _client(address)
+    asked = {
+        "entrypoint": entrypoint,
+        "runtime_env": dict(runtime_env or {}),
+        "metadata": {METADATA_KEY: uri.partition("?")[0]},
+    }
     for number in range(retries + 1):
-        job = client.submit_job(
-            entrypoint=entrypoint, runtime_env=dict(runtime_env or {}), metadata={METADATA_KEY: uri.partition("?")[0]}
-        )
+        job = _started(client, asked) if number else _first(client, asked)
         tell(f"raycheck: submitted {job}, {_in_words(newest)}\n")
-        try:
-            state = asyncio.run(_Job(client, job, store, tell).follow())
-        except KeyboardInterrupt:
-            tell(f"\nraycheck: {job} goes on; ray job logs --follow {job}, ray job stop {job}\n")
-            raise
-        newest = _newest(store)
+        state = asyncio.run(_Job(client, job, store, tell).follow())
+        newest = _patiently(lambda: _newest(store), "the bucket")
         tell(f"raycheck: {job} {state}, {_in_words(newest)}\n")
         if state != "FAILED" or number == retries:
             return state
@@ -81,65 +88,109 @@ def with_raycheck(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 class _Job:
     """One submitted job."""
 
-    def __init__(self, client: Any, job: str, store: Store, tell: Callable[[str], None]) -> None:
+    def __init__(self, client: Any, job: str, store: Store, tell: Tell) -> None:
         self._client = client
         self._job = job
         self._store = store
         self._tell = tell
         self._told = 0
+        self._away_since: float | None = None
 
     async def follow(self) -> str:
         """Until it has ended; its state then."""
-        watching = asyncio.create_task(self._watch())
+        watching, log = asyncio.create_task(self._watch()), asyncio.create_task(self._hand_on_log())
         try:
-            while True:
-                with suppress(Exception):  # the way to the log may break at any time; only the state says what became
-                    await self._hand_on_log()
-                state = await asyncio.to_thread(self._state)
-                if state in ENDS:
-                    return state
-                await asyncio.sleep(1.0)
+            while (state := await asyncio.to_thread(self._state)) not in ENDS:
+                await asyncio.sleep(STATE_S)
+                if log.done():
+                    log = asyncio.create_task(self._hand_on_log())
+            if log.done():  # perhaps it broke just before the last lines
+                log = asyncio.create_task(self._hand_on_log())
+            await asyncio.wait([log], timeout=LAST_LINES_S)
+        except asyncio.CancelledError:
+            self._tell(f"\nraycheck: {self._job} goes on: ray job logs --follow, or ray job stop, with its name\n")
+            raise
+        else:
+            return state
         finally:
             watching.cancel()
+            log.cancel()
 
     async def _hand_on_log(self) -> None:
         """A log that is followed anew comes from its beginning."""
         position = 0
-        async for text in self._client.tail_job_logs(self._job):
-            position += len(text)
-            if position > self._told:
-                self._tell(text[self._told - position :])
-                self._told = position
+        with suppress(Exception):  # the way to it may break at any time; only the state says what became of the job
+            async for text in self._client.tail_job_logs(self._job):
+                position += len(text)
+                if position > self._told:
+                    self._tell(text[self._told - position :])
+                    self._told = position
 
     async def _watch(self) -> None:
-        seen = _key(_newest(self._store))
+        seen: str | None = None
         while True:
-            await asyncio.sleep(LOOK_S)
             with suppress(RaycheckError):
                 newest = await asyncio.to_thread(_newest, self._store)
-                if _key(newest) != seen:
+                if seen is not None and _key(newest) != seen:
                     self._tell(f"raycheck: {_in_words(newest)}\n")
-                    seen = _key(newest)
+                seen = _key(newest) or ""
+            await asyncio.sleep(LOOK_S)
 
     def _state(self) -> str:
-        deadline = time.monotonic() + AWAY_S
-        while True:
-            try:
-                found = [job.status for job in self._client.list_jobs() if job.submission_id == self._job]
-            except (OSError, RuntimeError) as error:
-                if time.monotonic() > deadline:
-                    raise StoreError(f"job {self._job}: the job server is away for {AWAY_S:.0f} s: {error}") from error
-                time.sleep(1.0)
-            else:
-                return str(found[0].value) if found else "FAILED"  # it went with a head that was started anew
+        """Empty while the job server is away."""
+        try:
+            found = [job.status.value for job in self._client.list_jobs() if job.submission_id == self._job]
+        except (OSError, RuntimeError) as error:
+            self._away_since = self._away_since or time.monotonic()
+            if time.monotonic() - self._away_since > AWAY_S:
+                raise StoreError(f"job {self._job}: the job server is away for {AWAY_S:.0f} s: {error}") from error
+            return ""
+        self._away_since = None
+        return str(found[0]) if found else "FAILED"  # it went with a head that was started anew
+
+
+def _first(client: Any, asked: Mapping[str, Any]) -> str:
+    try:
+        return _submitted(client, asked, _new_name())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"the cluster does not take the job: {error}") from error
+
+
+def _started(client: Any, asked: Mapping[str, Any]) -> str:
+    """Later, when the cluster may just be coming back."""
+    name = _new_name()
+    return _patiently(lambda: _submitted(client, asked, name), "the job server")
+
+
+def _submitted(client: Any, asked: Mapping[str, Any], name: str) -> str:
+    """By a name of ours: when the answer was lost, the job is found by it and not started twice."""
+    with suppress(OSError, RuntimeError):
+        if any(job.submission_id == name for job in client.list_jobs()):
+            return name
+    return str(client.submit_job(submission_id=name, **asked))
+
+
+def _new_name() -> str:
+    return f"raycheck-{uuid4().hex[:12]}"
+
+
+def _patiently(call: Callable[[], T], what: str) -> T:
+    deadline = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return call()
+        except (OSError, RuntimeError, StoreError) as error:
+            if time.monotonic() > deadline:
+                raise StoreError(f"{what} is away for {AWAY_S:.0f} s: {error}") from error
+            time.sleep(STATE_S)
 
 
 def _client(address: str | None) -> Any:
-    from ray.job_submission import JobSubmissionClient
-
     try:
+        from ray.job_submission import JobSubmissionClient
+
         return JobSubmissionClient(address)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no job server at {address or 'the address from the environment'}: {error}") from error
 
 

@@ -26,21 +26,23 @@ class Chronicle:
         self._store = store
         self._lifeline = Lifeline()
         self._telemetry = Telemetry(store.uri)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._ticking: asyncio.Task[None] | None = None
+        self._recording: asyncio.Task[None] | None = None
 
-    def claimed(self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, now: float) -> None:
-        """`attempt` is the live one, and restores `entry`. before: what it ended, if anything. now: by the store's
-        clock. In a thread."""
+    def claimed(self, before: Attempt | None, attempt: Attempt, entry: Entry | None) -> None:
+        """`attempt` has just become the live one, and restores `entry`. before: what it ended, if anything. In a
+        thread."""
         then = f"restoring {entry.key}" if entry else "starting fresh"
         logger.info("run %s attempt %d: %d ranks, %s", self._store.uri, attempt.number, attempt.world_size, then)
-        self._lifeline.claimed(before, attempt, now=now)
-        self._telemetry.claimed(attempt.number, entry, now=now)
+        self._lifeline.claimed(before, attempt, now=attempt.claimed_at)
+        self._telemetry.begin(attempt.number, entry, now=attempt.claimed_at)
         if before and not record_end(self._store, before, by=attempt, cause=self._lifeline.cause):
             logger.info("attempt %d: its record was not written, or was there already", before.number)
 
-    def adopted(self, attempt: Attempt, *, now: float) -> None:
-        """Another start of the coordinator had `attempt` claimed. In a thread."""
+    def adopted(self, attempt: Attempt, newest: Entry | None, *, now: float) -> None:
+        """Another start of the coordinator had `attempt` claimed. now: by the store's clock. In a thread."""
         self._lifeline.claimed(None, attempt, now=now)
+        self._telemetry.begin(attempt.number, newest, now=now, is_adopted=True)
 
     def resumed(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
         """All ranks of the live attempt have restored `entry`. In the event loop."""
@@ -48,14 +50,13 @@ class Chronicle:
         if resume is not None:
             logger.info("run %s attempt %d goes on %s", self._store.uri, resume.attempt, resume)
             self._telemetry.restored(resume)
-            self._tasks.append(asyncio.create_task(self._record(resume)))
+            self._recording = asyncio.create_task(self._record(resume))
         return resume
 
     def beat(self, group: str, pulse: Pulse) -> None:
         """In the event loop."""
-        if not self._tasks:
-            self._tasks.append(asyncio.create_task(self._tick()))
         self._lifeline.beat(group, pulse)
+        self._ticking = self._ticking or asyncio.create_task(self._tick())
 
     def hurt(self, causes: Sequence[str]) -> None:
         self._lifeline.hurt(causes)

@@ -150,7 +150,7 @@ class Coordinator:
     async def beat(self, group: str, pulse: Pulse) -> bool:
         """How far rank 0 is. Whether it should save soon, since Ray is about to change the group."""
         self._chronicle.beat(group, pulse)
-        return self._farewell.is_wanted_at(pulse.step)
+        return self._farewell.is_wanted_at(pulse.step, step_s=pulse.step_s)
 
     async def save_now(self) -> bool:
         """Have the live group save, and wait a while for the commit. Whether there was one."""
@@ -202,7 +202,7 @@ class Coordinator:
         )
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
-        self._chronicle.claimed(ended, attempt, entry, now=attempt.claimed_at)
+        self._chronicle.claimed(ended, attempt, entry)
         if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
             logger.warning("run %s: latest is nearly full; keep fewer checkpoints (raycheck prune)", self._uri)
         return Claim(
@@ -215,7 +215,8 @@ class Coordinator:
     def _take_over(self, group: str) -> int:
         attempt = protocol.take_over(self._register, self._me, group=group)
         found = self._register.read()
-        self._chronicle.adopted(attempt, now=found[1].at if found else attempt.claimed_at)
+        if found is not None:
+            self._chronicle.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
         return attempt.last_save
 
     def _go_back(self, verdict: Verdict, problem: str) -> tuple[Entry, list[Any]]:
@@ -269,15 +270,15 @@ class Coordinator:
             data = protocol.write_manifest(self._store, manifest)
             if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
                 return Outcome(kind="superseded", key=name)
-            self._plans.components = manifest.components
-            self._tidier.committed()
-            self._chronicle.committed(manifest, seconds=time.monotonic() - began)
-            if first.is_to_be_exported:
-                self._export(name)
         except (FencedError, SupersededError, CorruptError):
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
             return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
+        self._plans.components = manifest.components
+        self._tidier.committed()
+        self._chronicle.committed(manifest, seconds=time.monotonic() - began)
+        if first.is_to_be_exported:
+            self._export(name)
         places = {part.name: part.checkpoint for part in manifest.components}
         return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places)
 

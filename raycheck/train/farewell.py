@@ -15,21 +15,23 @@ class Farewell:
     def __init__(self) -> None:
         self._wish: asyncio.Future[None] | None = None
         self._from_step: int | None = None
-        self.save_s = 0.0
+        self._save_s = 0.0
+        self._step_s = 0.0
 
     async def wait(self) -> bool:
         """Have the live group save. Whether that was committed in time."""
         self._wish, self._from_step = asyncio.get_running_loop().create_future(), None
         try:
-            await asyncio.wait_for(self._wish, PATIENCE_S + 3 * self.save_s)
+            await asyncio.wait_for(self._wish, PATIENCE_S + 3 * (self._save_s + self._step_s))
         except TimeoutError:
             return False
         finally:
             self._wish = None
         return True
 
-    def is_wanted_at(self, step: int) -> bool:
-        """Rank 0 has done `step`, and asks."""
+    def is_wanted_at(self, step: int, *, step_s: float) -> bool:
+        """Rank 0 has done `step` in step_s seconds, and asks."""
+        self._step_s = step_s
         if self._wish is None:
             return False
         self._from_step = step if self._from_step is None else self._from_step
@@ -37,6 +39,6 @@ class Farewell:
 
     def committed(self, step: int, *, save_s: float) -> None:
         """save_s: how long that save took."""
-        self.save_s = save_s
+        self._save_s = save_s
         if self._wish is not None and self._from_step is not None and step >= self._from_step and not self._wish.done():
             self._wish.set_result(None)

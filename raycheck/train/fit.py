@@ -17,7 +17,14 @@ from raycheck.errors import ConfigError, NotFoundError
 from raycheck.storage_settings import StorageSettings, kind_of
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
-from raycheck.train.ray_names import final_error, guards, ray_storage, refuse_unsupported, storage_uri
+from raycheck.train.ray_names import (
+    final_error,
+    guards,
+    keep_collectives_whole,
+    ray_storage,
+    refuse_unsupported,
+    storage_uri,
+)
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
@@ -44,7 +51,7 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
     uri = join_uri(where, config.name)
     resume = _checked_resume(resume, open_store(uri), storage)
-    _allow_failures(config)
+    _settle_failures(config)
     # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
     if not ray.is_initialized():
@@ -94,9 +101,14 @@ def _fit_again(trainer: Any) -> Any:
     raise AssertionError("unreachable: the last round returns or raises")
 
 
-def _allow_failures(config: Any) -> None:
+def _settle_failures(config: Any) -> None:
     failures = config.failure_config or FailureConfig()
     if failures.max_failures == 0:
         logger.info("FailureConfig(max_failures) was 0, so that no failure would be survived; using %d", MAX_FAILURES)
         failures.max_failures = MAX_FAILURES
         config.failure_config = failures
+    if keep_collectives_whole(failures):
+        logger.warning(
+            "FailureConfig(relax_collectives_on_preemption=True) would let ranks go on without the others, so that "
+            "they no longer decide alike when to save; it is turned off"
+        )

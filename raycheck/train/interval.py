@@ -6,10 +6,15 @@ attempts of the run. Rank 0's alone; the others hear its word.
 """
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 PRIOR_S = 3600.0
 """A run that has not been hurt yet counts as one that was hurt once in an hour more than it has been observed."""
+
+RECENT = 200
+"""Of so many steps the usual time is taken."""
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
@@ -36,8 +41,8 @@ class Interval:
         self._claims: tuple[float, ...] = (0.0,)
         self._trained_s = 0.0
         self._cost_s: float | None = None
-        self._free = (0, 0.0)
-        self._busy = (0, 0.0)
+        self._alone: deque[float] = deque(maxlen=RECENT)
+        self._beside: list[float] = []
 
     def start(self, claims: Sequence[float]) -> None:
         """claims: bucket times at which the run's attempts began, this one's last."""
@@ -46,23 +51,17 @@ class Interval:
     def step(self, seconds: float, *, is_saving: bool) -> None:
         """A step took so long, beside a save or alone."""
         self._trained_s += seconds
-        count, total = self._busy if is_saving else self._free
-        both = (count + 1, total + seconds)
-        if is_saving:
-            self._busy = both
-        else:
-            self._free = both
+        (self._beside if is_saving else self._alone).append(seconds)
 
     def saved(self, blocked_s: float) -> None:
-        """A save blocked training for so long; the steps since the one before belong to that one."""
+        """A save blocked training for so long; the steps beside a save since then were beside the one before."""
         slowed_s = 0.0
-        if self._busy[0] and self._free[0]:
-            slowed_s = max(0.0, self._busy[1] - self._busy[0] * self._free[1] / self._free[0])
+        if self._alone:
+            usual_s = statistics.median(self._alone)  # not the mean: first steps and evaluations take long
+            slowed_s = max(0.0, sum(self._beside) - len(self._beside) * usual_s)
+        self._beside.clear()
         cost_s = blocked_s + slowed_s
         self._cost_s = cost_s if self._cost_s is None else (self._cost_s + cost_s) / 2
-        self._busy = (0, 0.0)
-        if self._free[0] > 1000:  # the model's pace changes over a run
-            self._free = (self._free[0] // 2, self._free[1] / 2)
 
     @property
     def seconds(self) -> float:

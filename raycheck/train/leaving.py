@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 
 SAFETY = 1.5
-"""A save may take so many times as long as the last one did."""
-LATE_S = 2.0
-"""How much earlier than needed the late save begins: rank 0 is asked only so often."""
+"""A save may take so many times as long as the last one did, and the next step end may be so much later."""
+MARGIN_S = 1.0
+ASSUMED_S = 110.0
+"""Ray Train waits 120 s from when it has heard of a notice without a time."""
 
 
 class Leaving:
@@ -32,21 +33,27 @@ class Leaving:
         if notice is None or notice == self._notice:
             return False
         # A time that is past already comes from another clock than this one: it says nothing about how much is left.
-        self._notice, self._deadline = notice, notice if notice > self._clock() else math.inf
+        is_known = self._clock() < notice < math.inf
+        self._notice, self._deadline = notice, notice if is_known else self._clock() + ASSUMED_S
         self._has_late_save = False
         return True
 
     def fits(self, *, save_s: float, busy_s: float) -> bool:
-        """Whether a save that begins now can end in time. save_s: how long the last one took. busy_s: how long the one
+        """Whether a save that begins now can end in time. save_s: how long the last one took. busy_s: how long those
         under way may still take."""
-        return self._left_s() > busy_s + SAFETY * save_s
+        return self._left_s() > self._needed_s(save_s, busy_s)
 
-    def is_late(self, *, save_s: float, busy_s: float) -> bool:
-        """Whether this is the moment for the late save. True once per notice."""
-        if self._has_late_save or self._left_s() > LATE_S + busy_s + 2 * SAFETY * save_s:
+    def is_last_chance(self, *, save_s: float, busy_s: float, again_s: float) -> bool:
+        """Whether a save that begins now can end in time, and one that begins at the next question, again_s later, can
+        not. True once per notice."""
+        is_too_late_then = self._left_s() - SAFETY * again_s - MARGIN_S <= self._needed_s(save_s, busy_s)
+        if self._has_late_save or not is_too_late_then:
             return False
         self._has_late_save = True
         return self.fits(save_s=save_s, busy_s=busy_s)
+
+    def _needed_s(self, save_s: float, busy_s: float) -> float:
+        return busy_s + SAFETY * save_s
 
     def _left_s(self) -> float:
         return self._deadline - self._clock()

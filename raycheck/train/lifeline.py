@@ -18,11 +18,12 @@ MAX_CAUSE = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
-    """What rank 0 says now and then: completed steps, seconds of training that stand in them, when the run began by the
-    store's clock, and how many saves have failed or were skipped in this attempt."""
+    """What rank 0 says now and then: completed steps, seconds of training that stand in them, how long the last step
+    took, when the run began by the store's clock, and how many saves have failed or were skipped in this attempt."""
 
     step: int
     trained_s: float
+    step_s: float = 0.0
     began_at: float
     failed: int = 0
     skipped: int = 0
@@ -36,7 +37,8 @@ class Lifeline:
         self._attempt: Attempt | None = None
         self._before: Attempt | None = None
         self._began = 0.0
-        self._last: Pulse | None = None
+        self._reached: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
         self._cause = ""
         self._hurts: list[str] = []
         self.pulse: Pulse | None = None
@@ -49,7 +51,9 @@ class Lifeline:
     def claimed(self, before: Attempt | None, attempt: Attempt, *, now: float) -> None:
         """`attempt` is the live one, after `before` has ended. now: by the store's clock."""
         is_ours = self._attempt is not None and before is not None and before.group == self._attempt.group
-        self._last = self.pulse if is_ours else None
+        # An attempt that ended before it had restored has lost nothing itself: what the one before lost is still lost.
+        self._last = (self._reached or self._last) if is_ours else None
+        self._reached = None
         self._cause = _cause(before, attempt, self._hurts) if before else ""
         self._attempt, self._before, self._began = attempt, before, now - self._clock()
         self.pulse, self._hurts = None, []
@@ -57,6 +61,7 @@ class Lifeline:
     def beat(self, group: str, pulse: Pulse) -> None:
         if self._attempt is not None and group == self._attempt.group:  # a word of a group that is gone may come late
             self.pulse = pulse
+            self._reached = pulse.step, pulse.trained_s
 
     def hurt(self, causes: Iterable[str]) -> None:
         """What Ray's controller saw of the live group. It may come twice."""
@@ -69,10 +74,10 @@ class Lifeline:
 
     def resume(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
         """How the live attempt went on, once all its ranks have restored `entry`, by rank. None for a run's first."""
+        first = arrivals[0] if arrivals else Arrival()
+        last, self._reached = self._last, (first.step, first.trained_s)
         if self._attempt is None or self._before is None:
             return None
-        first = arrivals[0] if arrivals else Arrival()
-        last = self._last
         return Resume(
             attempt=self._attempt.number,
             after=self._before.number,
@@ -81,8 +86,8 @@ class Lifeline:
             step=first.step,
             world_size_before=self._before.world_size,
             world_size=self._attempt.world_size,
-            lost_steps=max(0, last.step - first.step) if last else None,
-            lost_s=max(0.0, last.trained_s - first.trained_s) if last else None,
+            lost_steps=max(0, last[0] - first.step) if last else None,
+            lost_s=max(0.0, last[1] - first.trained_s) if last else None,
             since_commit_s=max(0.0, self.now - entry.committed_at) if entry else None,
             restore_s=max((arrival.seconds for arrival in arrivals), default=0.0),
             restore_bytes=sum(arrival.bytes_fetched for arrival in arrivals),

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Runs between the end of one `end_step` and the beginning of the next."""
+    """Runs between the end of one `end_step` and the beginning of the next. step_s: how long the last step took."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: float | None = None
         self.trained_s = 0.0
+        self.step_s = 0.0
 
     def go(self, trained_s: float | None = None) -> None:
         """Training goes on; with `trained_s`, in a state that stands for so much of it."""
@@ -18,10 +19,9 @@ class Pace:
             self.trained_s = trained_s
         self._since = self._clock()
 
-    def stop(self) -> float:
-        """A step has ended. Returns how long it took."""
-        now = self._clock()
-        seconds = 0.0 if self._since is None else now - self._since
+    def stop(self) -> None:
+        """A step has ended."""
+        if self._since is not None:
+            self.step_s = self._clock() - self._since
+            self.trained_s += self.step_s
         self._since = None
-        self.trained_s += seconds
-        return seconds

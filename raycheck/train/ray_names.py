@@ -5,7 +5,7 @@ Tested on Ray 2.60. Alpha and developer APIs: upload modes, preemption info, the
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ except ImportError:
     ControllerCallback = object  # type: ignore[assignment,misc]
 
 MAX_FAREWELL_S = 600.0
+_DIED, _TAKEN = "its process died", "its node was taken away"
 _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class RunGuard(UserCallback):
         del run_context
         if self.coordinator is not None:
             with suppress(Exception):
-                self.coordinator.hurt.remote([cause_of(rank, error) for rank, error in worker_exceptions.items()])
+                self.coordinator.hurt.remote(causes_of(worker_exceptions))
         for error in worker_exceptions.values():
             final = final_error(error)
             if final is not None:
@@ -73,13 +74,27 @@ def guards(coordinator: Any, uri: str) -> list[Any]:
     return [RunGuard(coordinator, uri), *([ResizeGuard(coordinator)] if has_hook else [])]
 
 
-def cause_of(rank: int, error: BaseException) -> str:
-    """What happened to a rank, in one line."""
-    inner = getattr(error, "_base_exc", None) or getattr(error, "cause", None) or error
+def causes_of(errors: Mapping[int, BaseException]) -> list[str]:
+    """What happened to the ranks, a line each; first those whose process is gone, since others' errors follow."""
+    lines = [_cause_of(rank, error) for rank, error in sorted(errors.items())]
+    return sorted(lines, key=lambda line: not line.endswith((_DIED, _TAKEN)))
+
+
+def _cause_of(rank: int, error: BaseException) -> str:
+    found = (getattr(error, name, None) for name in ("health_check_failure", "_base_exc", "cause"))
+    inner = next(filter(None, found), error)
     if isinstance(inner, RayActorError):
-        return f"rank {rank}: its {'node was taken away' if getattr(inner, 'preempted', False) else 'process died'}"
+        return f"rank {rank}: {_TAKEN if getattr(inner, 'preempted', False) else _DIED}"
     text = str(inner).strip().partition("\n")[0][:200]
     return f"rank {rank}: {type(inner).__name__}: {text}"
+
+
+def keep_collectives_whole(failures: Any) -> bool:
+    """Whether a FailureConfig had to be changed so that no rank passes a collective without the others."""
+    is_relaxed = bool(getattr(failures, "relax_collectives_on_preemption", False))
+    if is_relaxed:
+        failures.relax_collectives_on_preemption = False
+    return is_relaxed
 
 
 def final_error(error: BaseException | None) -> RaycheckError | None:

@@ -73,6 +73,7 @@ class Rhythm:
         self._next_sync = 1
         self._synced_at = (0, time.monotonic())
         self._broadcast_s = 1.0
+        self._again_s = 0.0
 
     def start_at(self, step: int, claims: Sequence[float]) -> None:
         """claims: when the run's attempts began, by the store's clock, this one's last."""
@@ -93,7 +94,7 @@ class Rhythm:
 
     def is_due(self, step: int, *, is_busy: bool = False, busy_s: float = 0.0) -> bool:
         """Whether this step's end is a moment to save. is_busy: a save of this rank has to end before; busy_s: how long
-        the saves of this rank have been under way. Rank 0's count."""
+        those under way may still take. Rank 0's count."""
         self._word = _Word(step=None)
         if self._group.broadcast is not None and step >= self._next_sync:
             self._sync(step, is_busy=is_busy, busy_s=busy_s)
@@ -110,7 +111,7 @@ class Rhythm:
     def saved(self, blocked_s: float) -> None:
         """A save has begun, and blocked training for so long."""
         self._is_wanted = False
-        self._saved_at = time.monotonic()
+        self._saved_at = time.monotonic() - blocked_s
         if self._interval is not None:
             self._interval.saved(blocked_s)
 
@@ -178,10 +179,11 @@ class Rhythm:
 
     def _saves_before_leaving(self, step: int, *, is_news: bool, busy_s: float) -> bool:
         """Rank 0: whether a node that is about to go makes this a moment to save."""
-        left_s = max(0.0, self._save_s - busy_s) if busy_s else 0.0
         if not is_news:
-            return self._leaving.is_noticed and self._leaving.is_late(save_s=self._save_s, busy_s=left_s)
-        save = self._leaving.fits(save_s=self._save_s, busy_s=left_s)
+            return self._leaving.is_noticed and self._leaving.is_last_chance(
+                save_s=self._save_s, busy_s=busy_s, again_s=self._again_s
+            )
+        save = self._leaving.fits(save_s=self._save_s, busy_s=busy_s)
         then = "saving" if save else "too little time for a save; one that is under way goes on"
         logger.warning("run %s: a node of this group is about to go; step %d: %s", self._group.uri, step, then)
         return save
@@ -200,8 +202,13 @@ class Rhythm:
     def _gap(self, step: int, now: float) -> int:
         steps, seconds = step - self._synced_at[0], now - self._synced_at[1]
         self._synced_at = (step, now)
-        if self._group.world_size == 1 or seconds <= 0 or steps <= 0:
+        if seconds <= 0 or steps <= 0:
+            return 1
+        if self._group.world_size == 1:
+            self._again_s = seconds / steps
             return 1
         cheap = self._broadcast_s * steps / (COST_SHARE * seconds)
         gap_s = LEAVING_GAP_S if self._leaving.is_noticed else MAX_GAP_S
-        return max(1, min(MAX_GAP, round(cheap), round(gap_s * steps / seconds)))
+        gap = max(1, min(MAX_GAP, round(cheap), round(gap_s * steps / seconds)))
+        self._again_s = gap * seconds / steps
+        return gap

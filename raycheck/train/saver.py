@@ -32,7 +32,7 @@ from raycheck.train.rhythm import is_multiple
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UnderWay:
-    """is_agreed: the ranks agreed before it."""
+    """is_agreed: the ranks agreed before it. outcome: and when it was told."""
 
     number: int
     step: int
@@ -40,7 +40,7 @@ class _UnderWay:
     is_agreed: bool
     is_news: bool
     staged: StagedState
-    outcome: Future[Outcome]
+    outcome: Future[tuple[Outcome, float]]
 
 
 class Saver:
@@ -87,19 +87,16 @@ class Saver:
         return sum(not save.outcome.done() for save in self._pending) >= self._settings.buffers
 
     @property
-    def busy_s(self) -> float:
-        """How long the oldest save that is under way has been; 0 without one."""
-        under_way = [save.began for save in self._pending if not save.outcome.done()]
-        return time.monotonic() - under_way[0] if under_way else 0.0
+    def busy_s(self) -> float | None:
+        """How long the saves under way may still take, by the newest commit: they go up one by one. None: none is."""
+        began = [save.began for save in self._pending if not save.outcome.done()]
+        return max(0.0, len(began) * self.save_s - (time.monotonic() - began[0])) if began else None
 
     def begin(
         self, progress: Progress, metrics: Mapping[str, object], *, trained_s: float = 0.0, is_news: bool = False
     ) -> None:
-        """Stage the state and start its upload, after `wait_for_buffer`. trained_s: see Manifest. is_news: Ray will be
-        told.
-
-        When there is no buffer all the same, this save is counted as failed, and the other ranks are told.
-        """
+        """Stage the state and start its upload, after `wait_for_buffer`. Without a buffer all the same it counts as
+        failed, and the other ranks are told. trained_s: see Manifest. is_news: Ray will be told."""
         began = time.monotonic()
         must_have_ended = self._must_have_ended()
         self._saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
@@ -147,7 +144,9 @@ class Saver:
             is_agreed=must_agree,
             is_news=is_news,
             staged=staged,
-            outcome=self._thread.submit(self._upload_and_report, staged, report, deadline, is_news),
+            outcome=self._thread.submit(
+                lambda: (self._upload_and_report(staged, report, deadline, is_news), time.monotonic())
+            ),
         )
         self._pending.append(save)
 
@@ -176,11 +175,11 @@ class Saver:
         while self._pending and (self._pending[0].number <= last or self._pending[0].outcome.done()):
             save = self._pending[0]
             try:
-                outcome = save.outcome.result(max(0.0, deadline - time.monotonic()))
+                outcome, ended = save.outcome.result(max(0.0, deadline - time.monotonic()))
             except FutureTimeoutError:
                 break
             except (SaveFailedError, StoreError) as error:
-                outcome = Outcome(kind="failed", key="", message=str(error))
+                outcome, ended = Outcome(kind="failed", key="", message=str(error)), time.monotonic()
             self._pending.popleft()
             if outcome.kind == "failed":
                 self._has_agreed &= not save.is_agreed  # it may be that not all ranks got the agreement
@@ -188,7 +187,7 @@ class Saver:
             elif outcome.kind == "committed":
                 self._failures = 0
                 self._must_agree_after[save.number] = outcome.agree_anew
-                self.save_s = time.monotonic() - save.began
+                self.save_s = ended - save.began
                 self._state.components.committed(save.staged, outcome.places)
                 newest = self._committed = outcome.key
         return newest

@@ -46,12 +46,12 @@ class Telemetry:
             metric.set_default_tags(tags)
         self._clock = clock
         self._committed: float | None = None
-        self._told = {"raycheck_failed_saves": 0, "raycheck_skipped_saves": 0}
+        self._told: dict[str, int | None] = {"raycheck_failed_saves": 0, "raycheck_skipped_saves": 0}
 
-    def claimed(self, attempt: int, entry: Entry | None, *, now: float) -> None:
-        """now: by the store's clock."""
+    def begin(self, attempt: int, entry: Entry | None, *, now: float, is_adopted: bool = False) -> None:
+        """entry: the newest commit. now: by the store's clock. is_adopted: another process has told of this attempt."""
         self._set("raycheck_attempt", attempt)
-        self._told = dict.fromkeys(self._told, 0)
+        self._told = dict.fromkeys(self._told, None if is_adopted else 0)
         if entry is not None:
             self._set("raycheck_last_committed_step", entry.step)
             self._committed = self._clock() - max(0.0, now - entry.committed_at)
@@ -84,7 +84,8 @@ class Telemetry:
             return
         self._set("raycheck_goodput", pulse.trained_s / max(now - pulse.began_at, 1e-9))
         for name, total in (("raycheck_failed_saves", pulse.failed), ("raycheck_skipped_saves", pulse.skipped)):
-            self._count(name, total - self._told[name])
+            told = self._told[name]
+            self._count(name, 0 if told is None else total - told)
             self._told[name] = total
 
     def _set(self, name: str, value: float) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, NoReturn, Self, get_args
+from typing import NoReturn, Self, get_args
 
 from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
@@ -19,6 +19,7 @@ from raycheck.shards.state import TrainState
 from raycheck.train.alone import be_the_only_one
 from raycheck.train.data import Batches
 from raycheck.train.group import Group
+from raycheck.train.heart import Heart
 from raycheck.train.lifeline import Pulse
 from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Claim, OnCorrupt
@@ -32,8 +33,6 @@ CLAIM_TIMEOUT_S = 300.0
 EXPORTS_TIMEOUT_S = 3600.0
 WATCH_S = 45.0
 """How often rank 0 has the coordinator look at `latest`."""
-BEAT_S = 1.0
-"""How often rank 0 says how far it is."""
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
 
@@ -66,8 +65,7 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._step = 0
         self._pace = Pace()
-        self._beaten = float("-inf")
-        self._told: Any = None
+        self._heart = Heart(self._group)
         self._began_at = 0.0
         self._is_prepared = False
         self._metrics: dict[str, object] = {}
@@ -134,7 +132,7 @@ class Checkpointer:
 
     def _begin(self, claim: Claim, lineage: tuple[str, ...], *, trained_s: float, began_at: float | None) -> None:
         """trained_s, began_at: as the restored manifest has them."""
-        self._began_at = claim.claims[0] if began_at is None else began_at
+        self._began_at = began_at or (claim.claims[-1] if claim.restore else claim.claims[0])
         self._rhythm.start_at(self._step, claim.claims)
         self._pace.go(trained_s)
         self._saver = Saver(
@@ -157,7 +155,8 @@ class Checkpointer:
         FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
         """
         saver = self._claimed()
-        self._rhythm.trained(self._pace.stop(), is_saving=saver.busy_s > 0)
+        self._pace.stop()
+        self._rhythm.trained(self._pace.step_s, is_saving=saver.busy_s is not None)
         self._step += 1
         self._metrics = detached(metrics or {})
         if not self._is_prepared:
@@ -168,12 +167,14 @@ class Checkpointer:
         self._hear_of(saver.poll())
         if self._over is not None:
             raise self._over
-        if self._rhythm.is_due(self._step, is_busy=saver.is_busy, busy_s=saver.busy_s):
+        if self._heart.is_save_wanted:
+            self._rhythm.save_soon()
+        if self._rhythm.is_due(self._step, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0):
             self.save(metrics)
         if self._rhythm.must_leave:
             self._leave(saver)
         self._rhythm.tell_ray()
-        self._beat(saver)
+        self._heart.beat(self._pulse)
         self._pace.go()
 
     def save(self, metrics: Mapping[str, object] | None = None) -> None:
@@ -212,23 +213,16 @@ class Checkpointer:
         )
         raise self._over
 
-    def _beat(self, saver: Saver) -> None:
-        """Rank 0 tells how far it is, for what people will want to know when it is gone; and hears whether a save is
-        wanted."""
-        now = time.monotonic()
-        if self._group.rank or now - self._beaten < BEAT_S:
-            return
-        if self._told is not None and self._group.answer(self._told):
-            self._rhythm.save_soon()
-        self._beaten = now
-        pulse = Pulse(
+    def _pulse(self) -> Pulse:
+        saver = self._claimed()
+        return Pulse(
             step=self._step,
             trained_s=self._pace.trained_s,
+            step_s=self._pace.step_s,
             began_at=self._began_at,
             failed=saver.failed,
             skipped=self._rhythm.skipped,
         )
-        self._told = self._group.tell("beat", self._group.id, pulse)
 
     def _wait_for_exports(self) -> None:
         """The coordinator may end with this rank."""
@@ -286,6 +280,7 @@ class Checkpointer:
     def _stop(self) -> None:
         self._closed.set()
         if self._saver is not None:
+            self._heart.beat(self._pulse, is_last=True)
             self._saver.stop()
 
     def _claimed(self) -> Saver:

@@ -3,12 +3,16 @@
 import asyncio
 from dataclasses import replace
 
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
+
 from raycheck.bucket.latest import Attempt, Entry
 from raycheck.bucket.record import Resume, load_resume, record_resume, resumes
 from raycheck.bucket.store import open_store
 from raycheck.train.farewell import Farewell
 from raycheck.train.lifeline import Lifeline, Pulse
 from raycheck.train.meeting import Arrival
+from raycheck.train.ray_names import causes_of
 
 FIRST = Attempt(
     number=1, owner="me", coordinator="c", group="g1", world_size=4, restore_key=None, last_save=3, claimed_at=1000.0
@@ -61,6 +65,32 @@ def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_n
     assert "unknown" in str(resume)
 
 
+def test_what_was_lost_is_not_forgotten_by_a_start_that_never_restored() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+    lifeline.beat("g1", Pulse(step=127, trained_s=212.5, began_at=1000.0))
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    third = replace(SECOND, number=3, group="g3")
+
+    lifeline.claimed(SECOND, third, now=1400.0)
+
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+    assert resume is not None
+    assert (resume.lost_steps, resume.lost_s) == (7, 12.5)
+
+
+def test_a_start_that_restored_and_did_no_step_has_lost_none() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    lifeline.resume(ENTRY, ARRIVALS)
+
+    lifeline.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
+
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+    assert resume is not None
+    assert (resume.lost_steps, resume.lost_s) == (0, 0.0)
+
+
 def test_a_word_of_a_group_that_is_gone_does_not_count() -> None:
     lifeline = Lifeline(Clock())
     lifeline.claimed(None, FIRST, now=1000.0)
@@ -100,12 +130,12 @@ def test_a_farewell_waits_for_the_commit_of_what_was_asked_for_and_not_of_an_ear
         farewell = Farewell()
         waiting = asyncio.create_task(farewell.wait())
         await asyncio.sleep(0)
-        seen = [farewell.is_wanted_at(120)]
+        seen = [farewell.is_wanted_at(120, step_s=0.1)]
         farewell.committed(115, save_s=1.0)
         await asyncio.sleep(0)
         seen.append(waiting.done())
         farewell.committed(121, save_s=1.0)
-        return [*seen, await waiting, farewell.is_wanted_at(130)]
+        return [*seen, await waiting, farewell.is_wanted_at(130, step_s=0.1)]
 
     assert asyncio.run(story()) == [True, False, True, False]
 
@@ -114,3 +144,18 @@ def test_a_farewell_ends_without_an_answer_too(monkeypatch) -> None:
     monkeypatch.setattr("raycheck.train.farewell.PATIENCE_S", 0.05)
 
     assert asyncio.run(Farewell().wait()) is False
+
+
+def test_a_process_that_is_gone_is_named_before_the_errors_that_follow_from_it() -> None:
+    died, taken = RayActorError(), RayActorError(preempted=True)
+    errors = {
+        0: UserExceptionWithTraceback(RuntimeError("gloo: connection closed by peer"), ""),
+        2: WorkerHealthCheckFailedError("A worker health check failed.", failure=died),
+        3: WorkerHealthCheckFailedError("A worker health check failed.", failure=taken),
+    }
+
+    assert causes_of(errors) == [
+        "rank 2: its process died",
+        "rank 3: its node was taken away",
+        "rank 0: RuntimeError: gloo: connection closed by peer",
+    ]
