@@ -34,7 +34,8 @@ def by_ray(trainer):
     return trainer.fit()
 
 
-@pytest.mark.parametrize("start", [by_raycheck, pytest.param(by_ray, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/elastic has a shorter one
+@pytest.mark.parametrize("start", [by_raycheck, by_ray])
 def test_a_second_driver_fences_the_first_which_ends_and_stays_ended(job, s3: str, tmp_path: Path, start) -> None:
     storage = join_uri(s3, uuid4().hex)
     uri = join_uri(storage, "run")
