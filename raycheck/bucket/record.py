@@ -32,10 +32,10 @@ class Resume(Document):
     """How `attempt` went on from `after`, the one before it, which ended by `cause`.
 
     restored: the checkpoint, None when there was none. step: where training went on. world_size_before: of the attempt
-    before, 0 when that was a person's (rewind, repair). lost_steps, lost_s: what was trained and thrown away, None when
-    nobody knows how far it was: the driver had died too. since_commit_s: from the restored checkpoint's commit to the
-    end of the restore, downtime included; None without one. restore_s: of the slowest rank; restore_bytes: of all
-    ranks. what: entries that were restored, and those that were not.
+    before, 0 when that was a person's (rewind, repair). lost_steps, lost_s: what was trained and thrown away, by rank
+    0's last word, which may be a second old; None when there is none, since the driver had died too. since_commit_s:
+    from the restored checkpoint's commit to the end of the restore, downtime included; None without one. restore_s: of
+    the slowest rank; restore_bytes: of all ranks. what: entries that were restored, and those that were not.
     """
 
     format_version: int = FORMAT_VERSION

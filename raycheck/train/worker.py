@@ -192,6 +192,8 @@ class Checkpointer:
         if self._closed.is_set():
             return
         try:
+            if self._saver is not None:
+                self._heart.beat(self._pulse, is_last=True)
             if self._saver is not None and self._over is None:
                 self.save(self._metrics)
                 self._saver.finish(self._step)
@@ -246,6 +248,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        if self._saver is not None:
+            self._heart.beat(self._pulse, is_last=True)
         # Nothing new is saved: the state may be half-way through a step. What is in flight is whole.
         try:
             if self._saver is not None:
@@ -280,7 +284,6 @@ class Checkpointer:
     def _stop(self) -> None:
         self._closed.set()
         if self._saver is not None:
-            self._heart.beat(self._pulse, is_last=True)
             self._saver.stop()
 
     def _claimed(self) -> Saver:

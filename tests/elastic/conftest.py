@@ -1,4 +1,4 @@
-"""One multi-node Ray for all rows of the matrix; each row brings its own nodes, run and driver."""
+"""A multi-node Ray, a run and a driver for each row of the matrix, and the table of what each row cost."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +13,11 @@ from tests.elastic.arena import Arena, Driver, arena
 _ROWS = pytest.StashKey[list[str]]()
 
 
-@pytest.fixture(scope="package")
-def shared() -> Iterator[Arena]:
+@pytest.fixture
+def nodes() -> Iterator[Arena]:
+    """New for each row: what Ray keeps of killed drivers would hold nodes back."""
     with arena() as made:
         yield made
-
-
-@pytest.fixture
-def nodes(shared: Arena) -> Iterator[Arena]:
-    yield shared
-    shared.clear()
 
 
 @pytest.fixture

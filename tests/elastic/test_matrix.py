@@ -110,8 +110,9 @@ def test_a_node_that_comes_makes_the_group_larger_and_loses_nothing(nodes: Arena
 
     nodes.add(1)
     since = time.time()
-    driver.reaches(11, attempt=2, within_s=BOUND_S)
+    driver.reaches(1, attempt=2, within_s=BOUND_S)
     asked = driver.story.attempts[1].last_step
+    driver.reaches(asked + 1, attempt=2)
 
     row(
         "a node added, 1 -> 2 ranks",
@@ -195,16 +196,20 @@ def test_four_ranks_then_three_then_two(nodes: Arena, drive: Drive, row: Row) ->
     assert [told.start["world_size"] for told in driver.story.attempts.values()][:3] == [4, 3, 2]
 
 
-def test_a_controller_that_is_gone_is_started_again(nodes: Arena, drive: Drive, row: Row) -> None:
-    nodes.add(2)
-    driver = drive(workers=2, steps=60, settings={"every_steps": EVERY})
-    driver.reaches(17)
+def test_a_controller_that_is_gone_is_started_again(s3: str, tmp_path: Path, row: Row) -> None:
+    with arena(include_dashboard=True) as nodes:  # Ray asks it before it gives a dead controller's nodes free
+        nodes.add(2)
+        driver = nodes.drive(
+            tmp_path, join_uri(s3, tmp_path.name), workers=2, steps=60, settings={"every_steps": EVERY}
+        )
+        driver.reaches(17)
 
-    since = time.time()
-    os.kill(pid_of("TrainController"), signal.SIGKILL)
+        since = time.time()
+        os.kill(pid_of("TrainController"), signal.SIGKILL)
 
-    goes_on(driver, since=since, what="Ray Train's controller killed", row=row)
-    ends_well(driver, steps=60)
+        goes_on(driver, since=since, what="Ray Train's controller killed", row=row)
+        ends_well(driver, steps=60)
+        driver.close()
 
 
 def test_a_driver_that_is_gone_is_started_again_and_the_run_goes_on(nodes: Arena, drive: Drive, row: Row) -> None:
@@ -350,11 +355,11 @@ def test_of_two_drivers_on_one_name_the_second_goes_on_and_the_first_ends(nodes:
     first.reaches(12)
 
     since = time.time()
-    second = drive(workers=2, steps=60, settings=settings)
+    second = drive(workers=2, steps=10_000, settings=settings)
+    second.reaches(1, attempt=2)
+    assert first.join(within_s=60) != 0
     goes_on(second, since=since, what="a second driver on the same name", row=row, most=10_000)
 
-    assert first.join(within_s=60) != 0
     assert "FencedError" in first.log
-    assert second.join(within_s=120) == 0
     assert second.story.attempts[2].start["resume"]["cause"] == "another driver took over"
     assert_invariants(open_store(second.uri))
