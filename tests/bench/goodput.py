@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.goodput_job import OURS, WAYS, WORKERS
+from tests.bench.goodput_job import BARE, OURS, WAYS, WORKERS
 from tests.bench.goodput_rows import FULL, QUICK, Event, Kill, Scale, Watched, counted, first_step, rows, trace
 from tests.bench.place import new_folder
 from tests.bench.plots import OURS as OUR_COLOR
@@ -70,7 +70,7 @@ def main() -> int:
                 print(f"{way}: {len(watched[way].restarts_s)} kills", flush=True)
         command = shlex.join(["python", "-m", "tests.bench.goodput", *sys.argv[1:]])
         about = {"command": command, "server": server.name, "seed": SEED, "cores": os.cpu_count(), **asdict(scale)}
-    doc = {"about": about, "rows": rows(watched, kills, scale)}
+    doc = {"about": about, "rows": rows(watched, kills, scale, bare=BARE)}
     show(doc)
     for path in (RESULTS / "goodput.json", arguments.json):
         if path is not None:
@@ -172,10 +172,10 @@ def watch(run: Driver, kills: Sequence[Kill], scale: Scale) -> Watched:
 def show(doc: dict[str, Any]) -> None:
     about = doc["about"]
     table = Table(title=f"{about['server']}, {about['cores']} cores; a save every {about['every']} steps")
-    for name in ("", "goodput", "limit", "kills", "steps lost", "save blocks, s", "restart, s"):
+    for name in ("", "goodput", "limit", "kills", "steps lost", "save blocks, s", "restart, s", "/ bare"):
         table.add_column(name)
     for way, row in doc["rows"].items():
-        seconds = (f"{row['save_s']:.2f}", f"{row['restart_s']:.1f}")
+        seconds = (f"{row['save_s']:.2f}", f"{row['restart_s']:.1f}", f"{row['restart_ratio']:.2f}")
         counts = (f"{row['kills']}", f"{row['steps_lost']}")
         table.add_row(way, f"{row['goodput']:.3f}", f"{row['limit']:.3f}", *counts, *seconds)
     Console(width=None if Console().is_terminal else 160).print(table)

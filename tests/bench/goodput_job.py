@@ -1,6 +1,6 @@
 """The training that goodput.py hurts, and the driver that starts it: `python -m tests.bench.goodput_job '{"way": ...}'`.
 
-One FSDP2 training, three ways to checkpoint it. The two peers are written as their documentation has it; both resume as
+One FSDP2 training, three ways to checkpoint it, and none. The two peers are written as their documentation has it; both resume as
 a careful user would. Each rank tells its story in a file of its own, one line per event.
 """
 
@@ -135,11 +135,20 @@ def by_dcp(training: Training, config: dict[str, Any]) -> None:
                 dcp.save({"app": app}, storage_writer=writer)
 
 
+def by_nothing(training: Training, config: dict[str, Any]) -> None:
+    """What a restart takes when there is nothing to restore."""
+    del config
+    for _ in training.steps(0):
+        pass
+
+
 OURS = "raycheck"
+BARE = "no checkpoints"
 WAYS: dict[str, Callable[[Training, dict[str, Any]], None]] = {
     OURS: by_raycheck,
     "Ray Train's report": by_report,
     "DCP on s3fs, newest directory": by_dcp,
+    BARE: by_nothing,
 }
 
 

@@ -87,8 +87,9 @@ def counted(events: Sequence[Event], *, end: float, restarts_s: Sequence[float])
     )
 
 
-def rows(watched: dict[str, Watched], kills: Sequence[Kill], scale: Scale) -> dict[str, Row]:
-    """By way. A step counts for what it takes at best: the least median of all ways."""
+def rows(watched: dict[str, Watched], kills: Sequence[Kill], scale: Scale, *, bare: str) -> dict[str, Row]:
+    """By way. A step counts for what it takes at best: the least median of all ways. restart_ratio: to the restart of
+    `bare`, which restores nothing (R14, but for the raw GET of the state, which would be added to that one)."""
     pace_s = min(found.median_step_s for found in watched.values())
     found_rows = {}
     for way, found in watched.items():
@@ -103,6 +104,7 @@ def rows(watched: dict[str, Watched], kills: Sequence[Kill], scale: Scale) -> di
             "kills": len(found.restarts_s),
             "save_s": cost_s,
             "restart_s": restart_s,
+            "restart_ratio": restart_s / max(statistics.median(watched[bare].restarts_s or (0.0,)), 1e-9),
             "median_step_s": found.median_step_s,
             "wall_s": found.wall_s,
             "best_interval_s": daly_interval_s(cost_s, scale.mtbf_s),

@@ -69,8 +69,10 @@ def test_steps_count_for_what_they_take_at_best() -> None:
         {"quick": watched(steps=200, median_step_s=0.25), "slowed": watched(steps=160, median_step_s=0.3)},
         [NEVER],
         QUICK,
+        bare="quick",
     )
 
+    assert found["slowed"]["restart_ratio"] == 1.0
     assert found["quick"]["goodput"] == pytest.approx(0.5)
     assert found["slowed"]["goodput"] == pytest.approx(0.4)
     assert found["slowed"]["restart_s"] == 6.0
