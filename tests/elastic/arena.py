@@ -4,9 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -86,12 +87,21 @@ class Arena:
         assert accepted, why
         return at
 
-    def clear(self) -> None:
-        for node in self.workers:
-            self.kill(node)
+    def pid_of(self, name: str) -> int:
+        """Of this cluster's one actor of that class."""
+        mine = f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it ended while we looked
+                is_named = (folder / "cmdline").read_bytes().startswith(f"ray::{name}".encode())
+                if is_named and mine in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        assert len(found) == 1, found
+        return found[0]
 
     def shutdown(self) -> None:
-        self.clear()
+        for node in self.workers:
+            self.kill(node)
         if self._cluster.head_node is not None:
             self.kill_head()
 
@@ -103,14 +113,15 @@ class Arena:
 def arena(**head: Any) -> Iterator[Arena]:
     """Beside the one Ray of the other tests, which must not find it by Ray's file of the current cluster."""
     before = dict(os.environ)
-    os.environ.update(ENV, RAY_TMPDIR="/tmp/rcm")  # short: sockets lie below it
-    made = Arena(**head)
-    try:
-        yield made
-    finally:
-        made.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
+    with tempfile.TemporaryDirectory(prefix="rc-", ignore_cleanup_errors=True) as short:  # sockets lie below it
+        os.environ.update(ENV, RAY_TMPDIR=short)
+        made = Arena(**head)
+        try:
+            yield made
+        finally:
+            made.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
 
 
 class Driver:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -205,7 +204,7 @@ def test_a_controller_that_is_gone_is_started_again(s3: str, tmp_path: Path, row
         driver.reaches(17)
 
         since = time.time()
-        os.kill(pid_of("TrainController"), signal.SIGKILL)
+        os.kill(nodes.pid_of("TrainController"), signal.SIGKILL)
 
         goes_on(driver, since=since, what="Ray Train's controller killed", row=row)
         ends_well(driver, steps=60)
@@ -277,13 +276,6 @@ def test_a_node_whose_clock_is_an_hour_off(nodes: Arena, drive: Drive, row: Row,
     assert 0 <= resumes(open_store(driver.uri), [2])[2].since_commit_s < BOUND_S
 
 
-def pid_of(name: str) -> int:
-    """Of the one process that is called so."""
-    found = subprocess.run(["pgrep", "-f", f"ray::{name}"], capture_output=True, text=True, check=True).stdout.split()
-    assert len(found) == 1, found
-    return int(found[0])
-
-
 @pytest.mark.slow
 def test_a_rank_that_leaves_its_loop_early_is_named_by_a_deadline(nodes: Arena, drive: Drive, row: Row) -> None:
     nodes.add(2)
@@ -320,7 +312,7 @@ def test_a_coordinator_that_is_gone_costs_no_step(
         else:
             driver.reaches(12)
 
-        os.kill(pid_of("Coordinator"), signal.SIGKILL)
+        os.kill(nodes.pid_of("Coordinator"), signal.SIGKILL)
         if rule is not None:
             rule.release()
         ends_well(driver, steps=40)
