@@ -51,13 +51,14 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         print_json(facts)
         return
     out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints\n"))
-    table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", "lost", "because", box=None, pad_edge=False)
+    table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", box=None, pad_edge=False)
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"
         row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, time_of(item.claimed_at))
-        resume = began.get(item.number)
-        table.add_row(*(Text(str(cell)) for cell in (*row, *((resume.lost, resume.cause) if resume else ("", "")))))
+        table.add_row(*(Text(str(cell)) for cell in row))
     out.print(table)
+    for number, resume in began.items():
+        out.print(Text(f"\nattempt {number} went on {resume}"), soft_wrap=True)
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
         for name, value in facts["checkpoint"].items():

@@ -12,6 +12,7 @@ import torch
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.damage import go_back
+from raycheck.bucket.record import Resume, record_resume
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.bucket.helpers import Driver
@@ -173,6 +174,33 @@ def test_rewind_makes_an_earlier_checkpoint_the_head(run) -> None:
     assert read_latest(store).attempt.number == 3
     assert "by hand" in raycheck("show", uri).stdout
     assert_invariants(store)
+
+
+def test_show_tells_why_an_attempt_began_and_what_the_end_of_the_one_before_cost(run) -> None:
+    uri, store = run
+    resume = Resume(
+        attempt=1,
+        after=0,
+        cause="rank 2: its process died",
+        restored="step-000000003-a1-s1",
+        step=3,
+        world_size_before=4,
+        world_size=3,
+        lost_steps=7,
+        lost_s=12.5,
+        since_commit_s=60.0,
+        restore_s=2.0,
+        restore_bytes=1000,
+        what="restored: model",
+    )
+    assert record_resume(store, resume)
+
+    text, data = raycheck("show", uri), raycheck("show", uri, "--json")
+
+    assert "7 steps, 12.5 s" in text.stdout
+    assert "rank 2: its process died" in text.stdout
+    shown = json.loads(data.stdout)["attempts"][0]["resume"]
+    assert (shown["lost_steps"], shown["world_size_before"], shown["world_size"]) == (7, 4, 3)
 
 
 def test_pin_keeps_a_checkpoint_from_prune_and_ls_shows_it(run) -> None:
