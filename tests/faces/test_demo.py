@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,23 +21,36 @@ def demo(*args: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=dict(os.environ))
 
 
-def test_the_demo_loses_a_worker_and_goes_on_and_its_kept_run_can_be_resumed() -> None:
-    first = demo("--json", "--workers", "2", "--steps", "12", "--kill-step", "8", "--save-every", "3")
-    assert first.returncode == 0, first.stderr
-    facts = json.loads(first.stdout)
-    root = facts["run_uri"].removesuffix("/demo")
+def lose_a_worker() -> dict[str, Any]:
+    """What the demo says of itself."""
+    done = demo("--json", "--workers", "2", "--steps", "12", "--kill-step", "8", "--save-every", "3")
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
 
-    second = demo("--root", root, "--workers", "2", "--steps", "15", "--kill-step", "0", "--save-every", "3")
+
+def test_the_demo_loses_a_worker_and_goes_on() -> None:
+    facts = lose_a_worker()
 
     assert (facts["killed_rank"], facts["killed_at_step"], facts["final_step"]) == (1, 8, 12)
     assert facts["restored_step"] in (3, 6)
     assert facts["steps_lost"] == 8 - facts["restored_step"]
     assert facts["attempts"] == 2
+    assert_invariants(open_store(facts["run_uri"]))
+
+
+@pytest.mark.slow
+def test_the_kept_run_of_a_demo_can_be_resumed() -> None:
+    uri = lose_a_worker()["run_uri"]
+    root = uri.removesuffix("/demo")
+
+    second = demo("--root", root, "--workers", "2", "--steps", "15", "--kill-step", "0", "--save-every", "3")
+
     assert second.returncode == 0, second.stderr
     assert "restored step 12" in second.stdout
     assert "Hugging Face directory" in second.stdout
-    body = assert_invariants(open_store(facts["run_uri"]))
-    assert raycheck.open_run(facts["run_uri"]).head.entry.step == 15
+    body = assert_invariants(open_store(uri))
+    assert raycheck.open_run(uri).head.entry.step == 15
     assert body.attempt.number == 3
     assert Path(root.removeprefix("file://")).is_dir()
 

@@ -16,6 +16,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
     script, rules, settings = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert isinstance(given(settings)["storage"], raycheck.StorageSettings)

@@ -42,6 +42,7 @@ class Trainer:
         return self.model(input_ids=tokens).logits.detach()
 
 
+@pytest.mark.slow
 def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_path) -> None:
     uri = f"file://{tmp_path}/run"
     trainer = Trainer.remote(uri, raycheck.start_coordinator(uri, owner="me"))

@@ -72,6 +72,7 @@ def test_plain_trainer_fit_survives_a_killed_worker(job, s3: str, tmp_path: Path
     assert len(body.owners) == 1
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_between_manifest_and_latest_loses_no_save(job, s3: str, tmp_path: Path) -> None:
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)

@@ -146,6 +146,7 @@ def test_a_worker_killed_after_its_own_report_but_before_the_others_resumes_befo
         assert_invariants(open_store(join_uri(storage, "run")))
 
 
+@pytest.mark.slow
 def test_a_commit_whose_answer_is_lost_is_committed_once(job, s3: str, tmp_path: Path) -> None:
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
