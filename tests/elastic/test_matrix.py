@@ -247,7 +247,7 @@ def test_downtime_does_not_count_as_time_since_the_last_save(nodes: Arena, drive
 
 @pytest.mark.slow
 def test_a_head_that_is_gone_and_a_run_that_goes_on_in_another_cluster(tmp_path, s3: str, row: Row) -> None:
-    uri = f"{s3}/{tmp_path.name}"
+    uri = join_uri(s3, tmp_path.name)
     with arena() as lost:
         lost.add(2)
         first = lost.drive(tmp_path, uri, workers=2, steps=60, settings={"every_steps": EVERY})
