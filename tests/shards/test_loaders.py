@@ -1,6 +1,7 @@
 """torchdata's StatefulDataLoader goes on where each rank stood; what cannot say where it stands is refused."""
 
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import ray.data
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.progress import Progress
 from raycheck.shards.selection import Selection
@@ -19,6 +20,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
+
+
+@pytest.fixture
+def store() -> Store:
+    """One is enough: what is saved is what any other entry's is."""
+    return open_store(f"memory://{uuid4().hex}")
 
 
 def loader(rank: int, world_size: int, *, workers: int = 0) -> Any:
