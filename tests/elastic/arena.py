@@ -69,20 +69,20 @@ class Arena:
         return next(node for node in self.workers if node.node_id == node_id)
 
     def kill_head(self) -> float:
-        at = time.time()
+        at = time.monotonic()
         self._cluster.remove_node(self._cluster.head_node, allow_graceful=False)
         return at
 
     def kill(self, node: Any) -> float:
         """Without notice. When it happened."""
-        at = time.time()
+        at = time.monotonic()
         self._cluster.remove_node(node, allow_graceful=False)
         return at
 
     def drain(self, node: Any, *, seconds: float) -> float:
-        at = time.time()
+        at = time.monotonic()
         accepted, why = GcsClient(address=self.address).drain_node(
-            node.node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "a test", int((at + seconds) * 1000)
+            node.node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "a test", int((time.time() + seconds) * 1000)
         )
         assert accepted, why
         return at
@@ -140,7 +140,7 @@ class Driver:
         )
 
     def kill(self) -> float:
-        at = time.time()
+        at = time.monotonic()
         self.process.kill()
         self.process.wait()
         return at
@@ -172,7 +172,8 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One attempt. start: rank 0's. given: sample numbers by step and rank. at: when rank 0 did each step."""
+    """One attempt. start: rank 0's. given: sample numbers by step and rank. at: when rank 0 did each step, by the clock
+    that all processes of this machine share."""
 
     start: dict[str, Any]
     given: dict[int, dict[int, list[int]]]

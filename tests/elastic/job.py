@@ -84,4 +84,4 @@ class Teller:
 
     def __call__(self, kind: str, **facts: Any) -> None:
         with self._path.open("a") as story:
-            story.write(json.dumps({"kind": kind, "at": time.time(), **facts}) + "\n")
+            story.write(json.dumps({"kind": kind, "at": time.monotonic(), **facts}) + "\n")

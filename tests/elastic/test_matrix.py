@@ -55,7 +55,7 @@ def test_a_rank_that_is_gone(nodes: Arena, drive: Drive, row: Row, kind: str, ca
     nodes.add(2)
     driver = drive(workers=2, steps=40, settings={"every_steps": EVERY}, hurt=(kind, 1, 18))
     driver.reaches(17)
-    since = time.time()
+    since = time.monotonic()
 
     goes_on(driver, since=since, what=f"a rank's end: {kind}", row=row)
     ends_well(driver, steps=40)
@@ -108,7 +108,7 @@ def test_a_node_that_comes_makes_the_group_larger_and_loses_nothing(nodes: Arena
     driver.reaches(10)
 
     nodes.add(1)
-    since = time.time()
+    since = time.monotonic()
     driver.reaches(1, attempt=2, within_s=BOUND_S)
     asked = driver.story.attempts[1].last_step
     driver.reaches(asked + 1, attempt=2)
@@ -204,7 +204,7 @@ def test_a_controller_that_is_gone_is_started_again(s3: str, tmp_path: Path, row
         )
         driver.reaches(17)
 
-        since = time.time()
+        since = time.monotonic()
         os.kill(nodes.pid_of("TrainController"), signal.SIGKILL)
 
         goes_on(driver, since=since, what="Ray Train's controller killed", row=row)
@@ -268,7 +268,7 @@ def test_a_node_whose_clock_is_an_hour_off(nodes: Arena, drive: Drive, row: Row,
     nodes.add(1, env_vars={"RAYCHECK_TEST_CLOCK_S": str(3600 * hours), "PYTHONPATH": f"{CLOCK}{os.pathsep}{ROOT}"})
     driver = drive(workers=2, steps=60, settings={"every_steps": EVERY, "keep_last": 2}, hurt=("kill", 1, 18))
     driver.reaches(17)
-    since = time.time()
+    since = time.monotonic()
 
     goes_on(driver, since=since, what=f"a node's clock {hours:+.0f} h off, and a rank killed", row=row)
     ends_well(driver, steps=60)
@@ -280,16 +280,16 @@ def test_a_node_whose_clock_is_an_hour_off(nodes: Arena, drive: Drive, row: Row,
 @pytest.mark.slow
 def test_a_rank_that_leaves_its_loop_early_is_named_by_a_deadline(nodes: Arena, drive: Drive, row: Row) -> None:
     nodes.add(2)
-    settings = {"every_steps": EVERY, "save_timeout_s": 10.0}
+    settings = {"every_steps": EVERY, "save_timeout_s": 15.0}
     driver = drive(workers=2, steps=40, settings=settings, hurt=("leave", 1, 18))
     driver.reaches(17)
-    since = time.time()
+    since = time.monotonic()
 
     goes_on(driver, since=since, what="a rank left its loop early", row=row)
     ends_well(driver, steps=40)
 
-    assert "rank 1" in driver.story.attempts[2].start["resume"]["cause"]
-    assert "the last save, of step 18, was not committed" in driver.story.attempts[2].start["resume"]["cause"]
+    assert "rank 1: the last save, of step 17, was not committed" in driver.log
+    assert "ranks [0] have not reported" in driver.log
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_of_two_drivers_on_one_name_the_second_goes_on_and_the_first_ends(nodes:
     first = drive(workers=2, steps=10_000, settings=settings)
     first.reaches(12)
 
-    since = time.time()
+    since = time.monotonic()
     second = drive(workers=2, steps=10_000, settings=settings)
     second.reaches(1, attempt=2)
     assert first.join(within_s=60) != 0
