@@ -20,13 +20,14 @@ def main() -> None:
     cpus = os.environ.get("RAYCHECK_TEST_LOCAL_CPUS")  # else RAY_ADDRESS says where
     ray.init(logging_level=logging.ERROR, **({"num_cpus": int(cpus), "address": "local"} if cpus else {}))
     workers = config["workers"]
+    elastic = {"elastic_resize_monitor_interval_s": 3} if isinstance(workers, list) else {}
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(
             num_workers=tuple(workers) if isinstance(workers, list) else workers,
             resources_per_worker={"CPU": 1},
-            elastic_resize_monitor_interval_s=3,
+            **elastic,
         ),
         run_config=ray.train.RunConfig(
             name=config["name"],
