@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 PRIOR_S = 3600.0
 """A run that has not been hurt yet counts as one that was hurt once in an hour more than it has been observed."""
-
 RECENT = 200
 """Of so many steps the usual time is taken."""
 

@@ -30,7 +30,7 @@ class Pulse:
 
 
 class Lifeline:
-    """Of one live group at a time."""
+    """Of one live group at a time. cause: why the attempt before it ended. pulse: its newest word."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class Lifeline:
         self._began = 0.0
         self._reached: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
-        self._cause = ""
+        self.cause = ""
         self._hurts: list[str] = []
         self.pulse: Pulse | None = None
 
@@ -54,7 +54,7 @@ class Lifeline:
         # An attempt that ended before it had restored has lost nothing itself: what the one before lost is still lost.
         self._last = (self._reached or self._last) if is_ours else None
         self._reached = None
-        self._cause = _cause(before, attempt, self._hurts) if before else ""
+        self.cause = _cause(before, attempt, self._hurts) if before else ""
         self._attempt, self._before, self._began = attempt, before, now - self._clock()
         self.pulse, self._hurts = None, []
 
@@ -67,11 +67,6 @@ class Lifeline:
         """What Ray's controller saw of the live group. It may come twice."""
         self._hurts += [cause for cause in causes if cause not in self._hurts]
 
-    @property
-    def cause(self) -> str:
-        """Why the attempt before ended."""
-        return self._cause
-
     def resume(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
         """How the live attempt went on, once all its ranks have restored `entry`, by rank. None for a run's first."""
         first = arrivals[0] if arrivals else Arrival()
@@ -81,7 +76,7 @@ class Lifeline:
         return Resume(
             attempt=self._attempt.number,
             after=self._before.number,
-            cause=self._cause,
+            cause=self.cause,
             restored=entry.key if entry else None,
             step=first.step,
             world_size_before=self._before.world_size,

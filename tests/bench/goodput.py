@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
@@ -32,10 +31,10 @@ from tests.bench.plots import OURS as OUR_COLOR
 from tests.bench.plots import PEERS as PEER_COLOR
 from tests.bench.scale import RESULTS
 from tests.bench.servers import started
+from tests.elastic.arena import arena
 
 ROOT = Path(__file__).parents[2]
 SEED = 7
-MEMORY_BYTES = 80 * 1024 * 1024
 UP_WITHIN_S = 300.0
 LOOK_EVERY_S = 0.2
 ENV = {
@@ -59,13 +58,14 @@ def main() -> int:
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="goodput-") as scratch, started(arguments.server) as server:
         os.sched_setaffinity(0, cores)  # Ray's nodes need the server's core too
-        with cluster() as address:
+        with arena(ENV) as nodes:
+            nodes.add(WORKERS)
             watched = {}
             for number, way in enumerate(WAYS):
                 folder = Path(scratch, str(number))
                 folder.mkdir()
                 config = {"way": way, "folder": str(folder), "uri": new_folder(server.uri), **asdict(scale)}
-                with driver(address, config) as run:
+                with driver(nodes.address, config) as run:
                     watched[way] = watch(run, kills, scale)
                 print(f"{way}: {len(watched[way].restarts_s)} kills", flush=True)
         command = shlex.join(["python", "-m", "tests.bench.goodput", *sys.argv[1:]])
@@ -81,27 +81,6 @@ def main() -> int:
     except ImportError as error:
         print(f"no plot: {error.name} is not installed (pip install 'raycheck[bench]')")
     return 0
-
-
-@contextmanager
-def cluster() -> Iterator[str]:
-    """A head without CPUs, and a node with one for each rank. Its address. In a folder of its own, so that no other Ray
-    of this machine is found or finds it."""
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="rc-", ignore_cleanup_errors=True) as short:  # sockets lie below it
-        os.environ.update(ENV, RAY_TMPDIR=short)
-        os.environ.pop("RAY_ADDRESS", None)
-        head = {"num_cpus": 0, "object_store_memory": MEMORY_BYTES, "include_dashboard": False}
-        made = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for _ in range(WORKERS):
-                made.add_node(num_cpus=1, object_store_memory=MEMORY_BYTES)
-            yield str(made.address)
-        finally:
-            for node in (*made.worker_nodes, made.head_node):
-                made.remove_node(node, allow_graceful=False)
-            os.environ.clear()
-            os.environ.update(before)
 
 
 class Driver:

@@ -1,7 +1,7 @@
 """The training that goodput.py hurts, and the driver that starts it: `python -m tests.bench.goodput_job '{"way": ...}'`.
 
-One FSDP2 training, three ways to checkpoint it, and none. The two peers are written as their documentation has it; both resume as
-a careful user would. Each rank tells its story in a file of its own, one line per event.
+One FSDP2 training, three ways to checkpoint it, and none. The two peers are written as their documentation has it; both
+resume as a careful user would. Each rank tells its story in a file of its own, one line per event.
 """
 
 import json

@@ -5,7 +5,6 @@ It pins botocore, so it lives in a virtual environment of its own beside the rep
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.ports import free_ports
+from tests.venvs import prepare_venv
 
 VERSION = "1.5.33"
 FOLDER = Path(__file__).parents[2] / ".venv-ministack"
@@ -41,14 +41,7 @@ def ministack_server() -> Iterator[str]:
 
 
 def prepare() -> None:
-    """The environment, whole or not at all: its stamp is written last."""
-    stamp = FOLDER / f"ministack-{VERSION}"
-    if stamp.exists():
-        return
-    subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True, timeout=120)
-    install = [FOLDER / "bin/python", "-m", "pip", "install", "--quiet", f"ministack=={VERSION}"]
-    subprocess.run(install, check=True, timeout=600)
-    stamp.touch()
+    prepare_venv(FOLDER, f"ministack-{VERSION}", f"ministack=={VERSION}")
 
 
 def wait_until_up(server: subprocess.Popen, log, bucket_url: str) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -110,11 +110,12 @@ class Arena:
 
 
 @contextmanager
-def arena(**head: Any) -> Iterator[Arena]:
+def arena(env: Mapping[str, str] = ENV, **head: Any) -> Iterator[Arena]:
     """Beside the one Ray of the other tests, which must not find it by Ray's file of the current cluster."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="rc-", ignore_cleanup_errors=True) as short:  # sockets lie below it
-        os.environ.update(ENV, RAY_TMPDIR=short)
+        os.environ.update(env, RAY_TMPDIR=short)
+        os.environ.pop("RAY_ADDRESS", None)
         made = Arena(**head)
         try:
             yield made

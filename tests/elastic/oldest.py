@@ -3,10 +3,9 @@
 In a virtual environment beside the repository's, which has nothing but that Ray and finds all else in the other one.
 """
 
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
+
+from tests.venvs import prepare_venv
 
 VERSION = "2.51.0"
 FOLDER = Path(__file__).parents[2] / ".venv-oldest-ray"
@@ -14,16 +13,7 @@ PYTHON = FOLDER / "bin/python"
 
 
 def prepare() -> None:
-    """The environment, whole or not at all: its stamp is written last."""
-    stamp = FOLDER / f"ray-{VERSION}"
-    if stamp.exists():
-        return
-    subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True, timeout=120)
-    install = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", f"ray=={VERSION}"]
-    subprocess.run(install, check=True, timeout=600)
-    (site,) = FOLDER.glob("lib/python*/site-packages")
-    (site / "all-else.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    stamp.touch()
+    prepare_venv(FOLDER, f"ray-{VERSION}", "--no-deps", f"ray=={VERSION}", finds_ours=True)
 
 
 if __name__ == "__main__":
