@@ -99,8 +99,8 @@ class Coordinator:
         missing = sorted(set(range(verdict.world_size)) - set(restoring.arrivals))
         return Ruling(kind="pending", message=f"ranks {missing} have not restored it")
 
-    async def report(self, report: Report) -> Outcome:
-        """Take a rank's report and wait a while for the outcome of its save."""
+    async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome:
+        """Take a rank's report and wait a while, at most patience_s, for the outcome of its save."""
         await self._adopt(report.group)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._past, report)
@@ -117,7 +117,7 @@ class Coordinator:
         pending.reports.setdefault(report.rank, report)
         if not pending.is_started and (report.failure or len(pending.reports) == report.world_size):
             pending.start(asyncio.to_thread(self._conclude, dict(pending.reports)), then=self._tidier.start)
-        await asyncio.wait([pending.outcome], timeout=WAIT_S)
+        await asyncio.wait([pending.outcome], timeout=min(WAIT_S, patience_s))
         if pending.outcome.done():
             self._forget_before(report)
             outcome = pending.outcome.result()
@@ -128,16 +128,16 @@ class Coordinator:
         what = f"ranks {missing} have not reported" if missing else "the commit is under way"
         return Outcome(kind="pending", key=report.checkpoint, message=what)
 
-    async def agree(self, report: Report, holdings: Holdings) -> Agreement | Outcome:
-        """Take what a rank holds, and wait a while for the agreement of all ranks before the save of `report`. All of
-        them get the same agreement, or the ConfigError that names what is not equal on them."""
+    async def agree(self, report: Report, holdings: Holdings, patience_s: float = WAIT_S) -> Agreement | Outcome:
+        """Take what a rank holds, and wait a while, at most patience_s, for the agreement of all ranks before
+        the save of `report`. All of them get the same one, or the ConfigError that names what is not equal on them."""
         await self._adopt(report.group)
         at = (report.group, report.save)
         meeting = self._agreements.setdefault(at, Meeting())
         if at in self._saves:  # of a rank that took the agreement from an earlier start of this coordinator
             meeting.fail(replace(report, failure=NOT_COME))
         meeting.come(report, holdings)
-        await asyncio.wait([meeting.result], timeout=WAIT_S)
+        await asyncio.wait([meeting.result], timeout=min(WAIT_S, patience_s))
         if meeting.result.done():
             return meeting.result.result()
         missing = sorted(set(range(report.world_size)) - set(meeting.holdings))

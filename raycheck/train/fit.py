@@ -21,10 +21,9 @@ from raycheck.train.ray_names import (
     final_error,
     guards,
     keep_collectives_whole,
-    ray_storage,
     refuse_unsupported,
-    storage_uri,
 )
+from raycheck.train.ray_storage import ray_storage, storage_uri
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3

@@ -19,6 +19,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.train import ray_names
 from raycheck.train.coordinator import Coordinator
+from raycheck.train.ray_storage import run_uri
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
@@ -55,7 +56,7 @@ class Group:
                 "Checkpointer(..., group=raycheck.Group(...))"
             )
         guard = ray_names.guard_from_fit()
-        uri = guard.uri if guard and guard.uri else ray_names.run_uri(ray_names.run_config())
+        uri = guard.uri if guard and guard.uri else run_uri(ray_names.run_config())
         rank, world_size = ray_names.rank_and_world_size()
         coordinator = guard.coordinator if guard else None
         mine: tuple[str, Any] | None = None

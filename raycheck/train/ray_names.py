@@ -4,9 +4,8 @@ Tested on Ray 2.60. Alpha and developer APIs: upload modes, preemption info, the
 """
 
 import math
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -15,9 +14,8 @@ import ray.util.client
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train import UserCallback
 
-from raycheck.bucket.store.arrow import ray_filesystem, uri_of
-from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, RaycheckError
+from raycheck.train.log import logger
 
 try:
     from ray.train.v2._internal.execution.callback import ControllerCallback
@@ -26,7 +24,6 @@ except ImportError:
 
 MAX_FAREWELL_S = 600.0
 _DIED, _TAKEN = "its process died", "its node was taken away"
-_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
 T = TypeVar("T")
 
 
@@ -52,11 +49,16 @@ class RunGuard(UserCallback):
                 raise final
 
 
-class ResizeGuard(ControllerCallback):
-    """In the controller: lets a healthy group save before Ray replaces it by one of another size. Never raises."""
+class ControllerGuard(ControllerCallback):
+    """In the controller: a store that is away does not end the run, and a healthy group saves before Ray replaces it by
+    one of another size. Never raises."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
+
+    def after_controller_start(self, *context: Any) -> None:
+        del context
+        _survive_lost_records()
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         del previous_state
@@ -71,7 +73,7 @@ class ResizeGuard(ControllerCallback):
 def guards(coordinator: Any, uri: str) -> list[Any]:
     """raycheck's callbacks for a RunConfig."""
     has_hook = ControllerCallback is not object
-    return [RunGuard(coordinator, uri), *([ResizeGuard(coordinator)] if has_hook else [])]
+    return [RunGuard(coordinator, uri), *([ControllerGuard(coordinator)] if has_hook else [])]
 
 
 def causes_of(errors: Mapping[int, BaseException]) -> list[str]:
@@ -189,6 +191,24 @@ def _install_guard(controller: Any) -> None:
             guards = callback._user_callbacks  # noqa: SLF001
             if not any(isinstance(item, RunGuard) for item in guards):
                 guards.append(RunGuard())
+                _survive_lost_records()
+
+
+def _survive_lost_records() -> None:
+    """In the controller's process: Ray's own record of the checkpoints it was told of may fail to be written, which
+    would end the run. raycheck reads nothing of it, and the next report writes it whole."""
+    with suppress(ImportError, AttributeError):
+        from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager as Manager
+
+        write: Any = Manager._write_state_to_storage  # noqa: SLF001
+
+        def write_if_possible(manager: Any) -> None:
+            try:
+                write(manager)
+            except OSError as error:
+                logger.warning("Ray Train's own record of checkpoints was not written; the run goes on: %s", error)
+
+        Manager._write_state_to_storage = write_if_possible  # type: ignore[method-assign]  # noqa: SLF001
 
 
 def refuse_unsupported(trainer: Any) -> None:
@@ -200,37 +220,6 @@ def refuse_unsupported(trainer: Any) -> None:
         )
     if trainer.scaling_config.num_workers == 0:
         raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
-
-
-def storage_uri(config: Any) -> str:
-    """Ray's storage path as a URI. Raises ConfigError for a run that could never be resumed."""
-    if not config.name or _DEFAULT_NAME.fullmatch(config.name):
-        raise ConfigError(
-            "RunConfig(name=...) is not set, so Ray makes up a new name each time and nothing could ever resume. "
-            "Give the run a name"
-        )
-    if config.storage_filesystem is not None:
-        return uri_of(config.storage_filesystem, str(config.storage_path))
-    return str(config.storage_path)
-
-
-def run_uri(config: Any) -> str:
-    """The run's root: Ray's storage path and run name. Raises ConfigError as storage_uri does."""
-    return join_uri(storage_uri(config), config.name)
-
-
-@contextmanager
-def ray_storage(config: Any, uri: str) -> Iterator[None]:
-    """In the block Ray, too, writes to the storage at `uri`, with all its settings."""
-    before = config.storage_path, config.storage_filesystem
-    if uri != storage_uri(config):
-        config.storage_path, config.storage_filesystem = uri, None
-    if config.storage_filesystem is None:
-        config.storage_path, config.storage_filesystem = ray_filesystem(uri) or (config.storage_path, None)
-    try:
-        yield
-    finally:
-        config.storage_path, config.storage_filesystem = before
 
 
 def report_pointer(prefix: str, metrics: dict[str, float]) -> None:

@@ -29,6 +29,9 @@ from raycheck.train.meeting import Outcome
 from raycheck.train.metrics import numbers_of
 from raycheck.train.rhythm import is_multiple
 
+LAST_ANSWER_S = 2.0
+"""How much longer the end of training waits than a save may take, so that it hears what the save came to."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UnderWay:
@@ -195,7 +198,7 @@ class Saver:
     def finish(self, step: int) -> None:
         """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
         failures = self._failures
-        self.wait()
+        self.wait(self._settings.save_timeout_s + LAST_ANSWER_S)
         if self._pending or self._failures > failures or self.saved_step != step:
             raise SaveFailedError(
                 f"rank {self._group.rank}: the last save, of step {step}, was not committed: "
@@ -233,7 +236,9 @@ class Saver:
         what = f"agreement before the save of step {report.progress.step}"
         while True:
             left = max(1.0, deadline - time.monotonic())
-            answer: Agreement | Outcome = self._group.ask("agree", report, holdings, timeout_s=left, what=what)
+            answer: Agreement | Outcome = self._group.ask(
+                "agree", report, holdings, left / 2, timeout_s=left, what=what
+            )
             if isinstance(answer, Agreement):
                 self._state.settle(answer)
                 self._has_agreed = True
@@ -255,13 +260,10 @@ class Saver:
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
         report = replace(report, upload_s=time.monotonic() - began)
-        if report.rank == 0 and not report.failure:
-            _tell_of(self._group.uri, report)
         while True:
             what = f"save of step {report.progress.step} ({key})"
-            outcome: Outcome = self._group.ask(
-                "report", report, timeout_s=max(1.0, deadline - time.monotonic()), what=what
-            )
+            left = max(1.0, deadline - time.monotonic())  # half of it for an answer that names who is missing
+            outcome: Outcome = self._group.ask("report", report, left / 2, timeout_s=left, what=what)
             if outcome.kind == "committed" and is_news:
                 self._point_ray_to(outcome.key)
             if outcome.kind == "committed" and report.section is not None:
@@ -288,11 +290,3 @@ class Saver:
             logger.warning("run %s: save failed (%d in a row): %s", self._group.uri, self._failures, message)
         if self._failures >= self._settings.max_failed_saves:
             raise SaveFailedError(f"{self._failures} failed save(s) in a row, the last: {message}")
-
-
-def _tell_of(uri: str, report: Report) -> None:
-    size = sum(shard.size_bytes for shard in report.written) / 1e6
-    logger.info(
-        f"run {uri} attempt {report.attempt}: saved step {report.progress.step}, {size:.1f} MB of rank 0 at "
-        f"{size / max(report.upload_s, 1e-9):.0f} MB/s, training blocked {report.blocked_s:.3f} s"
-    )

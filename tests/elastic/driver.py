@@ -35,7 +35,10 @@ def main() -> None:
             failure_config=ray.train.FailureConfig(max_failures=config.get("max_failures", 3)),
         ),
     )
-    raycheck.fit(trainer)
+    if config.get("is_plain"):
+        trainer.fit()
+    else:
+        raycheck.fit(trainer)
 
 
 if __name__ == "__main__":

@@ -102,27 +102,30 @@ def test_a_node_with_notice_loses_at_most_what_was_trained_since(nodes: Arena, d
     assert last - at < (last - noticed) / 2, "a second save came late"
 
 
-def test_a_node_that_comes_makes_the_group_larger_and_loses_nothing(nodes: Arena, drive: Drive, row: Row) -> None:
-    nodes.add(1)
-    driver = drive(workers=[1, 2], steps=1000, settings={"every_steps": 100_000})
+@pytest.mark.parametrize(("few", "many"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+def test_nodes_that_come_make_the_group_larger_and_lose_nothing(
+    nodes: Arena, drive: Drive, row: Row, few: int, many: int
+) -> None:
+    nodes.add(few)
+    driver = drive(workers=[few, many], steps=1000, settings={"every_steps": 100_000})
     driver.reaches(10)
 
-    nodes.add(1)
+    nodes.add(many - few)
     since = time.monotonic()
     driver.reaches(1, attempt=2, within_s=BOUND_S)
     asked = driver.story.attempts[1].last_step
     driver.reaches(asked + 1, attempt=2)
 
     row(
-        "a node added, 1 -> 2 ranks",
+        f"nodes added, {few} -> {many} ranks",
         lost_steps=driver.story.lost_steps(2),
         seconds=driver.story.first_new_step_s(2, since=since),
     )
     start = driver.story.attempts[2].start
-    assert start["world_size"] == 2
+    assert start["world_size"] == many
     assert 0 < start["step"] <= asked
     assert driver.story.lost_steps(2) <= 20, "it was saved just before Ray replaced the group"
-    assert "from 1 to 2 ranks" in start["resume"]["cause"]
+    assert f"from {few} to {many} ranks" in start["resume"]["cause"]
 
 
 @pytest.mark.slow
@@ -339,6 +342,23 @@ def test_a_store_that_is_away_for_a_minute_ends_nothing(nodes: Arena, drive: Dri
 
     assert list(driver.story.attempts) == [1]
     assert_invariants(open_store(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_plain", [False, True], ids=["raycheck.fit", "trainer.fit"])
+def test_rays_own_record_that_cannot_be_written_ends_nothing(
+    nodes: Arena, drive: Drive, s3: str, tmp_path: Path, is_plain: bool
+) -> None:
+    nodes.add(2)
+    with fault_proxy(s3) as proxy:
+        record = proxy.rule("busy", "PUT", "checkpoint_manager_snapshot.json", times=10**6)
+        uri = join_uri(proxy.uri, tmp_path.name)
+        driver = drive(uri=uri, workers=2, steps=40, settings={"every_steps": EVERY}, is_plain=is_plain)
+        ends_well(driver, steps=40)
+
+    assert record.seen, "Ray tried to write it"
+    assert list(driver.story.attempts) == [1]
+    assert "own record of checkpoints was not written" in driver.log
 
 
 def test_of_two_drivers_on_one_name_the_second_goes_on_and_the_first_ends(nodes: Arena, drive: Drive, row: Row) -> None:
