@@ -1,6 +1,7 @@
 """Every name of Ray that may change between its releases, feature-detected, in one place.
 
-Tested on Ray 2.60. Alpha and developer APIs: upload modes, preemption info, the train context's innards.
+Tested on Ray 2.60; 2.51 is the oldest. Alpha and developer APIs: upload modes, preemption info, the train
+context's innards.
 """
 
 import math
