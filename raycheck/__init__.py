@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from raycheck.settings import SaveSettings
     from raycheck.shards.per_rank import PerRank
     from raycheck.storage_settings import StorageSettings
+    from raycheck.train.actor_state import ActorState
+    from raycheck.train.actors import ActorCheckpointer
     from raycheck.train.data import Batches
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
@@ -48,6 +50,8 @@ _HOMES = {
     "raycheck.settings": ("SaveSettings",),
     "raycheck.shards.per_rank": ("PerRank",),
     "raycheck.storage_settings": ("StorageSettings",),
+    "raycheck.train.actor_state": ("ActorState",),
+    "raycheck.train.actors": ("ActorCheckpointer",),
     "raycheck.train.data": ("Batches",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
@@ -56,6 +60,8 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ActorCheckpointer",
+    "ActorState",
     "Batches",
     "Checkpointer",
     "ConfigError",

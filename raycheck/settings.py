@@ -1,6 +1,6 @@
 """When a user's training saves and what stays: plain data, checked whole at construction."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from raycheck.errors import ConfigError
@@ -45,8 +45,9 @@ class Retention:
 class SaveSettings:
     """When to save, what to keep, and how long to wait.
 
-    every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. None: never.
-        every_steps is 100 where nothing is said, and None with an overhead.
+    every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. every_tokens:
+        once so many were trained on since then, as `end_step(tokens=...)` says. every_epochs: at every so many calls
+        of `end_epoch`. None: never. every_steps is 100 where no trigger is given, else None.
     overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
         and how often the run was hurt (interval.py), and is never longer than every_seconds.
     export_every_steps: also write the model as a Hugging Face directory under `exports/` after each so many steps,
@@ -65,6 +66,8 @@ class SaveSettings:
 
     every_steps: int | Literal["default"] | None = "default"
     every_seconds: float | None = None
+    every_tokens: int | None = None
+    every_epochs: int | None = None
     overhead: float | None = None
     export_every_steps: int | None = None
     keep_last: int | None = 10
@@ -82,7 +85,7 @@ class SaveSettings:
             _check_counts(self, "every_steps")
         if self.overhead is not None and not (isinstance(self.overhead, int | float) and 0 < self.overhead < 1):
             raise ConfigError(f"overhead={self.overhead!r}: give a share of training time, such as 0.02")
-        _check_counts(self, "export_every_steps", "max_failed_saves")
+        _check_counts(self, "every_tokens", "every_epochs", "export_every_steps", "max_failed_saves")
         _check_seconds(self, "every_seconds", "save_timeout_s")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -92,9 +95,23 @@ class SaveSettings:
     @property
     def step_trigger(self) -> int | None:
         """`every_steps`, or what it is where nothing is said."""
-        if self.every_steps == "default":
-            return 100 if self.overhead is None else None
-        return self.every_steps
+        if self.every_steps != "default":
+            return self.every_steps
+        others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead)
+        return 100 if others == (None, None, None, None) else None
+
+    @property
+    def without_triggers(self) -> "SaveSettings":
+        """The same for a rank that is told when to save."""
+        return replace(
+            self,
+            every_steps=None,
+            every_seconds=None,
+            every_tokens=None,
+            every_epochs=None,
+            overhead=None,
+            when_busy="wait",
+        )
 
     @property
     def retention(self) -> Retention:

@@ -14,6 +14,7 @@ from raycheck.shards.names import parameter_names
 from raycheck.shards.optimizer import OptimizerPart
 from raycheck.shards.parts import ObjectPart, Part
 from raycheck.shards.per_rank import PerRank, PerRankPart
+from raycheck.shards.rank_zero import RankZero, RankZeroPart
 from raycheck.shards.selection import ASSETS, OWN_ENTRIES
 
 ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
@@ -69,10 +70,12 @@ def _part(name: str, value: Any, parameters: ParameterNames, rank: int, world_si
         return OptimizerPart(name, value, parameters)
     if isinstance(value, PerRank):
         return PerRankPart(name, value, rank=rank)
+    if isinstance(value, RankZero):
+        return RankZeroPart(name, value, rank=rank)
     if is_loader(name, value):
         return LoaderPart(name, value, rank=rank, world_size=world_size)
     if type(value) is dict:
-        return ObjectPart(name, _InPlace(value))
+        return ObjectPart(name, InPlace(value))
     if has_files(value):
         return FilesPart(name, value)
     if _is_entry(value):
@@ -89,13 +92,13 @@ def _is_entry(value: object) -> bool:
         items = value.values() if isinstance(value, dict) else cast("list[object]", value)
         return any(_is_entry(item) for item in items)
     return (
-        isinstance(value, PerRank)
+        isinstance(value, PerRank | RankZero)
         or has_files(value)
         or (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)))
     )
 
 
-class _InPlace:
+class InPlace:
     """A dict of plain values: the caller keeps using the very same one."""
 
     def __init__(self, values: dict[Any, Any]) -> None:

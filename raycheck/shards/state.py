@@ -6,7 +6,7 @@ whole checkpoint was compared with the live state; every difference is listed in
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -88,8 +88,7 @@ class TrainState:
         leaves: Leaves = {}
         if self._rank == 0:
             values |= {"progress": progress.values(), ASSETS: self._assets}
-            for name in ("step", "epoch", "samples"):
-                leaves[f"progress.{name}"] = (("progress", name), getattr(progress, name))
+            leaves |= {f"progress.{name}": (("progress", name), count) for name, count in asdict(progress).items()}
         for part, found in zip(self._parts, gathered, strict=True):
             if self._rank == 0 and not part.is_per_rank:
                 values[part.name] = found.values

@@ -62,6 +62,11 @@ class Batches:
         return self._epoch
 
     @property
+    def epoch_step(self) -> int:
+        """Batches consumed of this epoch."""
+        return self._consumed // self._global_batch
+
+    @property
     def batches_per_epoch(self) -> int:
         return self._length // self._global_batch
 
@@ -89,6 +94,10 @@ class Batches:
     def end_step(self) -> None:
         """Count what the training loop was given as consumed. Called by Checkpointer.end_step."""
         self._consumed = self._delivered
+
+    def end_epoch(self) -> None:
+        """Go to the beginning of the next epoch. Called by Checkpointer.end_epoch."""
+        self._epoch, self._consumed, self._delivered = self._epoch + 1, 0, 0
 
     def before_first_batch(self, call: Callable[[], object]) -> None:
         """Have `call` run once, just before the next batch is fetched: where random state is put back exactly."""

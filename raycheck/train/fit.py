@@ -49,7 +49,7 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     config = trainer.run_config
     where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
     uri = join_uri(where, config.name)
-    resume = _checked_resume(resume, open_store(uri), storage)
+    resume = checked_resume(resume, open_store(uri), storage)
     _settle_failures(config)
     # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
@@ -71,7 +71,7 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
         ray.kill(coordinator)
 
 
-def _checked_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> str | int:
+def checked_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> str | int:
     """What the coordinator is told. Looks into the bucket, so that a wish that cannot be met is refused in a second
     and not after workers were started; the claim decides all the same."""
     if isinstance(resume, str) and resume not in ("auto", "never", "must"):

@@ -5,8 +5,8 @@ context's innards.
 """
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
@@ -181,7 +181,7 @@ def guard_this_run() -> None:
     """Under a plain trainer.fit(): put a RunGuard into the running controller, so that final errors are final."""
     context = _context()
     assert context is not None, "only asked for inside Ray Train"
-    ray.get(context.controller_actor.__ray_call__.remote(_install_guard), timeout=60)
+    ray.get(run_in(context.controller_actor, _install_guard), timeout=60)
 
 
 def _install_guard(controller: Any) -> None:
@@ -248,20 +248,42 @@ def preemption_deadline() -> float | None:
     return math.inf if info.deadline_ms is None else info.deadline_ms / 1000.0
 
 
+def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Ray's reference to what `function(its instance, *args)` returns in the actor, in turn with its own methods."""
+    return actor.__ray_call__.remote(function, *args)
+
+
+def results(references: Sequence[Any]) -> list[Any]:
+    """Of actor calls. Raises the first error that comes, those of raycheck as they were raised."""
+    left = list(references)
+    while left:
+        ready, left = ray.wait(left)
+        with _as_raised():
+            ray.get(ready)
+    return list(ray.get(list(references)))
+
+
 def call(method: Any, *args: Any, timeout_s: float) -> Any:
     """One actor call. Typed errors of raycheck come out as they were raised.
 
     Raises TimeoutError when the actor is being restarted or does not answer; the call may be repeated.
     """
     try:
-        return ray.get(method.remote(*args), timeout=timeout_s)
+        with _as_raised():
+            return ray.get(method.remote(*args), timeout=timeout_s)
+    except (RayActorError, ray.exceptions.GetTimeoutError) as error:
+        raise TimeoutError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+@contextmanager
+def _as_raised() -> Iterator[None]:
+    try:
+        yield
     except RayTaskError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, RaycheckError):
             raise cause from None
         raise
-    except (RayActorError, ray.exceptions.GetTimeoutError) as error:
-        raise TimeoutError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
 def _context() -> Any:

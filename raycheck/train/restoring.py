@@ -5,7 +5,7 @@ The ranks' side; the coordinator's is in meeting.py.
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.record import Resume
@@ -25,15 +25,19 @@ RESTORE_TIMEOUT_S = 3600.0
 class At:
     """Where training stands after a restore; all zero in a fresh run.
 
-    step: index of the next optimizer step. epoch, samples: consumed position of the data. checkpoint: the name of
-    what was restored, None when fresh. attempt: this life of the worker group. saved_world_size: ranks that wrote
-    it. seconds, bytes_fetched, tensors: of this rank's restore. rng: what was done about random state. report: what
-    was restored, and what was not. resume: what the end of the attempt before cost, None in a run's first.
+    step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
+    as `end_step` was told so far. checkpoint: the name of what was restored, None when fresh. attempt: this life of the
+    worker group. saved_world_size: ranks that wrote it. seconds, bytes_fetched, tensors: of this rank's restore. rng:
+    what was done about random state. report: what was restored, and what was not. resume: what the end of the attempt
+    before cost, None in a run's first.
     """
 
     step: int = 0
     epoch: int = 0
+    epoch_step: int = 0
     samples: int = 0
+    tokens: int = 0
+    episodes: int = 0
     checkpoint: str | None = None
     attempt: int
     saved_world_size: int = 0
@@ -48,11 +52,9 @@ class At:
     def of(
         cls, done: Restored, where: Progress, *, claim: Claim, resume: Resume | None, seconds: float, rng: str
     ) -> "At":
-        """`where`: the position in the data."""
+        """`where`: the position, in the data too."""
         return cls(
-            step=done.progress.step,
-            epoch=where.epoch,
-            samples=where.samples,
+            **asdict(where),
             checkpoint=done.manifest.key,
             attempt=claim.attempt,
             saved_world_size=done.manifest.world_size,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from raycheck.bucket.layout import pointer_prefix
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
+from raycheck.shards.progress import Progress
 from raycheck.train import ray_names
 from raycheck.train.group import Group
 from raycheck.train.interval import Interval
@@ -52,6 +53,7 @@ class Rhythm:
     def __init__(self, settings: SaveSettings, group: Group) -> None:
         by_word = {
             "every_seconds=...": settings.every_seconds is not None,
+            "every_tokens=...": settings.every_tokens is not None,
             "overhead=...": settings.overhead is not None,
             'when_busy="skip"': settings.when_busy == "skip",
         }
@@ -61,6 +63,7 @@ class Rhythm:
         self._settings = settings
         self._group = group
         self._saved_at = time.monotonic()
+        self._saved_tokens = self._tokens = 0
         self._save_s = 0.0
         self._news: str | None = None
         self._told: str | None = None
@@ -75,10 +78,11 @@ class Rhythm:
         self._broadcast_s = 1.0
         self._again_s = 0.0
 
-    def start_at(self, step: int, claims: Sequence[float]) -> None:
+    def start_at(self, progress: Progress, claims: Sequence[float]) -> None:
         """claims: when the run's attempts began, by the store's clock, this one's last."""
-        self._next_sync = step + 1
-        self._synced_at = (step, time.monotonic())
+        self._next_sync = progress.step + 1
+        self._synced_at = (progress.step, time.monotonic())
+        self._saved_tokens = self._tokens = progress.tokens
         if self._interval is not None:
             self._interval.start(claims)
 
@@ -92,10 +96,11 @@ class Rhythm:
         """Whether all ranks are to end this attempt, so that Ray restarts them elsewhere."""
         return self._word.leave
 
-    def is_due(self, step: int, *, is_busy: bool = False, busy_s: float = 0.0) -> bool:
+    def is_due(self, progress: Progress, *, is_busy: bool = False, busy_s: float = 0.0) -> bool:
         """Whether this step's end is a moment to save. is_busy: a save of this rank has to end before; busy_s: how long
         those under way may still take. Rank 0's count."""
         self._word = _Word(step=None)
+        step, self._tokens = progress.step, progress.tokens
         if self._group.broadcast is not None and step >= self._next_sync:
             self._sync(step, is_busy=is_busy, busy_s=busy_s)
         settings = self._settings
@@ -104,13 +109,21 @@ class Rhythm:
             return is_round or self._word.save
         return self._has_room(step, is_busy=is_busy)
 
+    def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> bool:
+        """The same for an epoch's end."""
+        is_round = is_multiple(progress.epoch, self._settings.every_epochs)
+        if not is_round or self._settings.when_busy == "wait":
+            return is_round
+        return self._has_room(progress.step, is_busy=is_busy)
+
     def save_soon(self) -> None:
         """Rank 0: make its next word one to save by."""
         self._is_wanted = True
 
-    def saved(self, blocked_s: float) -> None:
+    def saved(self, blocked_s: float, progress: Progress) -> None:
         """A save has begun, and blocked training for so long."""
         self._is_wanted = False
+        self._saved_tokens = progress.tokens
         self._saved_at = time.monotonic() - blocked_s
         if self._interval is not None:
             self._interval.saved(blocked_s)
@@ -193,6 +206,9 @@ class Rhythm:
             return True
         if is_busy and self._settings.when_busy == "skip":
             return False
+        every_tokens = self._settings.every_tokens
+        if every_tokens is not None and self._tokens - self._saved_tokens >= every_tokens:
+            return True
         every = self._interval.seconds if self._interval is not None else self._settings.every_seconds
         return every is not None and time.monotonic() - self._saved_at >= every
 

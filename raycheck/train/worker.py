@@ -10,27 +10,25 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import NoReturn, Self, get_args
 
-from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, StoreError, SupersededError
+from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, SupersededError
 from raycheck.settings import SaveSettings
-from raycheck.shards.progress import Progress
 from raycheck.shards.restored import Restored
 from raycheck.shards.selection import EVERYTHING, Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.alone import be_the_only_one
-from raycheck.train.data import Batches
-from raycheck.train.group import Group
+from raycheck.train.group import Group, wait_for_exports
 from raycheck.train.heart import Heart
 from raycheck.train.lifeline import Pulse
 from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
+from raycheck.train.position import Position
 from raycheck.train.restoring import At, restore_together
 from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver
 
 CLAIM_TIMEOUT_S = 300.0
-EXPORTS_TIMEOUT_S = 3600.0
 WATCH_S = 45.0
 """How often rank 0 has the coordinator look at `latest`."""
 LAST_WORDS_S = 30.0
@@ -42,20 +40,24 @@ class Checkpointer:
     state_dict/load_state_dict. Random state and progress are added by raycheck.
 
     Use as a context manager. Every rank makes the same calls in the same order. group: given by hand outside Ray
-    Train. Raises ConfigError, naming the entry, for a state that cannot be saved.
+    Train. position: who counts, where it is not these calls. Raises ConfigError, naming the entry, for a state that
+    cannot be saved.
     """
 
     def __init__(
-        self, state: Mapping[str, object], settings: SaveSettings | None = None, *, group: Group | None = None
+        self,
+        state: Mapping[str, object],
+        settings: SaveSettings | None = None,
+        *,
+        group: Group | None = None,
+        position: Position | None = None,
     ) -> None:
         show_log()
         self.settings = settings or SaveSettings()
         self._group = group or Group.of_ray_train()
         rank, world_size = self._group.rank, self._group.world_size
         self._state = TrainState(state, rank=rank, world_size=world_size, buffers=self.settings.buffers)
-        self._data = [value for value in self._state.entries.values() if isinstance(value, Batches)]
-        if len(self._data) > 1:
-            raise ConfigError("the state holds two Batches; a run has one position in its data")
+        self._position = position or Position(self._state.entries.values())
         if self.settings.export_every_steps is not None and len(self._state.models) != 1:
             raise ConfigError(
                 f"SaveSettings(export_every_steps=...) needs one model with a Hugging Face configuration in the state; "
@@ -63,7 +65,6 @@ class Checkpointer:
             )
         self._rhythm = Rhythm(self.settings, self._group)
         self._saver: Saver | None = None
-        self._step = 0
         self._pace = Pace()
         self._heart = Heart(self._group)
         self._began_at = 0.0
@@ -76,6 +77,11 @@ class Checkpointer:
     @property
     def is_closed(self) -> bool:
         return self._closed.is_set()
+
+    @property
+    def busy_s(self) -> float | None:
+        """How long the saves under way may still take, by the newest commit. None: none is."""
+        return self._saver.busy_s if self._saver is not None else None
 
     def restore(
         self,
@@ -121,10 +127,10 @@ class Checkpointer:
             group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt
         )
         rng = self._apply_rng(done)
-        self._step = done.progress.step
+        self._position.go_to(done.progress)
         # Only now: what a failed restore left behind must never be saved.
         self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
-        where = self._progress() if self._data else done.progress
+        where = self._position.progress
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
             logger.warning("rank %d: the checkpoint and the state differ: %s", group.rank, at.report)
@@ -133,7 +139,7 @@ class Checkpointer:
     def _begin(self, claim: Claim, lineage: tuple[str, ...], *, trained_s: float, began_at: float | None) -> None:
         """trained_s, began_at: as the restored manifest has them."""
         self._began_at = began_at or (claim.claims[-1] if claim.restore else claim.claims[0])
-        self._rhythm.start_at(self._step, claim.claims)
+        self._rhythm.start_at(self._position.progress, claim.claims)
         self._pace.go(trained_s)
         self._saver = Saver(
             self._state,
@@ -142,34 +148,33 @@ class Checkpointer:
             attempt=claim.attempt,
             restored_from=None if claim.restore is None else claim.restore.key,
             partial=lineage,
-            saved_step=self._step,
+            saved_step=self._position.step,
             began_at=self._began_at,
         )
         if self._group.rank == 0:
             threading.Thread(target=self._watch, name="raycheck-watch", daemon=True).start()
 
-    def end_step(self, metrics: Mapping[str, object] | None = None) -> None:
+    def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """One optimizer step is complete, its scheduler included. Saves when due.
 
-        metrics: numbers or 0-dim tensors, kept with the checkpoint when finite; read only on steps that save. Raises
+        metrics: numbers or 0-dim tensors, kept with the checkpoint when finite; read only on steps that save. tokens,
+        episodes: what this step added over all ranks, by rank 0's count; the sums are kept in the checkpoint. Raises
         FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
         """
         saver = self._claimed()
         self._pace.stop()
         self._rhythm.trained(self._pace.step_s, is_saving=saver.busy_s is not None)
-        self._step += 1
+        self._position.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
         if not self._is_prepared:
             self._is_prepared = True
             self._state.prepare()
-        for data in self._data:
-            data.end_step()
         self._hear_of(saver.poll())
         if self._over is not None:
             raise self._over
         if self._heart.is_save_wanted:
             self._rhythm.save_soon()
-        if self._rhythm.is_due(self._step, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0):
+        if self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0):
             self.save(metrics)
         if self._rhythm.must_leave:
             self._leave(saver)
@@ -177,15 +182,25 @@ class Checkpointer:
         self._heart.beat(self._pulse)
         self._pace.go()
 
+    def end_epoch(self) -> None:
+        """An epoch is complete, with what the script does at its end (evaluation, a scheduler's step). Saves when due,
+        and what is saved from now on goes on in the next epoch. Raises as end_step does."""
+        saver = self._claimed()
+        self._position.end_epoch()
+        saver.saved_step = -1  # what stands now is not what was saved at this step
+        self._hear_of(saver.poll())
+        if self._rhythm.is_epoch_due(self._position.progress, is_busy=saver.is_busy):
+            self.save(self._metrics)
+
     def save(self, metrics: Mapping[str, object] | None = None) -> None:
         """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already."""
         saver = self._claimed()
-        if self._step != saver.saved_step:
+        if self._position.step != saver.saved_step:
             began = time.monotonic()
             self._hear_of(saver.wait_for_buffer())
             is_news = self._rhythm.wants_news()
-            saver.begin(self._progress(), metrics or {}, trained_s=self._pace.trained_s, is_news=is_news)
-            self._rhythm.saved(time.monotonic() - began)
+            saver.begin(self._position.progress, metrics or {}, trained_s=self._pace.trained_s, is_news=is_news)
+            self._rhythm.saved(time.monotonic() - began, self._position.progress)
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -196,11 +211,12 @@ class Checkpointer:
                 self._heart.beat(self._pulse, is_last=True)
             if self._saver is not None and self._over is None:
                 self.save(self._metrics)
-                self._saver.finish(self._step)
+                self._saver.finish(self._position.step)
                 self._saver.point_ray_to_newest()
                 self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
-                self._wait_for_exports()
+                if self.settings.export_every_steps is not None:
+                    wait_for_exports(self._group)
             if self._over is not None:
                 raise self._over
         finally:
@@ -209,7 +225,8 @@ class Checkpointer:
     def _leave(self, saver: Saver) -> NoReturn:
         """By on_preempt="restart": Ray starts the workers anew, on nodes that stay."""
         self._hear_of(saver.wait())
-        saved = f"step {self._step} is saved" if saver.saved_step == self._step else f"step {self._step} is not saved"
+        step = self._position.step
+        saved = f"step {step} is saved" if saver.saved_step == step else f"step {step} is not saved"
         self._over = SupersededError(
             f'rank {self._group.rank}: a node of this group is about to go, {saved}; leaving by on_preempt="restart"'
         )
@@ -218,26 +235,13 @@ class Checkpointer:
     def _pulse(self) -> Pulse:
         saver = self._claimed()
         return Pulse(
-            step=self._step,
+            step=self._position.step,
             trained_s=self._pace.trained_s,
             step_s=self._pace.step_s,
             began_at=self._began_at,
             failed=saver.failed,
             skipped=self._rhythm.skipped,
         )
-
-    def _wait_for_exports(self) -> None:
-        """The coordinator may end with this rank."""
-        if self._group.rank != 0 or self.settings.export_every_steps is None:
-            return
-        deadline = time.monotonic() + EXPORTS_TIMEOUT_S
-        try:
-            while left := self._group.ask("wait_for_exports", timeout_s=CLAIM_TIMEOUT_S, what="exports"):
-                if time.monotonic() > deadline:
-                    logger.warning("run %s: %d exports did not end and are given up", self._group.uri, left)
-                    return
-        except StoreError as error:
-            logger.warning("run %s: exports may be missing: %s", self._group.uri, error)
 
     def __enter__(self) -> Self:
         return self
@@ -261,14 +265,9 @@ class Checkpointer:
 
     def _apply_rng(self, done: Restored) -> str:
         """Now, and once more just before the first batch: building iterators in between may draw from it."""
-        for data in self._data:
+        for data in self._position.data:
             data.before_first_batch(lambda: done.apply_rng(self._group.rank))
         return done.apply_rng(self._group.rank)
-
-    def _progress(self) -> Progress:
-        for data in self._data:
-            return Progress(step=self._step, epoch=data.epoch, samples=data.samples)
-        return Progress(step=self._step)
 
     def _watch(self) -> None:
         """Rank 0's thread: learn that the attempt is over even when no save is due. Raised at the next step's end."""

@@ -39,6 +39,7 @@ class Holder:
         *,
         seed: int = 0,
         is_frozen: bool = False,
+        more: dict | None = None,
         **settings,
     ) -> None:
         torch.manual_seed(seed)
@@ -47,7 +48,7 @@ class Holder:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.number = raycheck.PerRank({"fresh": rank})
         self.place = raycheck.Group(id=group, uri=uri, rank=rank, world_size=world_size, coordinator=coordinator)
-        self.state = {"model": self.model, "optimizer": self.optimizer, "number": self.number}
+        self.state = {"model": self.model, "optimizer": self.optimizer, "number": self.number, **(more or {})}
         self.ckpt = raycheck.Checkpointer(
             self.state, raycheck.SaveSettings(every_steps=2, **settings), group=self.place
         )
@@ -82,7 +83,7 @@ class Holder:
             at = ckpt.restore()
             for _, _ in zip(range(steps), data.loader(at.epoch), strict=False):
                 ckpt.end_step()
-            return data.state_dict()["consumed"], ckpt._progress().samples
+            return data.state_dict()["consumed"], ckpt._position.progress.samples
 
     def wait(self) -> None:
         self.ckpt._claimed().wait()
@@ -106,7 +107,7 @@ class Holder:
             time.sleep(0.05)
         with pytest.raises(raycheck.SupersededError):
             self.ckpt.end_step()
-        return self.ckpt._step
+        return self.ckpt._position.step
 
     def close(self) -> list[str]:
         """Returns raycheck's threads that are left a moment later."""

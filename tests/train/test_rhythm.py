@@ -10,6 +10,7 @@ import pytest
 import raycheck
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
+from raycheck.shards.progress import Progress
 from raycheck.train.rhythm import Rhythm
 from tests.train.in_thread import InThread
 
@@ -39,7 +40,9 @@ class Ranks:
 
         def one(rank: int) -> list[int]:
             rhythm = Rhythm(settings, group(rank, self.size, self.broadcast_of(rank)))
-            return [step for step in range(1, steps + 1) if rhythm.is_due(step, is_busy=busy(rank, step))]
+            return [
+                step for step in range(1, steps + 1) if rhythm.is_due(Progress(step=step), is_busy=busy(rank, step))
+            ]
 
         threads = [InThread(lambda rank=rank: one(rank)) for rank in range(self.size)]
         return [thread.join() for thread in threads]
@@ -71,13 +74,13 @@ def test_another_rank_that_is_busy_does_not_decide():
 def test_who_waits_skips_nothing_and_asks_nobody():
     rhythm = Rhythm(SaveSettings(every_steps=2), group(1, 2, None))
 
-    assert [step for step in range(1, 7) if rhythm.is_due(step, is_busy=True)] == [2, 4, 6]
+    assert [step for step in range(1, 7) if rhythm.is_due(Progress(step=step), is_busy=True)] == [2, 4, 6]
 
 
 def test_a_rank_alone_decides_by_itself():
     rhythm = Rhythm(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
 
-    assert [rhythm.is_due(step, is_busy=step == 2) for step in (1, 2, 3)] == [True, False, True]
+    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == [True, False, True]
 
 
 def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
@@ -96,3 +99,47 @@ def test_skipping_needs_a_way_to_decide_alike():
 def test_a_policy_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="when_busy='queue'"):
         SaveSettings(when_busy="queue")
+
+
+def steps_saved(settings: SaveSettings, *, tokens: list[int], start: int = 0) -> list[int]:
+    """By a rank alone, whose steps take so many tokens each, after a restore at `start` tokens."""
+    rhythm = Rhythm(settings, group(0, 1, lambda value: value))
+    rhythm.start_at(Progress(tokens=start), [0.0])
+    saved = []
+    for step in range(1, len(tokens) + 1):
+        progress = Progress(step=step, tokens=start + sum(tokens[:step]))
+        if rhythm.is_due(progress):
+            saved.append(step)
+            rhythm.saved(0.0, progress)
+    return saved
+
+
+def test_tokens_are_counted_from_the_last_save_or_restore():
+    settings = SaveSettings(every_tokens=100)
+
+    assert steps_saved(settings, tokens=[40] * 9, start=90) == [3, 6, 9]
+
+
+def test_triggers_are_joined_by_or_and_a_save_for_one_counts_for_all():
+    settings = SaveSettings(every_tokens=100, every_steps=4)
+
+    assert steps_saved(settings, tokens=[30] * 12) == [4, 8, 12]
+    assert steps_saved(settings, tokens=[30, 80, 10, 10, 10, 95]) == [2, 4, 6]
+
+
+def test_an_epoch_ends_in_a_save_where_it_is_asked_for():
+    rhythm = Rhythm(SaveSettings(every_epochs=2), group(1, 2, None))
+
+    assert [epoch for epoch in range(1, 7) if rhythm.is_epoch_due(Progress(step=10 * epoch, epoch=epoch))] == [2, 4, 6]
+
+
+def test_tokens_need_a_way_to_decide_alike():
+    with pytest.raises(ConfigError, match=r"every_tokens.*broadcast"):
+        Rhythm(SaveSettings(every_tokens=5), group(0, 2, None))
+
+
+@pytest.mark.parametrize("trigger", [{"every_seconds": 5}, {"every_tokens": 5}, {"every_epochs": 5}, {"overhead": 0.1}])
+def test_the_default_interval_stands_only_where_no_trigger_is_given(trigger: dict[str, Any]):
+    assert SaveSettings(**trigger).step_trigger is None
+    assert SaveSettings(**trigger, every_steps=7).step_trigger == 7
+    assert SaveSettings().step_trigger == 100

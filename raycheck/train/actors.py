@@ -1,0 +1,223 @@
+"""A Checkpointer for a group of Ray actors that a driver leads, without Ray Train.
+
+Each actor is one rank: a Checkpointer inside it does there what it does in a Ray Train worker (member.py). The driver
+alone decides when to save, so that no collective is needed. Its own objects and the states of other actors are taken at
+the same step, and saved by rank 0 in the same checkpoint.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from types import TracebackType
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+import ray
+from ray.actor import ActorHandle
+
+from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.store import open_store
+from raycheck.errors import ConfigError
+from raycheck.settings import SaveSettings
+from raycheck.shards.entries import InPlace
+from raycheck.shards.progress import Progress
+from raycheck.storage_settings import StorageSettings
+from raycheck.train.actor_state import RemoteState
+from raycheck.train.fit import checked_resume
+from raycheck.train.group import Group, start_coordinator
+from raycheck.train.log import show_log
+from raycheck.train.meeting import OnCorrupt
+from raycheck.train.member import Word, ask_member, join, node_of
+from raycheck.train.metrics import detached, numbers_of
+from raycheck.train.pace import Pace
+from raycheck.train.position import Position
+from raycheck.train.ray_names import results, run_in
+from raycheck.train.restoring import At
+from raycheck.train.rhythm import Rhythm
+
+LEAVE_S = 35.0
+_ME = uuid4().hex[:16]
+"""This driver: who starts a group anew is not another driver."""
+
+
+class ActorCheckpointer:
+    """Saves and restores what Ray actors hold, and what the driver holds, as one run at `uri`.
+
+    actors: handles, in order of rank. state_of: called in each actor with the actor's instance, returns its state as
+    a Checkpointer takes it: what is alike on all ranks is saved once, sharded tensors by all. state: what exists once:
+    the driver's objects with state_dict/load_state_dict, dicts of plain values, Batches, and handles of other actors
+    with these two methods. settings: see SaveSettings; on_preempt is Ray Train's. resume, storage: see `fit`.
+
+    Use as a context manager, in the driver. Every method waits for the actors' earlier calls: call them between steps.
+    An actor that died raises Ray's RayActorError: make the actors anew, and another ActorCheckpointer with them. Raises
+    ConfigError, naming the entry, for a state that cannot be saved, and for a run that `resume` forbids.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        state_of: Callable[[Any], Mapping[str, object]],
+        uri: str,
+        settings: SaveSettings | None = None,
+        *,
+        state: Mapping[str, object] | None = None,
+        resume: str | int = "auto",
+        storage: StorageSettings | None = None,
+    ) -> None:
+        show_log()
+        if not actors:
+            raise ConfigError("there are no actors; give the handles of those that hold the model")
+        self._actors = list(actors)
+        self._uri = uri if storage is None else storage.into(uri)
+        self._settings = settings or SaveSettings()
+        self._owners = {name: _owner(name, value) for name, value in (state or {}).items()}
+        self._position = Position((state or {}).values())
+        self._store = open_store(self._uri)
+        resume = checked_resume(resume, self._store, storage)
+        group = uuid4().hex[:16]
+        self._coordinator = start_coordinator(self._uri, owner=_ME, resume=resume, suffix=f":{group}")
+        place = Group(id=group, uri=self._uri, rank=0, world_size=1, coordinator=self._coordinator, broadcast=_same)
+        self._rhythm = Rhythm(self._settings, place)
+        self._pace = Pace()
+        self._busy_s: float | None = None
+        self._told: list[Any] = []
+        self._metrics: Mapping[str, object] = {}
+        self._is_closed = False
+        self._join(place, state_of)
+
+    def restore(
+        self,
+        *,
+        strict: bool = True,
+        only: Iterable[str] | None = None,
+        skip: Iterable[str] = (),
+        on_corrupt: OnCorrupt = "previous",
+        then: Callable[[Any, At], object] | None = None,
+    ) -> At:
+        """Claim the run for these actors and put the newest checkpoint into them and into the driver's objects.
+
+        As Checkpointer.restore, on all actors; returns what rank 0 was told. What the driver holds and the checkpoint
+        does not have stays as it is, and `at.report.fresh` names it. then: called in each actor with its instance once
+        all have restored, also in a fresh run: here a policy hands its weights to the actors that generate.
+        """
+        options = {
+            "strict": strict,
+            "only": None if only is None else tuple(only),
+            "skip": tuple(skip),
+            "on_corrupt": on_corrupt,
+        }
+        found = results([run_in(actor, ask_member, self._uri, "restore", options) for actor in self._actors])
+        at: At = found[0][0]
+        states: dict[str, Any] = found[0][1]
+        for name, state in states.items():
+            self._owners[name].load_state_dict(state)
+        counts = {name: getattr(at, name) for name in (spec.name for spec in fields(Progress))}
+        self._position.go_to(Progress(**counts))
+        claims = [attempt.claimed_at for attempt in read_latest(self._store).attempts]
+        self._rhythm.start_at(self._position.progress, claims)
+        if then is not None:
+            results([run_in(actor, then, mine) for actor, (mine, _) in zip(self._actors, found, strict=True)])
+        self._pace.go()
+        return replace(at, **asdict(self._position.progress))
+
+    def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
+        """One optimizer step is complete on all actors. Saves when due. As Checkpointer.end_step."""
+        self._pace.stop()
+        self._rhythm.trained(self._pace.step_s, is_saving=self._busy_s is not None)
+        self._position.end_step(tokens=tokens, episodes=episodes)
+        self._metrics = detached(metrics or {})
+        is_busy, busy_s = self._busy_s is not None, self._busy_s or 0.0
+        self._say("step", save=self._rhythm.is_due(self._position.progress, is_busy=is_busy, busy_s=busy_s))
+        self._pace.go()
+
+    def end_epoch(self) -> None:
+        """An epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
+        self._position.end_epoch()
+        is_busy = self._busy_s is not None
+        self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=is_busy))
+
+    def save(self, metrics: Mapping[str, object] | None = None) -> None:
+        """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already."""
+        self._metrics = detached(metrics or self._metrics)
+        self._say("save", save=True)
+
+    def close(self) -> None:
+        """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
+        if self._is_closed:
+            return
+        try:
+            self._say("close", save=True)
+        finally:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Nothing new is saved: the state may be half-way through a step. What is in flight is whole.
+        leaving = [run_in(actor, ask_member, self._uri, "leave") for actor in self._actors]
+        ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
+        self._end()
+
+    def _say(self, at: Literal["step", "epoch", "save", "close"], *, save: bool) -> None:
+        """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
+        self._hear()
+        began = time.monotonic()
+        word = Word(at=at, progress=self._position.progress, save=save)
+        states: dict[str, Any] = {}
+        if save:
+            word = replace(word, metrics=numbers_of(self._metrics))
+            states = {name: owner.state_dict() for name, owner in self._owners.items()}
+        words = [replace(word, states=states), *[word] * (len(self._actors) - 1)]
+        self._told = [
+            run_in(actor, ask_member, self._uri, "hear", mine) for actor, mine in zip(self._actors, words, strict=True)
+        ]
+        if save:
+            self._hear()
+            self._rhythm.saved(time.monotonic() - began, self._position.progress)
+
+    def _hear(self) -> None:
+        told, self._told = self._told, []
+        self._busy_s = max(filter(None, results(told)), default=None) if told else self._busy_s
+
+    def _end(self) -> None:
+        self._is_closed = True
+        ray.kill(self._coordinator)
+
+    def _join(self, place: Group, state_of: Callable[[Any], Mapping[str, object]]) -> None:
+        settings = self._settings.without_triggers
+        nodes = results([run_in(actor, node_of) for actor in self._actors])
+        joining = []
+        for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
+            mine = replace(
+                place,
+                rank=rank,
+                world_size=len(nodes),
+                broadcast=None,
+                is_first_on_node=node not in nodes[:rank],
+            )
+            joining.append(run_in(actor, join, state_of, tuple(self._owners), settings, mine))
+        results(joining)
+
+
+def _owner(name: str, value: Any) -> Any:
+    """What has the entry's state_dict and load_state_dict."""
+    if isinstance(value, ActorHandle):
+        return RemoteState(value, name)
+    if type(value) is dict:
+        return InPlace(value)
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return value
+    raise ConfigError(
+        f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict; the driver's state takes "
+        "objects and actors that have them, and dicts of plain values"
+    )
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,125 @@
+"""One rank of a group of actors: the half of an ActorCheckpointer that lives in the actor."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+
+from raycheck.errors import ConfigError
+from raycheck.settings import SaveSettings
+from raycheck.shards.progress import Progress
+from raycheck.shards.rank_zero import RankZero
+from raycheck.train.group import Group
+from raycheck.train.position import Position
+from raycheck.train.restoring import At
+from raycheck.train.worker import Checkpointer
+
+_members: dict[str, "Member"] = {}
+"""Of this process, by the run's URI."""
+
+
+class _Held:
+    """What the driver holds: given for a save, and taken after a restore."""
+
+    def __init__(self) -> None:
+        self.state: Any = {}
+        self.is_restored = False
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state, self.is_restored = state, True
+
+
+class _Told(Position):
+    """Where the driver says that training is."""
+
+    told = Progress()
+
+    def end_step(self, *, tokens: int = 0, episodes: int = 0) -> None:
+        del tokens, episodes
+        for data in self.data:
+            data.end_step()
+        self.go_to(self.told)
+
+    def end_epoch(self) -> None:
+        for data in self.data:
+            data.end_epoch()
+        self.go_to(self.told)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """The driver's, at one place of its loop. progress: where training is now. save: whether this is a moment to save.
+    metrics, states: for that save; the latter of what the driver holds, for rank 0."""
+
+    at: Literal["step", "epoch", "save", "close"]
+    progress: Progress
+    save: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Member:
+    """Calls come from the driver, one after the other. held: names of the entries that the driver holds."""
+
+    def __init__(self, state: Mapping[str, object], held: Sequence[str], settings: SaveSettings, group: Group) -> None:
+        if both := sorted(set(state) & set(held)):
+            raise ConfigError(f"state[{both[0]!r}] is in the actors' state and in the driver's; rename one of them")
+        self._held = {name: _Held() for name in held}
+        self._position = _Told(state.values())
+        entries = {**state, **{name: RankZero(owner) for name, owner in self._held.items()}}
+        self._ckpt = Checkpointer(entries, settings, group=group, position=self._position)
+
+    def restore(self, options: Mapping[str, Any]) -> tuple[At, dict[str, Any]]:
+        """Also the states that the driver has to take back; on rank 0."""
+        at = self._ckpt.restore(**options)
+        return at, {name: held.state for name, held in self._held.items() if held.is_restored}
+
+    def hear(self, word: Word) -> float | None:
+        """Returns how long the saves under way may still take; None: none is."""
+        self._position.told = word.progress
+        for name, state in word.states.items():
+            self._held[name].state = state
+        if word.at == "step":
+            self._ckpt.end_step(word.metrics)
+        if word.at == "epoch":
+            self._ckpt.end_epoch()
+        if word.save:
+            self._ckpt.save(word.metrics)
+        if word.at == "close":
+            self._ckpt.close()
+        return self._ckpt.busy_s
+
+    def leave(self) -> None:
+        """Save nothing more; a save in flight may end."""
+        gone = ConfigError("the driver has left")
+        self._ckpt.__exit__(type(gone), gone, None)
+
+
+def join(
+    actor: Any,
+    state_of: Callable[[Any], Mapping[str, object]],
+    held: Sequence[str],
+    settings: SaveSettings,
+    group: Group,
+) -> None:
+    """Make this actor a member, in the place of what it was in the same run."""
+    before = _members.pop(group.uri, None)
+    if before is not None:
+        before.leave()
+    _members[group.uri] = Member(state_of(actor), held, settings, group)
+
+
+def ask_member(actor: Any, uri: str, method: str, *args: Any) -> Any:
+    """Call a method of the member that this actor is."""
+    del actor
+    return getattr(_members[uri], method)(*args)
+
+
+def node_of(actor: Any) -> str:
+    """The id of the actor's node."""
+    del actor
+    return str(ray.get_runtime_context().get_node_id())

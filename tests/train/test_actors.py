@@ -1,0 +1,242 @@
+"""A group of actors that a driver leads: what they, the driver and other actors hold comes back as one."""
+
+import tempfile
+import time
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import ray
+import ray.cloudpickle
+import torch
+
+import raycheck
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
+from tests.examples import grpo
+from tests.faultproxy import fault_proxy
+from tests.invariants import assert_invariants
+from tests.train.in_thread import InThread
+from tests.train.test_core import Holder
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def example(cluster: None) -> None:
+    ray.cloudpickle.register_pickle_by_value(grpo)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(example: None, s3: str) -> list[float]:
+    """The losses of the example, which nobody has disturbed."""
+    return run(join_uri(s3, uuid4().hex))
+
+
+def run(uri: str) -> list[float]:
+    with tempfile.TemporaryDirectory() as meet:
+        return grpo.main(uri, STEPS, meet)
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["policy-1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("policy-0", "sampler", "prompts"))],
+)
+def test_whatever_actor_is_killed_all_goes_on_to_the_last_bit(undisturbed: list[float], s3: str, victim: str) -> None:
+    name = uuid4().hex
+    with fault_proxy(s3) as proxy:
+        held = proxy.rule("hold", "PUT", "step-000000008-a1-.*manifest.json")
+        training = InThread(lambda: run(join_uri(proxy.uri, name)))
+        held.wait()
+        ray.kill(ray.get_actor(f"{victim}-{grpo.MAX_FAILURES}"))
+        held.release()
+        losses = training.join()
+
+    assert losses == undisturbed
+    body = assert_invariants(open_store(join_uri(s3, name)))
+    first, again = (attempt.restore_key for attempt in body.attempts)
+    assert first is None
+    assert again.startswith("step-0000000")
+    assert body.entry(body.head).step == STEPS
+    assert [entry.metrics.keys() for entry in body.live] == [{"reward"}] * 2
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """Holds a model that is alike on all ranks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 2)
+        self.handed_on: list[int] = []
+
+    def set(self, value: float) -> None:
+        torch.nn.init.constant_(self.model.weight, value)
+
+    def get(self) -> tuple[float, list[int]]:
+        return self.model.weight[0, 0].item(), self.handed_on
+
+
+@ray.remote(num_cpus=0)
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "as a tensor": torch.tensor([self.count])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["as a tensor"].item() == state["count"]
+        self.count = state["count"]
+
+
+def group() -> list[Any]:
+    return [Rank.remote(), Rank.remote()]
+
+
+def led(actors: list[Any], uri: str, *, every_steps: int = 2, **options: Any) -> raycheck.ActorCheckpointer:
+    settings = raycheck.SaveSettings(every_steps=every_steps)
+    return raycheck.ActorCheckpointer(actors, lambda actor: {"model": actor.model}, uri, settings, **options)
+
+
+def train(actors: list[Any], ckpt: raycheck.ActorCheckpointer, steps: int) -> None:
+    """Every weight is the number of the step that set it."""
+    at = ckpt.restore()
+    for step in range(at.step + 1, at.step + steps + 1):
+        ray.get([actor.set.remote(step) for actor in actors])
+        ckpt.end_step({"loss": torch.tensor(0.5)}, tokens=10, episodes=2)
+
+
+def test_what_the_driver_and_other_actors_hold_is_of_the_same_step(cluster: None, s3: str) -> None:
+    uri, actors, counter = join_uri(s3, uuid4().hex), group(), Counter.remote()
+    data = raycheck.Batches(range(10), global_batch=2, rank=0, world_size=1)
+    own: dict[str, Any] = {"seen": []}
+    with led(actors, uri, state={"counter": counter, "data": data, "own": own}) as ckpt:
+        ckpt.restore()
+        for step, (batch, _) in enumerate(zip(data.loader(0), range(3), strict=False), start=1):
+            own["seen"] += batch.tolist()
+            ray.get([counter.add.remote(), *(actor.set.remote(step) for actor in actors)])
+            ckpt.end_step(tokens=10, episodes=2)
+    seen, own["seen"] = own["seen"], []
+    actors, counter = group(), Counter.remote()
+    data = raycheck.Batches(range(10), global_batch=2, rank=0, world_size=1)
+
+    with led(actors, uri, state={"counter": counter, "data": data, "own": own}) as ckpt:
+        at = ckpt.restore()
+
+    assert (at.step, at.epoch_step, at.samples, at.tokens, at.episodes) == (3, 3, 6, 30, 6)
+    assert own == {"seen": seen}
+    assert ray.get(counter.state_dict.remote())["count"] == 3
+    assert [value for value, _ in ray.get([actor.get.remote() for actor in actors])] == [3.0, 3.0]
+    assert len(list(data.loader(0))) == 2
+
+
+def test_what_an_older_checkpoint_does_not_have_stays_and_is_named(cluster: None, s3: str) -> None:
+    uri, actors = join_uri(s3, uuid4().hex), group()
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 2)
+    own = {"seen": [7]}
+
+    with led(actors, uri, state={"own": own}) as ckpt:
+        at = ckpt.restore()
+
+    assert at.step == 2
+    assert at.report.fresh == ("own (not in this checkpoint)",)
+    assert own == {"seen": [7]}
+
+
+def test_weights_alone_are_restored_and_handed_on_by_every_actor(cluster: None, s3: str) -> None:
+    uri, actors, own = join_uri(s3, uuid4().hex), group(), {"seen": [1]}
+    with led(actors, uri, state={"own": own}) as ckpt:
+        train(actors, ckpt, 2)
+    actors, own["seen"] = group(), [2]
+
+    with led(actors, uri, state={"own": own}) as ckpt:
+        at = ckpt.restore(only=["model"], then=lambda actor, at: actor.handed_on.append(at.tensors))
+
+    assert at.step == 0
+    assert own == {"seen": [2]}
+    assert ray.get([actor.get.remote() for actor in actors]) == [(2.0, [2])] * 2
+
+
+def test_an_actor_that_was_replaced_in_the_same_driver_takes_part(cluster: None, s3: str) -> None:
+    uri, actors = join_uri(s3, uuid4().hex), group()
+    with pytest.raises(ray.exceptions.RayActorError):
+        kill_and_train_on(actors, led(actors, uri))
+    actors[1] = Rank.remote()
+
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 2)
+
+    assert assert_invariants(open_store(uri)).live[-1].step == 4
+
+
+def kill_and_train_on(actors: list[Any], ckpt: raycheck.ActorCheckpointer) -> None:
+    with ckpt:
+        train(actors, ckpt, 2)
+        ray.kill(actors[1])
+        for _ in range(50):
+            time.sleep(0.1)
+            ckpt.end_step()
+
+
+def step_until_told(ckpt: raycheck.ActorCheckpointer) -> None:
+    with ckpt:
+        for _ in range(100):
+            time.sleep(0.1)
+            ckpt.end_step()
+
+
+def test_another_driver_that_takes_the_run_over_ends_this_one(cluster: None, s3: str) -> None:
+    uri, actors = join_uri(s3, uuid4().hex), group()
+    first = led(actors, uri)
+    train(actors, first, 2)
+    other = raycheck.start_coordinator(uri, owner="other")
+    ray.get(other.claim.remote("another group", 2))
+
+    with pytest.raises(raycheck.FencedError):
+        step_until_told(first)
+
+
+def test_an_actor_s_state_is_an_entry_in_any_rank_s_state(cluster: None, s3: str) -> None:
+    uri, counter = join_uri(s3, uuid4().hex), Counter.remote()
+    ray.get([counter.add.remote() for _ in range(3)])
+    holders = with_counter(uri, counter)
+    ray.get([holder.train_and_save.remote(1) for holder in holders])
+    ray.get([holder.close.remote() for holder in holders])
+    again = Counter.remote()
+
+    ray.get([holder.close.remote() for holder in with_counter(uri, again)])
+
+    assert ray.get(again.state_dict.remote())["count"] == 3
+
+
+def with_counter(uri: str, counter: Any) -> list[Any]:
+    place, coordinator = uuid4().hex, raycheck.start_coordinator(uri, owner=uuid4().hex)
+    holders = [
+        Holder.remote(rank, 2, place, uri, coordinator, more={"counter": raycheck.ActorState(counter)})
+        for rank in range(2)
+    ]
+    ray.get([holder.restore.remote() for holder in holders])
+    return holders
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state": {"own": object()}}, r"state\['own'\] is a object without state_dict"),
+        ({"state": {"model": {}}}, r"state\['model'\] is in the actors' state and in the driver's"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_name(cluster: None, s3: str, options: dict, message: str) -> None:
+    with pytest.raises(raycheck.ConfigError, match=message):
+        led(group(), join_uri(s3, uuid4().hex), **options)
+
+
+def test_an_actor_without_state_is_refused(cluster: None) -> None:
+    with pytest.raises(raycheck.ConfigError, match="no method state_dict"):
+        raycheck.ActorState(Rank.remote())
