@@ -13,6 +13,7 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
+from tests.elastic.arena import wait_for
 from tests.examples import grpo
 from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
@@ -41,8 +42,9 @@ def run(uri: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "victim",
-    ["policy-1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("policy-0", "sampler", "prompts"))],
+    ["policy-0", "policy-1", "sampler", "prompts"],
 )
+@pytest.mark.slow
 def test_whatever_actor_is_killed_all_goes_on_to_the_last_bit(undisturbed: list[float], s3: str, victim: str) -> None:
     name = uuid4().hex
     with fault_proxy(s3) as proxy:
@@ -67,6 +69,9 @@ class Rank:
     """Holds a model that is alike on all ranks."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(3, 2)
         self.handed_on: list[int] = []
@@ -94,8 +99,20 @@ class Counter:
         self.count = state["count"]
 
 
-def group() -> list[Any]:
+@pytest.fixture(scope="module")
+def pool(cluster: None) -> list[Any]:
+    """To start an actor takes seconds."""
     return [Rank.remote(), Rank.remote()]
+
+
+@pytest.fixture
+def actors(pool: list[Any]) -> list[Any]:
+    return afresh(pool)
+
+
+def afresh(actors: list[Any]) -> list[Any]:
+    ray.get([actor.begin.remote() for actor in actors])
+    return actors
 
 
 def led(actors: list[Any], uri: str, *, every_steps: int = 2, **options: Any) -> raycheck.ActorCheckpointer:
@@ -111,8 +128,8 @@ def train(actors: list[Any], ckpt: raycheck.ActorCheckpointer, steps: int) -> No
         ckpt.end_step({"loss": torch.tensor(0.5)}, tokens=10, episodes=2)
 
 
-def test_what_the_driver_and_other_actors_hold_is_of_the_same_step(cluster: None, s3: str) -> None:
-    uri, actors, counter = join_uri(s3, uuid4().hex), group(), Counter.remote()
+def test_what_the_driver_and_other_actors_hold_is_of_the_same_step(actors: list[Any], s3: str) -> None:
+    uri, counter = join_uri(s3, uuid4().hex), Counter.remote()
     data = raycheck.Batches(range(10), global_batch=2, rank=0, world_size=1)
     own: dict[str, Any] = {"seen": []}
     with led(actors, uri, state={"counter": counter, "data": data, "own": own}) as ckpt:
@@ -122,7 +139,8 @@ def test_what_the_driver_and_other_actors_hold_is_of_the_same_step(cluster: None
             ray.get([counter.add.remote(), *(actor.set.remote(step) for actor in actors)])
             ckpt.end_step(tokens=10, episodes=2)
     seen, own["seen"] = own["seen"], []
-    actors, counter = group(), Counter.remote()
+    counter = Counter.remote()
+    afresh(actors)
     data = raycheck.Batches(range(10), global_batch=2, rank=0, world_size=1)
 
     with led(actors, uri, state={"counter": counter, "data": data, "own": own}) as ckpt:
@@ -135,8 +153,8 @@ def test_what_the_driver_and_other_actors_hold_is_of_the_same_step(cluster: None
     assert len(list(data.loader(0))) == 2
 
 
-def test_what_an_older_checkpoint_does_not_have_stays_and_is_named(cluster: None, s3: str) -> None:
-    uri, actors = join_uri(s3, uuid4().hex), group()
+def test_what_an_older_checkpoint_does_not_have_stays_and_is_named(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
     with led(actors, uri) as ckpt:
         train(actors, ckpt, 2)
     own = {"seen": [7]}
@@ -149,11 +167,12 @@ def test_what_an_older_checkpoint_does_not_have_stays_and_is_named(cluster: None
     assert own == {"seen": [7]}
 
 
-def test_weights_alone_are_restored_and_handed_on_by_every_actor(cluster: None, s3: str) -> None:
-    uri, actors, own = join_uri(s3, uuid4().hex), group(), {"seen": [1]}
+def test_weights_alone_are_restored_and_handed_on_by_every_actor(actors: list[Any], s3: str) -> None:
+    uri, own = join_uri(s3, uuid4().hex), {"seen": [1]}
     with led(actors, uri, state={"own": own}) as ckpt:
         train(actors, ckpt, 2)
-    actors, own["seen"] = group(), [2]
+    own["seen"] = [2]
+    afresh(actors)
 
     with led(actors, uri, state={"own": own}) as ckpt:
         at = ckpt.restore(only=["model"], then=lambda actor, at: actor.handed_on.append(at.tensors))
@@ -163,10 +182,10 @@ def test_weights_alone_are_restored_and_handed_on_by_every_actor(cluster: None, 
     assert ray.get([actor.get.remote() for actor in actors]) == [(2.0, [2])] * 2
 
 
-def test_an_actor_that_was_replaced_in_the_same_driver_takes_part(cluster: None, s3: str) -> None:
-    uri, actors = join_uri(s3, uuid4().hex), group()
+def test_an_actor_that_was_replaced_in_the_same_driver_takes_part(actors: list[Any], s3: str) -> None:
+    uri, actors = join_uri(s3, uuid4().hex), [actors[0], Rank.remote()]
     with pytest.raises(ray.exceptions.RayActorError):
-        kill_and_train_on(actors, led(actors, uri))
+        kill_and_train_on(actors, led(actors, uri), uri)
     actors[1] = Rank.remote()
 
     with led(actors, uri) as ckpt:
@@ -175,9 +194,10 @@ def test_an_actor_that_was_replaced_in_the_same_driver_takes_part(cluster: None,
     assert assert_invariants(open_store(uri)).live[-1].step == 4
 
 
-def kill_and_train_on(actors: list[Any], ckpt: raycheck.ActorCheckpointer) -> None:
+def kill_and_train_on(actors: list[Any], ckpt: raycheck.ActorCheckpointer, uri: str) -> None:
     with ckpt:
         train(actors, ckpt, 2)
+        wait_for(lambda: raycheck.open_run(uri).checkpoints, within_s=60, why="the first commit")
         ray.kill(actors[1])
         for _ in range(50):
             time.sleep(0.1)
@@ -191,8 +211,8 @@ def step_until_told(ckpt: raycheck.ActorCheckpointer) -> None:
             ckpt.end_step()
 
 
-def test_another_driver_that_takes_the_run_over_ends_this_one(cluster: None, s3: str) -> None:
-    uri, actors = join_uri(s3, uuid4().hex), group()
+def test_another_driver_that_takes_the_run_over_ends_this_one(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
     first = led(actors, uri)
     train(actors, first, 2)
     other = raycheck.start_coordinator(uri, owner="other")
@@ -232,11 +252,11 @@ def with_counter(uri: str, counter: Any) -> list[Any]:
         ({"state": {"model": {}}}, r"state\['model'\] is in the actors' state and in the driver's"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_by_name(cluster: None, s3: str, options: dict, message: str) -> None:
+def test_what_cannot_be_saved_is_refused_by_name(actors: list[Any], s3: str, options: dict, message: str) -> None:
     with pytest.raises(raycheck.ConfigError, match=message):
-        led(group(), join_uri(s3, uuid4().hex), **options)
+        led(actors, join_uri(s3, uuid4().hex), **options)
 
 
-def test_an_actor_without_state_is_refused(cluster: None) -> None:
+def test_an_actor_without_state_is_refused(actors: list[Any]) -> None:
     with pytest.raises(raycheck.ConfigError, match="no method state_dict"):
-        raycheck.ActorState(Rank.remote())
+        raycheck.ActorState(actors[0])
