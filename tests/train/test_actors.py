@@ -115,8 +115,10 @@ def afresh(actors: list[Any]) -> list[Any]:
     return actors
 
 
-def led(actors: list[Any], uri: str, *, every_steps: int = 2, **options: Any) -> raycheck.ActorCheckpointer:
-    settings = raycheck.SaveSettings(every_steps=every_steps)
+def led(
+    actors: list[Any], uri: str, *, every_steps: int = 2, every_epochs: int | None = None, **options: Any
+) -> raycheck.ActorCheckpointer:
+    settings = raycheck.SaveSettings(every_steps=every_steps, every_epochs=every_epochs)
     return raycheck.ActorCheckpointer(actors, lambda actor: {"model": actor.model}, uri, settings, **options)
 
 
@@ -165,6 +167,22 @@ def test_what_an_older_checkpoint_does_not_have_stays_and_is_named(actors: list[
     assert at.step == 2
     assert at.report.fresh == ("own (not in this checkpoint)",)
     assert own == {"seen": [7]}
+
+
+def test_what_is_done_at_an_epoch_s_end_is_saved_with_it(actors: list[Any], s3: str) -> None:
+    uri, own = join_uri(s3, uuid4().hex), {"evaluated": 0}
+    with led(actors, uri, every_steps=2, every_epochs=1, state={"own": own}) as ckpt:
+        train(actors, ckpt, 2)
+        own["evaluated"] = 1
+        ckpt.end_epoch()
+    own["evaluated"] = 0
+
+    with led(actors, uri, state={"own": own}) as ckpt:
+        at = ckpt.restore()
+
+    assert own == {"evaluated": 1}
+    assert (at.step, at.epoch, at.epoch_step) == (2, 1, 0)
+    assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [2, 2]
 
 
 def test_weights_alone_are_restored_and_handed_on_by_every_actor(actors: list[Any], s3: str) -> None:
