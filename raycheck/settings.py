@@ -11,7 +11,8 @@ class Retention:
     """Which committed checkpoints stay: one stays when any rule keeps it, and all stay when there is none.
 
     keep_last: the newest so many commits. keep_every_steps: the first at or after each multiple of so many steps.
-    keep_best: (metric, "min" or "max", how many), by the metrics given to `end_step`. expire_after_s: seconds after its
+    keep_best: (metric, "min" or "max", how many), by the metrics given to `end_step`. rolling_keep_last: the newest so
+    many of those saved as rolling, None for all; other rules do not count these. expire_after_s: seconds after its
     commit, by the store's clock, from which no rule keeps a checkpoint any more. The head and pinned ones always stay.
 
     Raises ConfigError when a value cannot work.
@@ -21,9 +22,10 @@ class Retention:
     keep_every_steps: int | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
     expire_after_s: float | None = None
+    rolling_keep_last: int | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "keep_last", "keep_every_steps")
+        _check_counts(self, "keep_last", "keep_every_steps", "rolling_keep_last")
         _check_seconds(self, "expire_after_s")
         match self.keep_best:
             case None:
@@ -48,6 +50,8 @@ class SaveSettings:
     every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. every_tokens:
         once so many were trained on since then, as `end_step(tokens=...)` says. every_epochs: at every so many calls
         of `end_epoch`. None: never. every_steps is 100 where no trigger is given, else None.
+    rolling_every_steps, rolling_every_seconds: save at these moments too, cheaply to keep: of the checkpoints that only
+        these asked for the newest rolling_keep_last stay, and older ones go once a newer one is committed.
     overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
         and how often the run was hurt (interval.py), and is never longer than every_seconds.
     export_every_steps: also write the model as a Hugging Face directory under `exports/` after each so many steps,
@@ -68,6 +72,9 @@ class SaveSettings:
     every_seconds: float | None = None
     every_tokens: int | None = None
     every_epochs: int | None = None
+    rolling_every_steps: int | None = None
+    rolling_every_seconds: float | None = None
+    rolling_keep_last: int = 1
     overhead: float | None = None
     export_every_steps: int | None = None
     keep_last: int | None = 10
@@ -85,8 +92,10 @@ class SaveSettings:
             _check_counts(self, "every_steps")
         if self.overhead is not None and not (isinstance(self.overhead, int | float) and 0 < self.overhead < 1):
             raise ConfigError(f"overhead={self.overhead!r}: give a share of training time, such as 0.02")
-        _check_counts(self, "every_tokens", "every_epochs", "export_every_steps", "max_failed_saves")
-        _check_seconds(self, "every_seconds", "save_timeout_s")
+        _check_counts(
+            self, "every_tokens", "every_epochs", "rolling_every_steps", "export_every_steps", "max_failed_saves"
+        )
+        _check_seconds(self, "every_seconds", "rolling_every_seconds", "save_timeout_s")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give {choices[0]!r} or {choices[1]!r}")
@@ -109,6 +118,8 @@ class SaveSettings:
             every_seconds=None,
             every_tokens=None,
             every_epochs=None,
+            rolling_every_steps=None,
+            rolling_every_seconds=None,
             overhead=None,
             when_busy="wait",
         )

@@ -168,6 +168,7 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, ru
             metrics=listed_metrics(manifest.metrics, needed=rules.metric),
             manifest_crc32=crc32(data),
             expires_at=None if rules.expire_after_s is None else now + rules.expire_after_s,
+            rolling=manifest.rolling,
         )
         new = replace(
             body,

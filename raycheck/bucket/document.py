@@ -25,9 +25,10 @@ class NewerFormatError(CorruptError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """Base of all documents. `unknown` holds fields of newer minor writers. is_long: has records of every rank, so
-    that it is written without a line for each of their fields."""
+    that it is written without a line for each of their fields. when_true: flags that are left out while False."""
 
     is_long: ClassVar[bool] = False
+    when_true: ClassVar[frozenset[str]] = frozenset()
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -70,7 +71,9 @@ def _to_json(value: object) -> object:
     if type(value) in _SCALARS:
         return value
     if isinstance(value, Document):
-        return {**value.unknown, **{name: _to_json(getattr(value, name)) for name in _names(cast("Any", type(value)))}}
+        known = {name: getattr(value, name) for name in _names(cast("Any", type(value)))}
+        said = {name: _to_json(item) for name, item in known.items() if item or name not in value.when_true}
+        return {**value.unknown, **said}
     if isinstance(value, tuple | list):
         return [_to_json(item) for item in value]
     if isinstance(value, Mapping):

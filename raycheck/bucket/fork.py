@@ -53,6 +53,7 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
             pinned=False,
             expires_at=None,
             damaged=None,
+            rolling=False,
         )
         return _born(copied, manifest, run_id=run_id, now=now)
 
@@ -87,6 +88,7 @@ def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manife
         partial=(),
         trained_s=0.0,
         began_at=None,
+        rolling=False,
         components=tuple(replace(part, checkpoint=str(name)) for part in old.components),
     )
     for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):

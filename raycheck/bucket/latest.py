@@ -6,6 +6,7 @@ names committed checkpoints (I3). It is replaced by compare-and-swap only, in re
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from raycheck.bucket.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.layout import CheckpointName
@@ -23,7 +24,10 @@ MAX_METRICS_LISTED = 32
 class Entry(Document):
     """A live checkpoint. `refs` are the checkpoints whose directories it uses besides its own. `metrics` are some of
     those in its manifest: the first 32, and of older entries fewer when `latest` grows full. `damaged`: what a restore
-    found wrong with it, None for nothing; such a one is neither restored nor counted by retention."""
+    found wrong with it, None for nothing; such a one is neither restored nor counted by retention. `rolling`: see
+    Retention."""
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"rolling"})
 
     key: str
     refs: tuple[str, ...] = ()
@@ -35,6 +39,7 @@ class Entry(Document):
     pinned: bool = False
     expires_at: float | None = None
     damaged: str | None = None
+    rolling: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,6 +120,7 @@ def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head
         size_bytes=manifest.size_bytes,
         metrics=before.metrics if before else listed_metrics(manifest.metrics, needed=None),
         manifest_crc32=crc32(got.data),
+        rolling=manifest.rolling,
         pinned=before.pinned if before else False,
         expires_at=before.expires_at if before else None,
         damaged=before.damaged if before and not is_head else None,  # the newest one's objects are all read

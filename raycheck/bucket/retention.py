@@ -7,8 +7,8 @@ holds them (sweep.py).
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from raycheck.bucket.latest import Entry, Latest
 from raycheck.bucket.layout import CheckpointName
@@ -28,7 +28,9 @@ def judge(body: Latest, rules: Retention, *, now: float) -> tuple[Verdict, ...]:
     """One verdict per live entry, in their order. now: bucket time, for what expires. Damaged ones take nobody's place:
     they stay for as long as they are pinned."""
     protected = dict(_protected(body))
-    kept = dict(_kept(replace(body, live=tuple(entry for entry in body.live if not entry.damaged)), rules))
+    whole = [entry for entry in body.live if not entry.damaged]
+    kept = dict(_kept([entry for entry in whole if not entry.rolling], _left_behind(body), rules))
+    kept |= _rolling([entry.key for entry in whole if entry.rolling], rules.rolling_keep_last)
     return tuple(_verdict(entry, protected, kept, now) for entry in body.live)
 
 
@@ -56,22 +58,27 @@ def _protected(body: Latest) -> Iterator[tuple[str, str]]:
         yield body.head, "head"
 
 
-def _kept(body: Latest, rules: Retention) -> Iterator[tuple[str, str]]:
-    left = _left_behind(body)
+def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[tuple[str, str]]:
     best: list[Entry] = []
     if rules.keep_best is not None:
         metric, mode, count = rules.keep_best
-        best = _best(body.live, metric, mode, count)
+        best = _best(live, metric, mode, count)
         yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
     if rules.keep_last is None and rules.keep_every_steps is None and not best:  # a metric that is nowhere is no rule
-        yield from ((entry.key, "no rule applies") for entry in body.live)
+        yield from ((entry.key, "no rule applies") for entry in live)
     if rules.keep_every_steps is not None:
         every = rules.keep_every_steps
-        yield from ((entry.key, f"one per {every} steps") for entry in _milestones(body.live, every, left))
+        yield from ((entry.key, f"one per {every} steps") for entry in _milestones(live, every, left))
     if rules.keep_last is not None:
-        line = [entry for entry in body.live if entry.key not in left]
-        newest = (*body.live[-rules.keep_last :], *line[-rules.keep_last :])
+        line = [entry for entry in live if entry.key not in left]
+        newest = (*live[-rules.keep_last :], *line[-rules.keep_last :])
         yield from ((entry.key, f"among the newest {rules.keep_last}") for entry in newest)
+
+
+def _rolling(keys: list[str], count: int | None) -> dict[str, str]:
+    if count is None:
+        return dict.fromkeys(keys, "no rule applies")
+    return dict.fromkeys(keys[-count:], f"among the newest {count} rolling")
 
 
 def _left_behind(body: Latest) -> set[str]:

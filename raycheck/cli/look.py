@@ -113,7 +113,12 @@ def _in_words(value: object) -> str:
 
 def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:
     entry = checkpoint.entry
-    marks = {"head": entry.key == run.latest.head, "pinned": entry.pinned, "DAMAGED": entry.damaged}
+    marks = {
+        "head": entry.key == run.latest.head,
+        "pinned": entry.pinned,
+        "rolling": entry.rolling,
+        "DAMAGED": entry.damaged,
+    }
     return [mark for mark, applies in marks.items() if applies]
 
 

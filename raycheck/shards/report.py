@@ -28,7 +28,7 @@ class Report:
     """What one rank hands in when its shards are durable, or why they are not (`failure`).
 
     section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
-    partial, trained_s, began_at: see Manifest.
+    partial, trained_s, began_at, is_rolling: see Manifest.
     """
 
     group: str
@@ -45,6 +45,7 @@ class Report:
     partial: tuple[str, ...] = ()
     trained_s: float = 0.0
     began_at: float | None = None
+    is_rolling: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
     upload_s: float = 0.0
@@ -109,6 +110,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Ma
         partial=first.partial,
         trained_s=first.trained_s,
         began_at=first.began_at,
+        rolling=first.is_rolling,
         metrics=first.metrics,
         index=Blob(size_bytes=len(index), crc32=crc32(index)),
         components=tuple(components),

@@ -33,7 +33,7 @@ from raycheck.train.pace import Pace
 from raycheck.train.position import Position
 from raycheck.train.ray_names import results, run_in
 from raycheck.train.restoring import At
-from raycheck.train.rhythm import Rhythm
+from raycheck.train.rhythm import Due, Rhythm
 
 LEAVE_S = 35.0
 _ME = uuid4().hex[:16]
@@ -136,17 +136,17 @@ class ActorCheckpointer:
         is_busy = self._busy_s is not None
         self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=is_busy))
 
-    def save(self, metrics: Mapping[str, object] | None = None) -> None:
-        """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already."""
+    def save(self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False) -> None:
+        """Begin a save of the state as it stands. As Checkpointer.save."""
         self._metrics = detached(metrics or self._metrics)
-        self._say("save", save=True)
+        self._say("save", save="roll" if is_rolling else "keep")
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
         if self._is_closed:
             return
         try:
-            self._say("close", save=True)
+            self._say("close", save="keep")
         finally:
             self._end()
 
@@ -164,7 +164,7 @@ class ActorCheckpointer:
         ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
         self._end()
 
-    def _say(self, at: Literal["step", "epoch", "save", "close"], *, save: bool) -> None:
+    def _say(self, at: Literal["step", "epoch", "save", "close"], *, save: Due | None) -> None:
         """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
         self._hear()
         began = time.monotonic()
@@ -179,7 +179,7 @@ class ActorCheckpointer:
         ]
         if save:
             self._hear()
-            self._rhythm.saved(time.monotonic() - began, self._position.progress)
+            self._rhythm.saved(time.monotonic() - began, self._position.progress, is_rolling=save == "roll")
 
     def _hear(self) -> None:
         told, self._told = self._told, []

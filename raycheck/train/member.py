@@ -13,6 +13,7 @@ from raycheck.shards.rank_zero import RankZero
 from raycheck.train.group import Group
 from raycheck.train.position import Position
 from raycheck.train.restoring import At
+from raycheck.train.rhythm import Due
 from raycheck.train.worker import Checkpointer
 
 _members: dict[str, "Member"] = {}
@@ -52,12 +53,12 @@ class _Told(Position):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """The driver's, at one place of its loop. progress: where training is now. save: whether this is a moment to save.
+    """The driver's, at one place of its loop. progress: where training is now. save: whether and as what to save.
     metrics, states: for that save; the latter of what the driver holds, for rank 0."""
 
     at: Literal["step", "epoch", "save", "close"]
     progress: Progress
-    save: bool
+    save: Due | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,7 +89,7 @@ class Member:
         if word.at == "epoch":
             self._ckpt.end_epoch()
         if word.save:
-            self._ckpt.save(word.metrics)
+            self._ckpt.save(word.metrics, is_rolling=word.save == "roll")
         if word.at == "close":
             self._ckpt.close()
         return self._ckpt.busy_s

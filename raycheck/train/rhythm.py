@@ -8,6 +8,7 @@ the one before is still under way is its word too, asked for at the trigger itse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from raycheck.bucket.layout import pointer_prefix
 from raycheck.errors import ConfigError
@@ -29,6 +30,10 @@ LEAVING_GAP_S = 0.5
 """The same once there is a notice."""
 
 
+Due = Literal["keep", "roll"]
+"""A save that retention keeps by its rules, or a rolling one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Word:
     """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
@@ -37,10 +42,14 @@ class _Word:
     """
 
     step: int | None
-    save: bool = False
+    save: Due | None = None
     news: str | None = None
     gap: int = 1
     leave: bool = False
+
+
+def _is_over(passed: float, every: float | None) -> bool:
+    return every is not None and passed >= every
 
 
 def is_multiple(step: int, every: int | None) -> bool:
@@ -54,6 +63,7 @@ class Rhythm:
         by_word = {
             "every_seconds=...": settings.every_seconds is not None,
             "every_tokens=...": settings.every_tokens is not None,
+            "rolling_every_seconds=...": settings.rolling_every_seconds is not None,
             "overhead=...": settings.overhead is not None,
             'when_busy="skip"': settings.when_busy == "skip",
         }
@@ -62,7 +72,7 @@ class Rhythm:
                 raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must decide alike")
         self._settings = settings
         self._group = group
-        self._saved_at = time.monotonic()
+        self._saved_at = self._rolled_at = time.monotonic()
         self._saved_tokens = self._tokens = 0
         self._save_s = 0.0
         self._news: str | None = None
@@ -96,35 +106,39 @@ class Rhythm:
         """Whether all ranks are to end this attempt, so that Ray restarts them elsewhere."""
         return self._word.leave
 
-    def is_due(self, progress: Progress, *, is_busy: bool = False, busy_s: float = 0.0) -> bool:
-        """Whether this step's end is a moment to save. is_busy: a save of this rank has to end before; busy_s: how long
-        those under way may still take. Rank 0's count."""
+    def is_due(self, progress: Progress, *, is_busy: bool = False, busy_s: float = 0.0) -> Due | None:
+        """Whether this step's end is a moment to save, and as what. is_busy: a save of this rank has to end before;
+        busy_s: how long those under way may still take. Rank 0's count."""
         self._word = _Word(step=None)
         step, self._tokens = progress.step, progress.tokens
         if self._group.broadcast is not None and step >= self._next_sync:
             self._sync(step, is_busy=is_busy, busy_s=busy_s)
         settings = self._settings
-        is_round = is_multiple(step, settings.step_trigger) or is_multiple(step, settings.export_every_steps)
-        if not is_round or self._word.save or settings.when_busy == "wait":
-            return is_round or self._word.save
-        return self._has_room(step, is_busy=is_busy)
+        due: Due | None = None
+        if is_multiple(step, settings.step_trigger) or is_multiple(step, settings.export_every_steps):
+            due = "keep"
+        elif is_multiple(step, settings.rolling_every_steps):
+            due = "roll"
+        if due is None or self._word.save:
+            return "keep" if due == "keep" else self._word.save
+        return due if settings.when_busy == "wait" or self._has_room(step, is_busy=is_busy) else None
 
-    def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> bool:
+    def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> Due | None:
         """The same for an epoch's end."""
-        is_round = is_multiple(progress.epoch, self._settings.every_epochs)
-        if not is_round or self._settings.when_busy == "wait":
-            return is_round
-        return self._has_room(progress.step, is_busy=is_busy)
+        if not is_multiple(progress.epoch, self._settings.every_epochs):
+            return None
+        return "keep" if self._settings.when_busy == "wait" or self._has_room(progress.step, is_busy=is_busy) else None
 
     def save_soon(self) -> None:
         """Rank 0: make its next word one to save by."""
         self._is_wanted = True
 
-    def saved(self, blocked_s: float, progress: Progress) -> None:
+    def saved(self, blocked_s: float, progress: Progress, *, is_rolling: bool = False) -> None:
         """A save has begun, and blocked training for so long."""
         self._is_wanted = False
-        self._saved_tokens = progress.tokens
-        self._saved_at = time.monotonic() - blocked_s
+        self._rolled_at = time.monotonic() - blocked_s
+        if not is_rolling:
+            self._saved_at, self._saved_tokens = self._rolled_at, progress.tokens
         if self._interval is not None:
             self._interval.saved(blocked_s)
 
@@ -156,7 +170,7 @@ class Rhythm:
     def _has_room(self, step: int, *, is_busy: bool) -> bool:
         """Rank 0's word at a step trigger. Its save ends when all ranks have reported theirs, or one has failed."""
         if self._group.world_size > 1:
-            word = None if self._group.rank else _Word(step=step, save=not is_busy)
+            word = None if self._group.rank else _Word(step=step, save=None if is_busy else "keep")
             is_busy = not self._hear(word, step=step).save
         self.skipped += is_busy
         if is_busy and self._group.rank == 0:
@@ -169,7 +183,8 @@ class Rhythm:
         word: _Word | None = None
         if self._group.rank == 0:
             is_news = self._leaving.hear(notice)
-            save = self._saves_before_leaving(step, is_news=is_news, busy_s=busy_s) or self._is_time(is_busy=is_busy)
+            leaving = self._saves_before_leaving(step, is_news=is_news, busy_s=busy_s)
+            save: Due | None = "keep" if leaving else self._is_time(is_busy=is_busy)
             leave = is_news and self._settings.on_preempt == "restart"
             news = self._fresh_news(began)
             word = _Word(step=step, save=save, news=news, gap=self._gap(step, began), leave=leave)
@@ -201,16 +216,17 @@ class Rhythm:
         logger.warning("run %s: a node of this group is about to go; step %d: %s", self._group.uri, step, then)
         return save
 
-    def _is_time(self, *, is_busy: bool) -> bool:
+    def _is_time(self, *, is_busy: bool) -> Due | None:
         if self._is_wanted:
-            return True
-        if is_busy and self._settings.when_busy == "skip":
-            return False
-        every_tokens = self._settings.every_tokens
-        if every_tokens is not None and self._tokens - self._saved_tokens >= every_tokens:
-            return True
-        every = self._interval.seconds if self._interval is not None else self._settings.every_seconds
-        return every is not None and time.monotonic() - self._saved_at >= every
+            return "keep"
+        settings, now = self._settings, time.monotonic()
+        if is_busy and settings.when_busy == "skip":
+            return None
+        every_s = self._interval.seconds if self._interval is not None else settings.every_seconds
+        is_full = _is_over(self._tokens - self._saved_tokens, settings.every_tokens)
+        if is_full or _is_over(now - self._saved_at, every_s):
+            return "keep"
+        return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_seconds) else None
 
     def _fresh_news(self, now: float) -> str | None:
         return self._news if now - self._told_at >= RAY_REPORT_PAUSE_S else None

@@ -65,18 +65,26 @@ class Saver:
         """began_at: see Manifest."""
         self.saved_step = saved_step
         self.failed = 0
-        self._began_at = began_at
         self.pointed: str | None = None
         self.save_s = 0.0
         self._committed: str | None = None
-        self._partial = partial
         self._has_agreed = group.world_size == 1
         self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
         self._state = state
         self._settings = settings
         self._group = group
-        self._attempt = attempt
-        self._restored_from = restored_from
+        self._report = Report(  # what is the same in all of this attempt
+            group=group.id,
+            rank=group.rank,
+            world_size=group.world_size,
+            attempt=attempt,
+            save=0,
+            progress=Progress(),
+            restored_from=restored_from,
+            partial=partial,
+            began_at=began_at,
+            retention=settings.retention,
+        )
         self._saves = 0
         self._failures = 0
         self._last_failure = ""
@@ -96,26 +104,26 @@ class Saver:
         return max(0.0, len(began) * self.save_s - (time.monotonic() - began[0])) if began else None
 
     def begin(
-        self, progress: Progress, metrics: Mapping[str, object], *, trained_s: float = 0.0, is_news: bool = False
+        self,
+        progress: Progress,
+        metrics: Mapping[str, object],
+        *,
+        trained_s: float = 0.0,
+        is_rolling: bool = False,
+        is_news: bool = False,
     ) -> None:
         """Stage the state and start its upload, after `wait_for_buffer`. Without a buffer all the same it counts as
-        failed, and the other ranks are told. trained_s: see Manifest. is_news: Ray will be told."""
+        failed, and the other ranks are told. trained_s, is_rolling: see Manifest. is_news: Ray will be told."""
         began = time.monotonic()
         must_have_ended = self._must_have_ended()
         self._saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
-        report = Report(
-            group=self._group.id,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            attempt=self._attempt,
+        report = replace(
+            self._report,
             save=self._saves,
             progress=progress,
-            restored_from=self._restored_from,
-            partial=self._partial,
             trained_s=trained_s,
-            began_at=self._began_at,
+            is_rolling=is_rolling,
             metrics=numbers_of(metrics),
-            retention=self._settings.retention,
             is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
         )
         if self._pending and self._pending[0].number <= must_have_ended:

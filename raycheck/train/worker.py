@@ -174,8 +174,9 @@ class Checkpointer:
             raise self._over
         if self._heart.is_save_wanted:
             self._rhythm.save_soon()
-        if self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0):
-            self.save(metrics)
+        due = self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0)
+        if due:
+            self.save(metrics, is_rolling=due == "roll")
         if self._rhythm.must_leave:
             self._leave(saver)
         self._rhythm.tell_ray()
@@ -192,15 +193,18 @@ class Checkpointer:
         if self._rhythm.is_epoch_due(self._position.progress, is_busy=saver.is_busy):
             self.save(self._metrics)
 
-    def save(self, metrics: Mapping[str, object] | None = None) -> None:
-        """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already."""
+    def save(self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False) -> None:
+        """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already.
+
+        is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only."""
         saver = self._claimed()
         if self._position.step != saver.saved_step:
             began = time.monotonic()
             self._hear_of(saver.wait_for_buffer())
             is_news = self._rhythm.wants_news()
-            saver.begin(self._position.progress, metrics or {}, trained_s=self._pace.trained_s, is_news=is_news)
-            self._rhythm.saved(time.monotonic() - began, self._position.progress)
+            trained_s, progress = self._pace.trained_s, self._position.progress
+            saver.begin(progress, metrics or {}, trained_s=trained_s, is_rolling=is_rolling, is_news=is_news)
+            self._rhythm.saved(time.monotonic() - began, progress, is_rolling=is_rolling)
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""

@@ -31,6 +31,7 @@ def write_checkpoint(
     step: int | None = None,
     world_size: int = 1,
     base: Manifest | None = None,
+    rolling: bool = False,
 ) -> Manifest:
     """Steps 13 to 16 of one save: every object durable, nothing committed. `base`: its components are referred to."""
     step = 10 * save if step is None else step
@@ -57,6 +58,7 @@ def write_checkpoint(
         samples=8 * step,
         world_size=world_size,
         restored_from=None,
+        rolling=rolling,
         metrics={"loss": 1.0 / (1 + step)},
         index=_put(store, layout.index_key(name), dump_index(tiny_index(component, world_size))),
         components=(own, *(base.components if base else ())),

@@ -729,3 +729,55 @@ def test_a_late_commit_of_a_swept_save_is_refused(store):
         zombie.commit(pending)
 
     assert assert_invariants(store).live == ()
+
+
+# --- rolling ---
+
+
+def entry_of(save: int, *, is_rolling: bool) -> Entry:
+    return Entry(
+        key=str(CheckpointName(step=10 * save, attempt=1, save=save)),
+        step=10 * save,
+        committed_at=float(save),
+        size_bytes=1,
+        metrics={},
+        manifest_crc32=0,
+        rolling=is_rolling,
+    )
+
+
+def commits_kept(kinds: str, rules: Retention) -> list[int]:
+    """kinds: one letter per commit, k for kept and r for rolling; the last one is the head."""
+    live = [entry_of(save, is_rolling=kind == "r") for save, kind in enumerate(kinds, start=1)]
+    return [step // 10 for step in steps_kept(live, rules)]
+
+
+def test_rolling_checkpoints_and_kept_ones_count_apart():
+    rules = Retention(keep_last=2, rolling_keep_last=1)
+
+    assert commits_kept("krrkrrkrr", rules) == [4, 7, 9]
+    assert commits_kept("rrrr", rules) == [4]
+    assert commits_kept("rrrk", rules) == [3, 4]
+
+
+def test_a_rolling_checkpoint_stands_in_for_no_milestone_and_is_no_best():
+    rules = Retention(keep_every_steps=20, keep_best=("loss", "min", 1), rolling_keep_last=1)
+
+    assert commits_kept("rrrrrr", rules) == [6]
+    assert commits_kept("rkrkrr", rules) == [2, 4, 6]
+
+
+def test_without_a_rule_for_them_all_rolling_ones_stay():
+    assert commits_kept("rkrkr", Retention(keep_last=1)) == [1, 3, 4, 5]
+
+
+def test_what_is_rolling_is_so_in_the_bucket_and_its_successor_takes_its_place(store):
+    ann = Driver(store)
+    ann.claim("g1")
+    for save in (1, 2, 3):
+        ann.save(1, save, step=save, rolling=save > 1, rules={"rolling_keep_last": 1})
+
+    body = assert_invariants(store)
+
+    assert [(entry.step, entry.rolling) for entry in body.live] == [(1, False), (3, True)]
+    assert [item.key for item in body.evicted] == ["step-000000002-a1-s2"]

@@ -80,7 +80,7 @@ def test_who_waits_skips_nothing_and_asks_nobody():
 def test_a_rank_alone_decides_by_itself():
     rhythm = Rhythm(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
 
-    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == [True, False, True]
+    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
 
 
 def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
@@ -143,3 +143,28 @@ def test_the_default_interval_stands_only_where_no_trigger_is_given(trigger: dic
     assert SaveSettings(**trigger).step_trigger is None
     assert SaveSettings(**trigger, every_steps=7).step_trigger == 7
     assert SaveSettings().step_trigger == 100
+
+
+def test_rolling_saves_come_between_the_kept_ones_and_restart_no_count_of_theirs():
+    rhythm = Rhythm(SaveSettings(every_steps=6, rolling_every_steps=2), group(0, 1, None))
+
+    assert [rhythm.is_due(Progress(step=step)) for step in range(1, 8)] == [
+        None,
+        "roll",
+        None,
+        "roll",
+        None,
+        "keep",
+        None,
+    ]
+
+
+def test_a_rolling_save_does_not_put_off_a_kept_one():
+    rhythm = Rhythm(SaveSettings(every_tokens=100, rolling_every_seconds=1e-9), group(0, 1, lambda value: value))
+    due = []
+    for step in (1, 2, 3, 4):
+        progress = Progress(step=step, tokens=40 * step)
+        due.append(rhythm.is_due(progress))
+        rhythm.saved(0.0, progress, is_rolling=due[-1] == "roll")
+
+    assert due == ["roll", "roll", "keep", "roll"]
