@@ -1,7 +1,8 @@
-"""The save that Ray Train does not ask for before it replaces a healthy group by a larger or smaller one.
+"""A save that the live group is asked for from outside: by a signal to the driver, or before Ray Train replaces a
+healthy group by a larger or smaller one, for which it asks nobody.
 
-The controller's callback waits here, in the coordinator, until rank 0 has heard of it, all ranks have saved, and that
-is committed; not for long, since meanwhile nobody looks after the workers.
+Who asks waits here, in the coordinator, until rank 0 has heard of it, all ranks have saved, and that is committed; not
+for long, since meanwhile a controller looks after no workers.
 """
 
 import asyncio
@@ -20,19 +21,18 @@ class Farewell:
 
     async def wait(self) -> bool:
         """Have the live group save. Whether that was committed in time."""
-        self._wish, self._from_step = asyncio.get_running_loop().create_future(), None
-        try:
-            await asyncio.wait_for(self._wish, PATIENCE_S + 3 * (self._save_s + self._step_s))
-        except TimeoutError:
-            return False
-        finally:
+        if self._wish is None:
+            self._wish, self._from_step = asyncio.get_running_loop().create_future(), None
+        wish = self._wish
+        await asyncio.wait([wish], timeout=PATIENCE_S + 3 * (self._save_s + self._step_s))
+        if self._wish is wish:
             self._wish = None
-        return True
+        return wish.done()
 
     def is_wanted_at(self, step: int, *, step_s: float) -> bool:
         """Rank 0 has done `step` in step_s seconds, and asks."""
         self._step_s = step_s
-        if self._wish is None:
+        if self._wish is None or self._wish.done():
             return False
         self._from_step = step if self._from_step is None else self._from_step
         return True

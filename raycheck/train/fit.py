@@ -24,6 +24,7 @@ from raycheck.train.ray_names import (
     refuse_unsupported,
 )
 from raycheck.train.ray_storage import ray_storage, storage_uri
+from raycheck.train.signals import saves_on_signals
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
@@ -40,9 +41,11 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     storage: how the bucket is reached, over what the storage path's query says; also that of a run to begin from. It
     travels with the run's URI to the coordinator, the workers and Ray itself.
 
-    FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is started again up to 3 times. Raises
-    ConfigError before anything starts for a run that could never resume, FencedError when another driver has taken
-    the run over, and Ray's TrainingFailedError for everything else that ends a run.
+    SIGUSR1 to this process asks for a save; SIGTERM too, and ends it after the commit, for which it waits 30 s and
+    three times the last save at most. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is
+    started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume,
+    FencedError when another driver has taken the run over, and Ray's TrainingFailedError for everything else that ends
+    a run.
     """
     show_log()
     refuse_unsupported(trainer)
@@ -59,7 +62,7 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     callbacks = list(config.callbacks or ())
     config.callbacks = [*callbacks, *guards(coordinator, uri)]
     try:
-        with ray_storage(config, where):
+        with ray_storage(config, where), saves_on_signals(lambda: bool(ray.get(coordinator.save_now.remote()))):
             return _fit_again(trainer)
     except TrainingFailedError as error:
         final = final_error(error)
