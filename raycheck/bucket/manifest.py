@@ -46,10 +46,12 @@ class Component(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord(Document):
-    """What the save cost one rank, in seconds and bytes: training blocked, upload (checksums included)."""
+    """What the save cost one rank, in seconds and bytes: training blocked, the state copied (from the same moment on,
+    with what devices did behind the training), upload (checksums included)."""
 
     rank: int
     blocked_s: float
+    staged_s: float = 0.0
     upload_s: float
     size_bytes: int
 

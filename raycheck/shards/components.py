@@ -114,6 +114,11 @@ class StagedState:
     values: Mapping[str, object] = field(default_factory=dict)
     rank_values: Mapping[str, object] = field(default_factory=dict)
 
+    def wait(self) -> None:
+        """Until all is copied from the devices."""
+        for shard in self.staged:
+            shard.wait()
+
     def upload(self, store: Store, checkpoint: str) -> None:
         """Durable when it returns. Single use."""
         for shard in self.staged:

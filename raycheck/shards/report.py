@@ -48,6 +48,7 @@ class Report:
     is_rolling: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
+    staged_s: float = 0.0
     upload_s: float = 0.0
     retention: Retention = field(default_factory=Retention)
     is_to_be_exported: bool = False
@@ -118,6 +119,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Ma
             RankRecord(
                 rank=report.rank,
                 blocked_s=report.blocked_s,
+                staged_s=report.staged_s,
                 upload_s=report.upload_s,
                 size_bytes=sum(shard.size_bytes for shard in report.written),
             )

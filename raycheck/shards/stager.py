@@ -54,10 +54,14 @@ class Staged:
         self.crc32 = 0  # of all bytes before _summed
         self._summed = 0
 
-    def parts(self, part_bytes: int) -> Iterator[memoryview]:
-        """Slices of the buffer, each checksummed and sealed just before it is yielded."""
+    def wait(self) -> None:
+        """Until all is copied from the devices."""
         for event in self._copied:
             event.synchronize()
+
+    def parts(self, part_bytes: int) -> Iterator[memoryview]:
+        """Slices of the buffer, each checksummed and sealed just before it is yielded."""
+        self.wait()
         sent = 0
         for slot in self._slots:
             self._seal(slot)

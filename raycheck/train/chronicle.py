@@ -64,16 +64,15 @@ class Chronicle:
     def committed(self, manifest: Manifest, *, seconds: float) -> None:
         """seconds: from the last report to the commit."""
         self._telemetry.committed(manifest, seconds=seconds)
-        slowest = max(rank.upload_s for rank in manifest.ranks)
-        written = sum(rank.size_bytes for rank in manifest.ranks)
+        blocked, staged, sent = (
+            max(manifest.ranks, key=lambda rank: getattr(rank, name)) for name in ("blocked_s", "staged_s", "upload_s")
+        )
+        written = sum(rank.size_bytes for rank in manifest.ranks) / 1e6
         logger.info(
-            "run %s attempt %d: committed %s, %.1f MB, %.0f MB/s over all ranks, training blocked %.3f s",
-            self._store.uri,
-            manifest.attempt,
-            manifest.key,
-            written / 1e6,
-            written / 1e6 / max(slowest, 1e-9),
-            max(rank.blocked_s for rank in manifest.ranks),
+            f"run {self._store.uri} attempt {manifest.attempt}: committed {manifest.key}, {written:.1f} MB, "
+            f"{written / max(sent.upload_s, 1e-9):.0f} MB/s over all ranks; at most, training blocked "
+            f"{blocked.blocked_s:.3f} s (rank {blocked.rank}), copied in {staged.staged_s:.3f} s (rank {staged.rank}), "
+            f"uploaded in {sent.upload_s:.2f} s (rank {sent.rank}); committed in {seconds:.2f} s"
         )
 
     async def _record(self, resume: Resume) -> None:

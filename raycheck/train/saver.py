@@ -238,15 +238,13 @@ class Saver:
 
     def _agree(self, report: Report) -> None:
         """Have the ranks settle who writes what they all hold, and find out whether it is the same on all of them."""
-        holdings = self._state.holdings()
+        brought = report, self._state.holdings()
         deadline = time.monotonic() + self._settings.save_timeout_s
         self._has_agreed = False
         what = f"agreement before the save of step {report.progress.step}"
         while True:
             left = max(1.0, deadline - time.monotonic())
-            answer: Agreement | Outcome = self._group.ask(
-                "agree", report, holdings, left / 2, timeout_s=left, what=what
-            )
+            answer: Agreement | Outcome = self._group.ask("agree", *brought, left / 2, timeout_s=left, what=what)
             if isinstance(answer, Agreement):
                 self._state.settle(answer)
                 self._has_agreed = True
@@ -259,6 +257,8 @@ class Saver:
         key = layout.shard_key(report.checkpoint, TRAIN, report.rank)
         began = time.monotonic()
         try:
+            staged.wait()
+            report = replace(report, staged_s=report.blocked_s + time.monotonic() - began)
             with ends_by(deadline):
                 staged.upload(self._group.store, report.checkpoint)
             section = Section.of(staged.section())
