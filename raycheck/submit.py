@@ -186,12 +186,19 @@ def _patiently(call: Callable[[], T], what: str) -> T:
 
 
 def _client(address: str | None) -> Any:
+    at = address or "the address from the environment"
     try:
+        from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
-
+    except ImportError as error:
+        raise ConfigError(f"jobs need ray[default]: {error}") from error
+    try:
         return JobSubmissionClient(address)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"no job server at {address or 'the address from the environment'}: {error}") from error
+    except RayError as error:  # of authentication; the cluster asks for a token, and none or another was sent
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"the job server at {at} wants a token, set RAY_AUTH_MODE=token: {why}") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"no job server at {at}: {error}") from error
 
 
 def _newest(store: Store) -> Entry | None:

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,25 @@ def test_a_script_that_commits_nothing_between_two_failures_is_not_tried_again(
     assert submitting.log.count("raycheck: submitted") == 2
     assert "nothing was committed since the failure before" in submitting.log
     assert "a mistake" in submitting.log, "the job's own output is handed on"
+
+
+class WantsAToken(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(b"Unauthorized: Missing authentication token")
+
+
+def test_a_job_server_that_wants_a_token_is_a_matter_of_settings(s3: str, tmp_path: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), WantsAToken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        submitting = Submitting(tmp_path, f"http://127.0.0.1:{server.server_port}", join_uri(s3, tmp_path.name), "")
+        code = submitting.join(within_s=60)
+        server.shutdown()
+
+    assert code == 2
+    assert submitting.log.count("\n") == 1, submitting.log
+    assert "wants a token, set RAY_AUTH_MODE=token: " in submitting.log
 
 
 def test_without_a_job_server_it_says_so(s3: str, tmp_path: Path) -> None:
