@@ -1,7 +1,8 @@
 """Random state of python, numpy, torch's CPU and every accelerator device, as values of one rank.
 
 Kept per rank. Rule for another world size: a rank that existed takes its own state; a new rank gets seeds derived
-from rank 0's saved state and its own number, so that the same resize always gives the same run.
+from rank 0's saved state and its own number, so that the same resize always gives the same run. Another number of
+devices: the first ones are set, and always the one that the rank trains on. What is not in a checkpoint stays as it is.
 """
 
 import hashlib
@@ -41,21 +42,26 @@ def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
         _seed_all(int.from_bytes(digest.digest(), "big") >> 1)
         return f"derived for new rank {rank} from rank 0's saved state"
     saved = decode(rank_values[rank], _no_tensor)
-    random.setstate(saved["python"])
-    if saved["numpy"] is not None:
+    if "python" in saved:
+        random.setstate(saved["python"])
+    if saved.get("numpy") is not None:
         import numpy as np
 
         np.random.set_state(saved["numpy"])  # noqa: NPY002  the legacy global state is what user code draws from
-    torch.set_rng_state(_state_tensor(saved["torch"]))
-    devices = len(_accelerator_states())
-    for device, state in enumerate(saved["accelerator"][:devices]):
+    if "torch" in saved:
+        torch.set_rng_state(_state_tensor(saved["torch"]))
+    on_devices, devices = saved.get("accelerator", []), len(_accelerator_states())
+    for device, state in enumerate(on_devices[:devices]):
         torch.get_device_module().set_rng_state(_state_tensor(state), device)
-    if devices and saved["accelerator"]:
+    if devices and on_devices:
         # Ranks move between devices: the one this rank trains on takes the state of the one it trained on.
-        torch.get_device_module().set_rng_state(_state_tensor(saved["accelerator"][saved["current_device"]]))
-    if len(saved["accelerator"]) != devices:
-        return f"restored; accelerator devices: {len(saved['accelerator'])} saved, {devices} here, the first ones set"
-    return "restored"
+        torch.get_device_module().set_rng_state(_state_tensor(on_devices[saved["current_device"]]))
+    done = "restored"
+    if absent := [name for name in ("python", "numpy", "torch", "accelerator") if name not in saved]:
+        done += f"; not in the checkpoint and left as it is: {', '.join(absent)}"
+    if len(on_devices) != devices:
+        done += f"; accelerator devices: {len(on_devices)} saved, {devices} here, the first ones set"
+    return done
 
 
 def _accelerator_states() -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.progress import Progress
+from raycheck.shards.rng import apply_rng, rng_values
 from raycheck.shards.selection import Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.data import Batches
@@ -525,6 +526,20 @@ def test_a_new_rank_derives_its_random_state_from_the_checkpoint_and_its_number(
     for i, one in enumerate(everything):
         for other in everything[i + 1 :]:
             assert all(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_random_state_that_a_checkpoint_does_not_have_is_left_and_named():
+    random.seed(1)
+    saved = rng_values()
+    drawn = draws()[0]
+    np.random.seed(5)  # noqa: NPY002
+    expected = np.random.get_state()[1].tolist()  # noqa: NPY002
+
+    said = apply_rng([{name: state for name, state in saved.items() if name not in ("numpy", "accelerator")}], 0)
+
+    assert said == "restored; not in the checkpoint and left as it is: numpy, accelerator"
+    assert np.random.get_state()[1].tolist() == expected  # noqa: NPY002
+    assert draws()[0] == drawn
 
 
 def test_staging_and_restoring_leave_the_random_state_alone(memory: Store):
