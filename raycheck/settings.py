@@ -49,7 +49,8 @@ class SaveSettings:
 
     every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. every_tokens:
         once so many were trained on since then, as `end_step(tokens=...)` says. every_epochs: at every so many calls
-        of `end_epoch`. None: never. every_steps is 100 where no trigger is given, else None.
+        of `end_epoch`, or after the first step that Batches in the state give of the next epoch. None: never.
+        every_steps is 100 where no trigger is given, else None.
     rolling_every_steps, rolling_every_seconds: save at these moments too, cheaply to keep: of the checkpoints that only
         these asked for the newest rolling_keep_last stay, and older ones go once a newer one is committed.
     overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost

@@ -18,6 +18,16 @@ from raycheck.bucket.lossless import decode, encode
 from raycheck.errors import CorruptError
 
 
+class DriverRng:
+    """The random state of a process that is no rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": rng_values()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        apply_rng([state["rng"]], 0)
+
+
 def rng_values() -> Any:
     """This process's random state, as a lossless tree."""
     numpy = sys.modules.get("numpy")

@@ -14,7 +14,7 @@ import torch
 
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.index import Index, places
-from raycheck.errors import ConfigError, NotFoundError, SupersededError
+from raycheck.errors import ConfigError, NotFoundError, StoreError, SupersededError
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.components import Components, StagedState, by_component, frozen_component
@@ -74,8 +74,8 @@ class TrainState:
 
     def prepare(self) -> None:
         """Claim the memory to stage in and have it faulted in behind the training. Best after the first optimizer step,
-        when all state exists. That there is too little is for the first save to say, which tells the other ranks."""
-        with suppress(ConfigError):
+        when all state exists. What is wrong, too little of it too, the first save says, and tells the other ranks."""
+        with suppress(ConfigError, StoreError):
             held = [piece for piece in self._pieces(self._gather()) if piece.is_held]
             self.components.prepare(by_component(held), world_size=self._world_size)
 

@@ -44,9 +44,10 @@ class _OfARank(RemoteState):
 class ActorState(RankZero):
     """Puts a Ray actor's state into the checkpoint: `{"prep": raycheck.ActorState(actor)}`.
 
-    The actor needs methods state_dict and load_state_dict. Rank 0 calls them, the first while a save copies the state:
-    it must answer within timeout_s seconds, else this save fails and training goes on. Raises ConfigError for an actor
-    without these methods.
+    The actor needs methods state_dict and load_state_dict. Rank 0 calls them: the first at the start, to see whether it
+    can be saved, and while a save copies the state. It must answer within timeout_s seconds, else this save fails and
+    training goes on. Arrays of NumPy reach the second one read-only, as in any call of Ray's. Raises ConfigError for an
+    actor without these methods.
     """
 
     def __init__(self, actor: Any, *, timeout_s: float = TIMEOUT_S) -> None:

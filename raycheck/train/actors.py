@@ -7,6 +7,7 @@ the same step, and saved by rank 0 in the same checkpoint.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, fields, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,14 +21,16 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.shards.entries import InPlace
+from raycheck.shards.parts import ObjectPart
 from raycheck.shards.progress import Progress
+from raycheck.shards.rng import DriverRng
 from raycheck.storage_settings import StorageSettings
 from raycheck.train.actor_state import RemoteState
 from raycheck.train.fit import checked_resume
 from raycheck.train.group import Group, start_coordinator
 from raycheck.train.log import show_log
 from raycheck.train.meeting import OnCorrupt
-from raycheck.train.member import Word, ask_member, join, node_of
+from raycheck.train.member import Word, hear, join, leave, node_of, restore
 from raycheck.train.metrics import detached, numbers_of
 from raycheck.train.pace import Pace
 from raycheck.train.position import Position
@@ -36,8 +39,9 @@ from raycheck.train.restoring import At
 from raycheck.train.rhythm import Due, Rhythm
 
 LEAVE_S = 35.0
-_ME = uuid4().hex[:16]
-"""This driver: who starts a group anew is not another driver."""
+DRIVER_RNG = "driver_rng"
+_owners: dict[tuple[str, str | int], str] = {}
+"""As whom this driver leads a run that it was told to resume so: with its actors made anew it goes on as the same."""
 
 
 class ActorCheckpointer:
@@ -49,8 +53,9 @@ class ActorCheckpointer:
     with these two methods. settings: see SaveSettings; on_preempt is Ray Train's. resume, storage: see `fit`.
 
     Use as a context manager, in the driver. Every method waits for the actors' earlier calls: call them between steps.
-    An actor that died raises Ray's RayActorError: make the actors anew, and another ActorCheckpointer with them. Raises
-    ConfigError, naming the entry, for a state that cannot be saved, and for a run that `resume` forbids.
+    An actor that died raises Ray's RayActorError: kill the others, which may wait for it, make all anew, and another
+    ActorCheckpointer with them. The same `resume` in the same driver binds the first one only. Raises ConfigError,
+    naming the entry, for a state that cannot be saved, and for a run that `resume` forbids.
     """
 
     def __init__(
@@ -71,18 +76,21 @@ class ActorCheckpointer:
         self._uri = uri if storage is None else storage.into(uri)
         self._settings = settings or SaveSettings()
         self._owners = {name: _owner(name, value) for name, value in (state or {}).items()}
+        self._owners[DRIVER_RNG] = DriverRng()
         self._position = Position((state or {}).values())
         self._store = open_store(self._uri)
-        resume = checked_resume(resume, self._store, storage)
         group = uuid4().hex[:16]
-        self._coordinator = start_coordinator(self._uri, owner=_ME, resume=resume, suffix=f":{group}")
+        me = _owners.get((self._uri, resume))
+        told = checked_resume(resume, self._store, storage) if me is None else "auto"
+        me = _owners.setdefault((self._uri, resume), me or uuid4().hex[:16])
+        self._coordinator = start_coordinator(self._uri, owner=me, resume=told, suffix=f":{group}")
         place = Group(id=group, uri=self._uri, rank=0, world_size=1, coordinator=self._coordinator, broadcast=_same)
         self._rhythm = Rhythm(self._settings, place)
         self._pace = Pace()
-        self._busy_s: float | None = None
+        self._under_way: tuple[bool, float | None] = (False, None)
         self._told: list[Any] = []
         self._metrics: Mapping[str, object] = {}
-        self._is_closed = False
+        self._is_restored = self._is_closed = False
         self._join(place, state_of)
 
     def restore(
@@ -106,35 +114,40 @@ class ActorCheckpointer:
             "skip": tuple(skip),
             "on_corrupt": on_corrupt,
         }
-        found = results([run_in(actor, ask_member, self._uri, "restore", options) for actor in self._actors])
+        for name, owner in self._owners.items():
+            ObjectPart(name, owner).gather()  # what could not be saved later is said now
+        found = results([run_in(actor, restore, self._uri, options) for actor in self._actors])
         at: At = found[0][0]
         states: dict[str, Any] = found[0][1]
         for name, state in states.items():
-            self._owners[name].load_state_dict(state)
+            self._owners[name].load_state_dict(deepcopy(state))  # Ray's arrays are read-only
         counts = {name: getattr(at, name) for name in (spec.name for spec in fields(Progress))}
         self._position.go_to(Progress(**counts))
         claims = [attempt.claimed_at for attempt in read_latest(self._store).attempts]
         self._rhythm.start_at(self._position.progress, claims)
         if then is not None:
             results([run_in(actor, then, mine) for actor, (mine, _) in zip(self._actors, found, strict=True)])
+        self._is_restored = True
         self._pace.go()
         return replace(at, **asdict(self._position.progress))
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """One optimizer step is complete on all actors. Saves when due. As Checkpointer.end_step."""
         self._pace.stop()
-        self._rhythm.trained(self._pace.step_s, is_saving=self._busy_s is not None)
+        self._hear()
+        is_busy, busy_s = self._under_way
+        self._rhythm.trained(self._pace.step_s, is_saving=busy_s is not None)
         self._position.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
-        is_busy, busy_s = self._busy_s is not None, self._busy_s or 0.0
-        self._say("step", save=self._rhythm.is_due(self._position.progress, is_busy=is_busy, busy_s=busy_s))
+        due = self._rhythm.is_due(self._position.progress, is_busy=is_busy, busy_s=busy_s or 0.0)
+        self._say("step", save=due)
         self._pace.go()
 
     def end_epoch(self) -> None:
         """An epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
         self._position.end_epoch()
-        is_busy = self._busy_s is not None
-        self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=is_busy))
+        self._hear()
+        self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=self._under_way[0]))
 
     def save(self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False) -> None:
         """Begin a save of the state as it stands. As Checkpointer.save."""
@@ -146,9 +159,12 @@ class ActorCheckpointer:
         if self._is_closed:
             return
         try:
-            self._say("close", save="keep")
-        finally:
-            self._end()
+            if self._is_restored:
+                self._say("close", save="keep")
+        except BaseException:
+            self._leave()
+            raise
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -159,10 +175,8 @@ class ActorCheckpointer:
         if error is None:
             self.close()
             return
-        # Nothing new is saved: the state may be half-way through a step. What is in flight is whole.
-        leaving = [run_in(actor, ask_member, self._uri, "leave") for actor in self._actors]
-        ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
-        self._end()
+        # Nothing new is saved: the state may be half-way through a step.
+        self._leave()
 
     def _say(self, at: Literal["step", "epoch", "save", "close"], *, save: Due | None) -> None:
         """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
@@ -174,16 +188,23 @@ class ActorCheckpointer:
             word = replace(word, metrics=numbers_of(self._metrics))
             states = {name: owner.state_dict() for name, owner in self._owners.items()}
         words = [replace(word, states=states), *[word] * (len(self._actors) - 1)]
-        self._told = [
-            run_in(actor, ask_member, self._uri, "hear", mine) for actor, mine in zip(self._actors, words, strict=True)
-        ]
+        self._told = [run_in(actor, hear, self._uri, mine) for actor, mine in zip(self._actors, words, strict=True)]
         if save:
             self._hear()
             self._rhythm.saved(time.monotonic() - began, self._position.progress, is_rolling=save == "roll")
 
     def _hear(self) -> None:
         told, self._told = self._told, []
-        self._busy_s = max(filter(None, results(told)), default=None) if told else self._busy_s
+        if told:
+            busy, left = zip(*results(told), strict=True)
+            self._under_way = any(busy), max((left_s for left_s in left if left_s is not None), default=None)
+
+    def _leave(self) -> None:
+        """What is in flight is whole, and may end."""
+        if not self._is_closed:
+            leaving = [run_in(actor, leave, self._uri) for actor in self._actors]
+            ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
+            self._end()
 
     def _end(self) -> None:
         self._is_closed = True

@@ -150,7 +150,7 @@ class Coordinator:
     async def beat(self, group: str, pulse: Pulse) -> bool:
         """How far rank 0 is. Whether it should save soon, since Ray is about to change the group."""
         self._chronicle.beat(group, pulse)
-        return self._farewell.is_wanted_at(pulse.step, step_s=pulse.step_s)
+        return self._farewell.is_wanted_at(pulse.step, begun=pulse.begun, step_s=pulse.step_s)
 
     async def save_now(self) -> bool:
         """Have the live group save, and wait a while for the commit. Whether there was one."""

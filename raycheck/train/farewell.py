@@ -6,39 +6,45 @@ for long, since meanwhile a controller looks after no workers.
 """
 
 import asyncio
+from dataclasses import dataclass
 
 PATIENCE_S = 30.0
 
 
+@dataclass(eq=False, slots=True)
+class _Wish:
+    """from_step: where the group was when it heard of it; None before."""
+
+    end: asyncio.Future[None]
+    from_step: int | None = None
+
+
 class Farewell:
-    """One wish at a time. In the coordinator's event loop."""
+    """In the coordinator's event loop."""
 
     def __init__(self) -> None:
-        self._wish: asyncio.Future[None] | None = None
-        self._from_step: int | None = None
+        self._wishes: list[_Wish] = []
         self._save_s = 0.0
         self._step_s = 0.0
 
     async def wait(self) -> bool:
         """Have the live group save. Whether that was committed in time."""
-        if self._wish is None:
-            self._wish, self._from_step = asyncio.get_running_loop().create_future(), None
-        wish = self._wish
-        await asyncio.wait([wish], timeout=PATIENCE_S + 3 * (self._save_s + self._step_s))
-        if self._wish is wish:
-            self._wish = None
-        return wish.done()
+        wish = _Wish(asyncio.get_running_loop().create_future())
+        self._wishes.append(wish)
+        await asyncio.wait([wish.end], timeout=PATIENCE_S + 3 * (self._save_s + self._step_s))
+        self._wishes.remove(wish)
+        return wish.end.done()
 
-    def is_wanted_at(self, step: int, *, step_s: float) -> bool:
-        """Rank 0 has done `step` in step_s seconds, and asks."""
+    def is_wanted_at(self, step: int, *, begun: int, step_s: float) -> bool:
+        """Rank 0 has done `step` in step_s seconds, and begun its newest save after step `begun`. It asks."""
         self._step_s = step_s
-        if self._wish is None or self._wish.done():
-            return False
-        self._from_step = step if self._from_step is None else self._from_step
-        return True
+        for wish in self._wishes:
+            wish.from_step = step if wish.from_step is None else wish.from_step
+        return any(wish.from_step is not None and begun < wish.from_step for wish in self._wishes)
 
     def committed(self, step: int, *, save_s: float) -> None:
         """save_s: how long that save took."""
         self._save_s = save_s
-        if self._wish is not None and self._from_step is not None and step >= self._from_step and not self._wish.done():
-            self._wish.set_result(None)
+        for wish in self._wishes:
+            if wish.from_step is not None and step >= wish.from_step and not wish.end.done():
+                wish.end.set_result(None)

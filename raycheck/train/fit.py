@@ -18,6 +18,7 @@ from raycheck.storage_settings import StorageSettings, kind_of
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_names import (
+    call,
     final_error,
     guards,
     keep_collectives_whole,
@@ -29,6 +30,7 @@ from raycheck.train.signals import saves_on_signals
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
 COLLECTIVE_TIMEOUT_S = 1800
+SAVE_NOW_S = 600.0
 
 
 def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None) -> Any:
@@ -62,7 +64,7 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     callbacks = list(config.callbacks or ())
     config.callbacks = [*callbacks, *guards(coordinator, uri)]
     try:
-        with ray_storage(config, where), saves_on_signals(lambda: bool(ray.get(coordinator.save_now.remote()))):
+        with ray_storage(config, where), saves_on_signals(lambda: _save_now(coordinator)):
             return _fit_again(trainer)
     except TrainingFailedError as error:
         final = final_error(error)
@@ -72,6 +74,10 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     finally:
         config.callbacks = callbacks
         ray.kill(coordinator)
+
+
+def _save_now(coordinator: Any) -> bool:
+    return bool(call(coordinator.save_now, timeout_s=SAVE_NOW_S))
 
 
 def checked_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> str | int:

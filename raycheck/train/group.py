@@ -24,6 +24,7 @@ from raycheck.train.ray_storage import run_uri
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
+CLAIM_TIMEOUT_S = 300.0
 EXPORTS_TIMEOUT_S = 3600.0
 EXPORT_ASK_S = 300.0
 

@@ -19,12 +19,14 @@ MAX_CAUSE = 500
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
     """What rank 0 says now and then: completed steps, seconds of training that stand in them, how long the last step
-    took, when the run began by the store's clock, and how many saves have failed or were skipped in this attempt."""
+    took, when the run began by the store's clock, of which step it has begun its newest save, and how many saves have
+    failed or were skipped in this attempt."""
 
     step: int
     trained_s: float
     step_s: float = 0.0
     began_at: float
+    begun: int = -1
     failed: int = 0
     skipped: int = 0
 

@@ -1,6 +1,6 @@
 """One rank of a group of actors: the half of an ActorCheckpointer that lives in the actor."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ class _Held:
 class _Told(Position):
     """Where the driver says that training is."""
 
+    decides = False
     told = Progress()
 
     def end_step(self, *, tokens: int = 0, episodes: int = 0) -> None:
@@ -77,10 +78,12 @@ class Member:
     def restore(self, options: Mapping[str, Any]) -> tuple[At, dict[str, Any]]:
         """Also the states that the driver has to take back; on rank 0."""
         at = self._ckpt.restore(**options)
-        return at, {name: held.state for name, held in self._held.items() if held.is_restored}
+        states = {name: held.state for name, held in self._held.items() if held.is_restored}
+        self._let_go(states)
+        return at, states
 
-    def hear(self, word: Word) -> float | None:
-        """Returns how long the saves under way may still take; None: none is."""
+    def hear(self, word: Word) -> tuple[bool, float | None]:
+        """Returns what is under way, see Checkpointer."""
         self._position.told = word.progress
         for name, state in word.states.items():
             self._held[name].state = state
@@ -92,7 +95,13 @@ class Member:
             self._ckpt.save(word.metrics, is_rolling=word.save == "roll")
         if word.at == "close":
             self._ckpt.close()
-        return self._ckpt.busy_s
+        self._let_go(word.states)
+        return self._ckpt.under_way
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        """What the driver holds need not lie here too."""
+        for name in names:
+            self._held[name].state = {}
 
     def leave(self) -> None:
         """Save nothing more; a save in flight may end."""
@@ -114,10 +123,23 @@ def join(
     _members[group.uri] = Member(state_of(actor), held, settings, group)
 
 
-def ask_member(actor: Any, uri: str, method: str, *args: Any) -> Any:
-    """Call a method of the member that this actor is."""
+def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[At, dict[str, Any]]:
     del actor
-    return getattr(_members[uri], method)(*args)
+    return _members[uri].restore(options)
+
+
+def hear(actor: Any, uri: str, word: Word) -> tuple[bool, float | None]:
+    del actor
+    under_way = _members[uri].hear(word)
+    if word.at == "close":
+        del _members[uri]
+    return under_way
+
+
+def leave(actor: Any, uri: str) -> None:
+    del actor
+    if member := _members.pop(uri, None):
+        member.leave()
 
 
 def node_of(actor: Any) -> str:

@@ -201,15 +201,15 @@ def _survive_lost_records() -> None:
     with suppress(ImportError, AttributeError):
         from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager as Manager
 
-        write: Any = Manager._write_state_to_storage  # noqa: SLF001
+        record: Any = Manager._save_state_and_delete_old_checkpoints  # noqa: SLF001
 
-        def write_if_possible(manager: Any) -> None:
+        def record_if_possible(manager: Any) -> None:
             try:
-                write(manager)
+                record(manager)  # what it cannot write down it does not delete either
             except OSError as error:
                 logger.warning("Ray Train's own record of checkpoints was not written; the run goes on: %s", error)
 
-        Manager._write_state_to_storage = write_if_possible  # type: ignore[method-assign]  # noqa: SLF001
+        Manager._save_state_and_delete_old_checkpoints = record_if_possible  # type: ignore[method-assign]  # noqa: SLF001
 
 
 def refuse_unsupported(trainer: Any) -> None:

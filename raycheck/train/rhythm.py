@@ -73,7 +73,7 @@ class Rhythm:
         self._settings = settings
         self._group = group
         self._saved_at = self._rolled_at = time.monotonic()
-        self._saved_tokens = self._tokens = 0
+        self._saved_tokens = self._tokens = self._epoch = 0
         self._save_s = 0.0
         self._news: str | None = None
         self._told: str | None = None
@@ -93,6 +93,7 @@ class Rhythm:
         self._next_sync = progress.step + 1
         self._synced_at = (progress.step, time.monotonic())
         self._saved_tokens = self._tokens = progress.tokens
+        self._epoch = progress.epoch
         if self._interval is not None:
             self._interval.start(claims)
 
@@ -111,11 +112,14 @@ class Rhythm:
         busy_s: how long those under way may still take. Rank 0's count."""
         self._word = _Word(step=None)
         step, self._tokens = progress.step, progress.tokens
+        if self._settings.every_tokens is not None and not self._tokens and not self._group.rank:
+            raise ConfigError("SaveSettings(every_tokens=...): no tokens were counted; give end_step(tokens=...)")
         if self._group.broadcast is not None and step >= self._next_sync:
             self._sync(step, is_busy=is_busy, busy_s=busy_s)
         settings = self._settings
         due: Due | None = None
-        if is_multiple(step, settings.step_trigger) or is_multiple(step, settings.export_every_steps):
+        is_epoch = self._has_ended_epochs(progress.epoch)
+        if is_epoch or is_multiple(step, settings.step_trigger) or is_multiple(step, settings.export_every_steps):
             due = "keep"
         elif is_multiple(step, settings.rolling_every_steps):
             due = "roll"
@@ -125,9 +129,14 @@ class Rhythm:
 
     def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> Due | None:
         """The same for an epoch's end."""
-        if not is_multiple(progress.epoch, self._settings.every_epochs):
+        if not self._has_ended_epochs(progress.epoch):
             return None
         return "keep" if self._settings.when_busy == "wait" or self._has_room(progress.step, is_busy=is_busy) else None
+
+    def _has_ended_epochs(self, epoch: int) -> bool:
+        """Since it was asked last, also when nobody has said so and the data just went on."""
+        every, before, self._epoch = self._settings.every_epochs, self._epoch, epoch
+        return every is not None and epoch // every > before // every
 
     def save_soon(self) -> None:
         """Rank 0: make its next word one to save by."""

@@ -38,7 +38,6 @@ class _UnderWay:
     """is_agreed: the ranks agreed before it. outcome: and when it was told."""
 
     number: int
-    step: int
     began: float
     is_agreed: bool
     is_news: bool
@@ -129,7 +128,7 @@ class Saver:
         if self._pending and self._pending[0].number <= must_have_ended:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
             self._group.tell("report", replace(report, failure=text))
-            self._failed(report.save, progress.step, f"rank {report.rank}: step {progress.step}: {text}")
+            self._failed(report.save, f"rank {report.rank}: step {progress.step}: {text}")
             return
         self.saved_step = progress.step
         # Of later saves some ranks have heard by now and some have not.
@@ -143,14 +142,13 @@ class Saver:
             self._group.tell("report", replace(report, failure=str(error)))  # the others must not wait for this rank
             if not isinstance(error, SaveFailedError | StoreError):
                 raise
-            self._failed(report.save, progress.step, str(error))
+            self._failed(report.save, str(error))
             return
         report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
         is_news = is_news and not any(save.is_news for save in self._pending)
         save = _UnderWay(
             number=report.save,
-            step=progress.step,
             began=began,
             is_agreed=must_agree,
             is_news=is_news,
@@ -194,7 +192,7 @@ class Saver:
             self._pending.popleft()
             if outcome.kind == "failed":
                 self._has_agreed &= not save.is_agreed  # it may be that not all ranks got the agreement
-                self._failed(save.number, save.step, outcome.message)
+                self._failed(save.number, outcome.message)
             elif outcome.kind == "committed":
                 self._failures = 0
                 self._must_agree_after[save.number] = outcome.agree_anew
@@ -286,13 +284,13 @@ class Saver:
                     f"{outcome.message}"
                 )
 
-    def _failed(self, number: int, step: int, message: str) -> None:
+    def _failed(self, number: int, message: str) -> None:
         self._failures += 1
         self.failed += 1
         self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come
         self._last_failure = message
         self._state.components.forget()
-        if self.saved_step <= step:  # else a later one is in flight
+        if number == self._saves:  # else a later one is in flight
             self.saved_step = -1
         if self._group.rank == 0:  # all ranks are told the same outcome
             logger.warning("run %s: save failed (%d in a row): %s", self._group.uri, self._failures, message)

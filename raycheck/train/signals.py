@@ -15,16 +15,17 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 @contextmanager
 def saves_on_signals(save: Callable[[], bool]) -> Iterator[None]:
-    """save: has the run saved; whether that was committed. Outside the main thread, where no signal can be heard,
-    nothing happens. After a SIGTERM the signal does what it would have done here."""
+    """save: has the run saved; whether that was committed. What a signal did before it does still: SIGTERM after the
+    save, a user's handler of SIGUSR1 at once. Ignored ones stay so. Outside the main thread, where no signal can be
+    heard, nothing happens."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {}
-    is_over = False
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    is_saved = threading.Event()
 
     def answer(number: int) -> None:
-        nonlocal is_over
         name = signal.Signals(number).name
         try:
             end = "a save is committed" if save() else "no save was committed in time"
@@ -32,19 +33,25 @@ def saves_on_signals(save: Callable[[], bool]) -> Iterator[None]:
             end = f"no save: {error}"
         logger.warning("%s: %s", name, end)
         if number == signal.SIGTERM:
-            is_over = True
+            is_saved.set()
             os.kill(os.getpid(), number)
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if not is_over:
-            threading.Thread(target=answer, args=(number,), name="raycheck-signal", daemon=True).start()
-        elif callable(before[number]):
-            before[number](number, frame)
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        handler: Any = before[signal.Signals(number)]
+        if number == signal.SIGTERM and is_saved.is_set():
+            is_saved.clear()
+            if callable(handler):
+                handler(number, frame)
+            else:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        threading.Thread(target=answer, args=(number,), name="raycheck-signal", daemon=True).start()
+        if number == signal.SIGUSR1 and callable(handler):
+            handler(number, frame)
 
-    before.update({number: signal.signal(number, hear) for number in SIGNALS})
+    for number in before:
+        signal.signal(number, hear)
     try:
         yield
     finally:

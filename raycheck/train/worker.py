@@ -4,20 +4,19 @@ A step pays for one copy; saver.py does the rest behind it. Decisions to save ar
 triggers locally, everything else by rank 0's word.
 """
 
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import NoReturn, Self, get_args
 
-from raycheck.errors import ConfigError, CorruptError, FencedError, RaycheckError, SupersededError
+from raycheck.errors import ConfigError, SupersededError
 from raycheck.settings import SaveSettings
 from raycheck.shards.restored import Restored
 from raycheck.shards.selection import EVERYTHING, Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.alone import be_the_only_one
-from raycheck.train.group import Group, wait_for_exports
-from raycheck.train.heart import Heart
+from raycheck.train.group import CLAIM_TIMEOUT_S, Group, wait_for_exports
+from raycheck.train.heart import Heart, Watch
 from raycheck.train.lifeline import Pulse
 from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import Claim, OnCorrupt
@@ -28,9 +27,6 @@ from raycheck.train.restoring import At, restore_together
 from raycheck.train.rhythm import Rhythm
 from raycheck.train.saver import Saver
 
-CLAIM_TIMEOUT_S = 300.0
-WATCH_S = 45.0
-"""How often rank 0 has the coordinator look at `latest`."""
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
 
@@ -70,18 +66,18 @@ class Checkpointer:
         self._began_at = 0.0
         self._is_prepared = False
         self._metrics: dict[str, object] = {}
-        self._over: RaycheckError | None = None
-        self._closed = threading.Event()
+        self._begun: tuple[int, bool] | None = None  # the newest save: of which step, and whether it is rolling
+        self._watch = Watch(self._group)
         be_the_only_one(self, uri=self._group.uri, rank=rank)
 
     @property
     def is_closed(self) -> bool:
-        return self._closed.is_set()
+        return self._watch.is_ended
 
     @property
-    def busy_s(self) -> float | None:
-        """How long the saves under way may still take, by the newest commit. None: none is."""
-        return self._saver.busy_s if self._saver is not None else None
+    def under_way(self) -> tuple[bool, float | None]:
+        """Whether the next save would have to wait, and how long those under way may still take; None: none is."""
+        return (self._saver.is_busy, self._saver.busy_s) if self._saver is not None else (False, None)
 
     def restore(
         self,
@@ -151,8 +147,8 @@ class Checkpointer:
             saved_step=self._position.step,
             began_at=self._began_at,
         )
-        if self._group.rank == 0:
-            threading.Thread(target=self._watch, name="raycheck-watch", daemon=True).start()
+        self._begun = self._position.step, False
+        self._watch.start()
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """One optimizer step is complete, its scheduler included. Saves when due.
@@ -170,11 +166,14 @@ class Checkpointer:
             self._is_prepared = True
             self._state.prepare()
         self._hear_of(saver.poll())
-        if self._over is not None:
-            raise self._over
+        if self._watch.over is not None:
+            raise self._watch.over
         if self._heart.is_save_wanted:
             self._rhythm.save_soon()
-        due = self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0)
+        is_busy, busy_s = saver.is_busy, saver.busy_s or 0.0
+        due = None
+        if self._position.decides:
+            due = self._rhythm.is_due(self._position.progress, is_busy=is_busy, busy_s=busy_s)
         if due:
             self.save(metrics, is_rolling=due == "roll")
         if self._rhythm.must_leave:
@@ -188,7 +187,7 @@ class Checkpointer:
         and what is saved from now on goes on in the next epoch. Raises as end_step does."""
         saver = self._claimed()
         self._position.end_epoch()
-        saver.saved_step = -1  # what stands now is not what was saved at this step
+        saver.saved_step, self._begun = -1, None  # what stands now is not what was saved at this step
         self._hear_of(saver.poll())
         if self._rhythm.is_epoch_due(self._position.progress, is_busy=saver.is_busy):
             self.save(self._metrics)
@@ -197,32 +196,38 @@ class Checkpointer:
         """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already.
 
         is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only."""
-        saver = self._claimed()
-        if self._position.step != saver.saved_step:
-            began = time.monotonic()
-            self._hear_of(saver.wait_for_buffer())
-            is_news = self._rhythm.wants_news()
-            trained_s, progress = self._pace.trained_s, self._position.progress
-            saver.begin(progress, metrics or {}, trained_s=trained_s, is_rolling=is_rolling, is_news=is_news)
-            self._rhythm.saved(time.monotonic() - began, progress, is_rolling=is_rolling)
+        self._claimed()
+        if self._begun not in ((self._position.step, False), (self._position.step, is_rolling)):
+            self._save(metrics or {}, is_rolling=is_rolling)
+
+    def _save(self, metrics: Mapping[str, object], *, is_rolling: bool) -> None:
+        saver, progress = self._claimed(), self._position.progress
+        self._begun = progress.step, is_rolling
+        began = time.monotonic()
+        self._hear_of(saver.wait_for_buffer())
+        is_news = self._rhythm.wants_news()
+        saver.begin(progress, metrics, trained_s=self._pace.trained_s, is_rolling=is_rolling, is_news=is_news)
+        self._rhythm.saved(time.monotonic() - began, progress, is_rolling=is_rolling)
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
-        if self._closed.is_set():
+        if self.is_closed:
             return
         try:
             if self._saver is not None:
                 self._heart.beat(self._pulse, is_last=True)
-            if self._saver is not None and self._over is None:
-                self.save(self._metrics)
+            if self._saver is not None and self._watch.over is None:
+                self._hear_of(self._saver.wait())  # then all ranks know the same of it
+                if self._saver.saved_step != self._position.step or self._begun == (self._position.step, True):
+                    self._save(self._metrics, is_rolling=False)
                 self._saver.finish(self._position.step)
                 self._saver.point_ray_to_newest()
                 self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
                 if self.settings.export_every_steps is not None:
                     wait_for_exports(self._group)
-            if self._over is not None:
-                raise self._over
+            if self._watch.over is not None:
+                raise self._watch.over
         finally:
             self._stop()
 
@@ -231,10 +236,10 @@ class Checkpointer:
         self._hear_of(saver.wait())
         step = self._position.step
         saved = f"step {step} is saved" if saver.saved_step == step else f"step {step} is not saved"
-        self._over = SupersededError(
+        self._watch.over = SupersededError(
             f'rank {self._group.rank}: a node of this group is about to go, {saved}; leaving by on_preempt="restart"'
         )
-        raise self._over
+        raise self._watch.over
 
     def _pulse(self) -> Pulse:
         saver = self._claimed()
@@ -243,6 +248,7 @@ class Checkpointer:
             trained_s=self._pace.trained_s,
             step_s=self._pace.step_s,
             began_at=self._began_at,
+            begun=self._begun[0] if self._begun else -1,
             failed=saver.failed,
             skipped=self._rhythm.skipped,
         )
@@ -273,19 +279,8 @@ class Checkpointer:
             data.before_first_batch(lambda: done.apply_rng(self._group.rank))
         return done.apply_rng(self._group.rank)
 
-    def _watch(self) -> None:
-        """Rank 0's thread: learn that the attempt is over even when no save is due. Raised at the next step's end."""
-        while not self._closed.wait(WATCH_S):
-            try:
-                self._group.ask("watch", self._group.id, timeout_s=CLAIM_TIMEOUT_S, what="watch")
-            except (FencedError, SupersededError, CorruptError) as error:
-                self._over = error
-                return
-            except RaycheckError as error:
-                logger.warning("the run's latest could not be watched: %s", error)
-
     def _stop(self) -> None:
-        self._closed.set()
+        self._watch.end()
         if self._saver is not None:
             self._saver.stop()
 

@@ -39,7 +39,7 @@ class Submitting:
         command = ["submit", "--run", uri, "--address", address, "--working-dir", str(work), "--no-send-raycheck"]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "raycheck", *command, "--", "python", "train.py", *args],
+                [sys.executable, "-m", "raycheck", *command, "--", sys.executable, "train.py", *args],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -66,7 +66,12 @@ def test_a_driver_that_is_killed_is_submitted_again_and_the_run_goes_on(
     config |= {"pause_s": 0.1, "settings": {"every_steps": 5}}
     submitting = Submitting(tmp_path, server[1], join_uri(storage, "run"), SCRIPT, json.dumps(config))
     story = Story(tmp_path)
-    wait_for(lambda: 1 in story.attempts and story.attempts[1].last_step >= 17, within_s=180, why=submitting.log)
+
+    def is_there() -> bool:
+        assert submitting.process.poll() is None, submitting.log
+        return 1 in story.attempts and story.attempts[1].last_step >= 17
+
+    wait_for(is_there, within_s=180, why="step 17")
 
     os.kill(int((tmp_path / "driver.pid").read_text()), signal.SIGKILL)
 

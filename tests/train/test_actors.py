@@ -1,6 +1,8 @@
 """A group of actors that a driver leads: what they, the driver and other actors hold comes back as one."""
 
+import random
 import tempfile
+import threading
 import time
 from typing import Any
 from uuid import uuid4
@@ -278,3 +280,50 @@ def test_what_cannot_be_saved_is_refused_by_name(actors: list[Any], s3: str, opt
 def test_an_actor_without_state_is_refused(actors: list[Any]) -> None:
     with pytest.raises(raycheck.ConfigError, match="no method state_dict"):
         raycheck.ActorState(actors[0])
+
+
+def test_the_driver_s_random_state_comes_back(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 2)
+    expected = random.random(), torch.rand(1).item()
+    random.seed(0)
+    torch.manual_seed(0)
+
+    with led(actors, uri) as ckpt:
+        ckpt.restore()
+
+        assert (random.random(), torch.rand(1).item()) == expected
+
+
+def test_what_the_driver_could_not_save_is_said_before_the_first_step(actors: list[Any], s3: str) -> None:
+    ckpt = led(actors, join_uri(s3, uuid4().hex), state={"own": {"lock": threading.Lock()}})
+
+    with ckpt, pytest.raises(raycheck.ConfigError, match=r"own\.lock"):
+        ckpt.restore()
+
+
+def test_a_save_that_is_to_be_kept_follows_a_rolling_one_of_the_same_step(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 1)
+        ckpt.save({"loss": 1.0}, is_rolling=True)
+        ckpt.save({"loss": 2.0}, is_rolling=True)
+        ckpt.save({"loss": 3.0})
+        ckpt.save({"loss": 4.0})
+
+    entries = assert_invariants(open_store(uri)).live
+    assert [(entry.step, entry.rolling, entry.metrics["loss"]) for entry in entries] == [
+        (1, True, 1.0),
+        (1, False, 3.0),
+    ]
+
+
+def test_the_same_driver_goes_on_and_another_wish_to_resume_is_heard(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri, resume="never") as ckpt:
+        train(actors, ckpt, 4)
+    with led(actors, uri, resume="never") as ckpt:
+        assert ckpt.restore().step == 4
+    with led(actors, uri, resume=2) as ckpt:
+        assert ckpt.restore().step == 2

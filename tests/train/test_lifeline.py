@@ -1,6 +1,5 @@
 """What a start of the workers says about the end of the ones before."""
 
-import asyncio
 from dataclasses import replace
 
 from ray.exceptions import RayActorError
@@ -9,7 +8,6 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, Worker
 from raycheck.bucket.latest import Attempt, Entry
 from raycheck.bucket.record import Resume, load_resume, record_resume, resumes
 from raycheck.bucket.store import open_store
-from raycheck.train.farewell import Farewell
 from raycheck.train.lifeline import Lifeline, Pulse
 from raycheck.train.meeting import Arrival
 from raycheck.train.ray_names import causes_of
@@ -123,27 +121,6 @@ def test_the_report_is_kept_once_and_read_back(tmp_path) -> None:
 
     assert resumes(store, [1, 2, 3]) == {2: resume}
     assert load_resume(store.get("attempts/000002.start.json").data, what="it") == resume
-
-
-def test_a_farewell_waits_for_the_commit_of_what_was_asked_for_and_not_of_an_earlier_step() -> None:
-    async def story() -> list[bool]:
-        farewell = Farewell()
-        waiting = asyncio.create_task(farewell.wait())
-        await asyncio.sleep(0)
-        seen = [farewell.is_wanted_at(120, step_s=0.1)]
-        farewell.committed(115, save_s=1.0)
-        await asyncio.sleep(0)
-        seen.append(waiting.done())
-        farewell.committed(121, save_s=1.0)
-        return [*seen, await waiting, farewell.is_wanted_at(130, step_s=0.1)]
-
-    assert asyncio.run(story()) == [True, False, True, False]
-
-
-def test_a_farewell_ends_without_an_answer_too(monkeypatch) -> None:
-    monkeypatch.setattr("raycheck.train.farewell.PATIENCE_S", 0.05)
-
-    assert asyncio.run(Farewell().wait()) is False
 
 
 def test_a_process_that_is_gone_is_named_before_the_errors_that_follow_from_it() -> None:

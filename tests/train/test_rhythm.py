@@ -127,6 +127,22 @@ def test_triggers_are_joined_by_or_and_a_save_for_one_counts_for_all():
     assert steps_saved(settings, tokens=[30, 80, 10, 10, 10, 95]) == [2, 4, 6]
 
 
+def test_an_epoch_that_ends_without_a_word_is_saved_after_the_first_step_of_the_next():
+    rhythm = Rhythm(SaveSettings(every_epochs=1), group(1, 2, None))
+    rhythm.start_at(Progress(step=3, epoch=1), [0.0])
+
+    due = [rhythm.is_due(Progress(step=step, epoch=1 + step // 6)) for step in range(4, 14)]
+
+    assert due == [None, None, "keep", None, None, None, None, None, "keep", None]
+
+
+def test_tokens_that_nobody_counts_are_an_error_and_not_never():
+    rhythm = Rhythm(SaveSettings(every_tokens=5), group(0, 1, None))
+
+    with pytest.raises(ConfigError, match=r"end_step\(tokens=...\)"):
+        rhythm.is_due(Progress(step=1))
+
+
 def test_an_epoch_ends_in_a_save_where_it_is_asked_for():
     rhythm = Rhythm(SaveSettings(every_epochs=2), group(1, 2, None))
 
