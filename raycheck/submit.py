@@ -29,6 +29,8 @@ STATE_S = 2.0
 LAST_LINES_S = 5.0
 AWAY_S = 600.0
 """How long job server and bucket may be away: a head node that comes back takes minutes."""
+STARTING_S = 60.0
+"""How long a cluster that has just been started may ask to try again later."""
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 
 Tell = Callable[[str], object]
@@ -150,10 +152,14 @@ class _Job:
 
 
 def _first(client: Any, asked: Mapping[str, Any]) -> str:
-    try:
-        return _submitted(client, asked, _new_name())
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"the cluster does not take the job: {error}") from error
+    name, deadline = _new_name(), time.monotonic() + STARTING_S
+    while True:
+        try:
+            return _submitted(client, asked, name)
+        except (OSError, RuntimeError, ValueError) as error:
+            if "try again later" not in str(error) or time.monotonic() > deadline:
+                raise ConfigError(f"the cluster does not take the job: {error}") from error
+        time.sleep(STATE_S)
 
 
 def _started(client: Any, asked: Mapping[str, Any]) -> str:

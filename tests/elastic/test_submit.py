@@ -24,8 +24,8 @@ SCRIPT = "from tests.elastic.driver import main\nmain()\n"
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Arena, str]]:
     """A cluster with a job server, and its address."""
-    (port,) = free_ports(1)
-    with arena(include_dashboard=True, dashboard_port=port) as made:
+    port, agent = free_ports(2)  # else another Ray on this machine may have them
+    with arena(include_dashboard=True, dashboard_port=port, dashboard_agent_listen_port=agent) as made:
         made.add(2)
         yield made, f"http://127.0.0.1:{port}"
 
