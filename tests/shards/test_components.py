@@ -251,7 +251,7 @@ class Spread(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.register_parameter(f"w{rank}", nn.Parameter(torch.full((1000,), float(rank)), requires_grad=False))
+        self.register_parameter(f"w{rank}", nn.Parameter(torch.full((4000,), float(rank)), requires_grad=False))
 
 
 def test_what_one_rank_kept_is_copied_to_where_another_one_has_written(files: Store) -> None:
