@@ -122,6 +122,7 @@ class SaveSettings:
             rolling_every_steps=None,
             rolling_every_seconds=None,
             overhead=None,
+            export_every_steps=None,
             when_busy="wait",
         )
 

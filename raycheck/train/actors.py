@@ -27,7 +27,7 @@ from raycheck.shards.rng import DriverRng
 from raycheck.storage_settings import StorageSettings
 from raycheck.train.actor_state import RemoteState
 from raycheck.train.fit import checked_resume
-from raycheck.train.group import Group, start_coordinator
+from raycheck.train.group import Group, same, start_coordinator
 from raycheck.train.log import show_log
 from raycheck.train.meeting import OnCorrupt
 from raycheck.train.member import Word, hear, join, leave, node_of, restore
@@ -84,7 +84,7 @@ class ActorCheckpointer:
         told = checked_resume(resume, self._store, storage) if me is None else "auto"
         me = _owners.setdefault((self._uri, resume), me or uuid4().hex[:16])
         self._coordinator = start_coordinator(self._uri, owner=me, resume=told, suffix=f":{group}")
-        place = Group(id=group, uri=self._uri, rank=0, world_size=1, coordinator=self._coordinator, broadcast=_same)
+        place = Group(id=group, uri=self._uri, rank=0, world_size=1, coordinator=self._coordinator, broadcast=same)
         self._rhythm = Rhythm(self._settings, place)
         self._pace = Pace()
         self._under_way: tuple[bool, float | None] = (False, None)
@@ -211,7 +211,6 @@ class ActorCheckpointer:
         ray.kill(self._coordinator)
 
     def _join(self, place: Group, state_of: Callable[[Any], Mapping[str, object]]) -> None:
-        settings = self._settings.without_triggers
         nodes = results([run_in(actor, node_of) for actor in self._actors])
         joining = []
         for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
@@ -222,7 +221,7 @@ class ActorCheckpointer:
                 broadcast=None,
                 is_first_on_node=node not in nodes[:rank],
             )
-            joining.append(run_in(actor, join, state_of, tuple(self._owners), settings, mine))
+            joining.append(run_in(actor, join, state_of, tuple(self._owners), self._settings, mine))
         results(joining)
 
 
@@ -238,7 +237,3 @@ def _owner(name: str, value: Any) -> Any:
         f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict; the driver's state takes "
         "objects and actors that have them, and dicts of plain values"
     )
-
-
-def _same(value: Any) -> Any:
-    return value

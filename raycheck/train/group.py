@@ -79,7 +79,7 @@ class Group:
             rank=rank,
             world_size=world_size,
             coordinator=shared[1],
-            broadcast=ray_names.broadcast if world_size > 1 else _same,
+            broadcast=ray_names.broadcast if world_size > 1 else same,
             is_ray_train=True,
             is_first_on_node=ray_names.is_first_on_node(),
         )
@@ -171,5 +171,6 @@ def wait_for_exports(group: Group) -> None:
         logger.warning("run %s: exports may be missing: %s", group.uri, error)
 
 
-def _same(value: Any) -> Any:
+def same(value: Any) -> Any:
+    """The broadcast of a world of one."""
     return value

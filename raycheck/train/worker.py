@@ -59,7 +59,7 @@ class Checkpointer:
                 f"SaveSettings(export_every_steps=...) needs one model with a Hugging Face configuration in the state; "
                 f"there are {self._state.models}"
             )
-        self._rhythm = Rhythm(self.settings, self._group)
+        self._rhythm = Rhythm(self.settings if self._position.decides else self.settings.without_triggers, self._group)
         self._saver: Saver | None = None
         self._pace = Pace()
         self._heart = Heart(self._group)
@@ -170,10 +170,7 @@ class Checkpointer:
             raise self._watch.over
         if self._heart.is_save_wanted:
             self._rhythm.save_soon()
-        is_busy, busy_s = saver.is_busy, saver.busy_s or 0.0
-        due = None
-        if self._position.decides:
-            due = self._rhythm.is_due(self._position.progress, is_busy=is_busy, busy_s=busy_s)
+        due = self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0)
         if due:
             self.save(metrics, is_rolling=due == "roll")
         if self._rhythm.must_leave:

@@ -84,21 +84,14 @@ class Order(Around):
         super().__init__(inner)
         self.keys: list[str] = []
 
-    def put(self, key: str, *args: Any) -> Any:
-        self.keys.append(key)
-        return self.inner.put(key, *args)
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self.inner, name)
 
-    def put_parts(self, key: str, *args: Any) -> Any:
-        self.keys.append(key)
-        return self.inner.put_parts(key, *args)
+        def recorded(key: str, *args: Any) -> Any:
+            self.keys.append(key)
+            return verb(key, *args)
 
-    def put_if_absent(self, key: str, *args: Any) -> Any:
-        self.keys.append(key)
-        return self.inner.put_if_absent(key, *args)
-
-    def put_if_match(self, key: str, *args: Any) -> Any:
-        self.keys.append(key)
-        return self.inner.put_if_match(key, *args)
+        return recorded if name.startswith("put") else verb
 
 
 def test_3_nothing_points_to_data_that_is_not_there_yet_driver_s_state_included(memory: Store) -> None:

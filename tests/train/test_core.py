@@ -97,13 +97,13 @@ class Holder:
         return self.model.weight.detach()
 
     def restore_and_watch(self, every_s: float) -> None:
-        raycheck.train.worker.WATCH_S = every_s
+        raycheck.train.heart.WATCH_S = every_s
         self.ckpt.restore()
 
     def step_until_told(self) -> int:
         """End a step once the thread has found out; returns the number of that step."""
         deadline = time.monotonic() + 30.0
-        while time.monotonic() < deadline and self.ckpt._over is None:
+        while time.monotonic() < deadline and self.ckpt._watch.over is None:
             time.sleep(0.05)
         with pytest.raises(raycheck.SupersededError):
             self.ckpt.end_step()
