@@ -187,10 +187,10 @@ class FaultProxy:
                 await _refuse(reader, writer, self.heads[-1], answer)
                 return
         up_reader, up_writer = await asyncio.open_connection(self._upstream[0], int(self._upstream[1]))
+        head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", self._for_upstream(head))
+        up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+        sending = asyncio.ensure_future(_pump(reader, up_writer))
         try:
-            head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", self._for_upstream(head))
-            up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
-            sending = asyncio.ensure_future(_pump(reader, up_writer))
             if rule is not None and rule.kind in ("lose_answer", "short_answer"):
                 answer = b""
                 while data := await up_reader.read(65536):
@@ -205,10 +205,10 @@ class FaultProxy:
                 _reset(writer)
             else:
                 await _pump(up_reader, writer)
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
         finally:
             up_writer.transport.abort()
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     def _for_upstream(self, head: bytes) -> bytes:
         """As an origin server that knows path style only wants it."""

@@ -34,6 +34,7 @@ ATTEMPTS = 5
 REQUEST_TIMEOUT_S = 60.0
 CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
 PIECE_BYTES = 1024 * 1024
+_WAKE_EVERY_S = 1.0  # Ctrl-C may be told to any thread of the process, and is heard by the main one when it wakes
 T = TypeVar("T")
 
 
@@ -127,6 +128,8 @@ def until_deadline(start: Callable[[], Awaitable[T]]) -> T:
 
     future = asyncio.run_coroutine_threadsafe(bounded(), get_loop())
     try:
+        while not wait([future], timeout=_WAKE_EVERY_S).done:
+            pass
         return future.result()
     except BaseException:
         future.cancel()
