@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         SupersededError,
     )
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
-    from raycheck.settings import SaveSettings
+    from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.per_rank import PerRank
     from raycheck.storage_settings import StorageSettings
     from raycheck.train.actor_state import ActorState
@@ -47,7 +47,7 @@ _HOMES = {
         "SupersededError",
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
-    "raycheck.settings": ("SaveSettings",),
+    "raycheck.settings": ("ExportSettings", "SaveSettings"),
     "raycheck.shards.per_rank": ("PerRank",),
     "raycheck.storage_settings": ("StorageSettings",),
     "raycheck.train.actor_state": ("ActorState",),
@@ -68,6 +68,7 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "DamagedError",
+    "ExportSettings",
     "FencedError",
     "Group",
     "NotFoundError",

@@ -108,7 +108,7 @@ def export_hf(
     merge_lora: bool = False,
     dtype: "torch.dtype | str | None" = None,
     config_from: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int | None = None,
 ) -> "Exported":
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
 

@@ -1,5 +1,7 @@
-"""When a user's training saves and what stays: plain data, checked whole at construction."""
+"""When a user's training saves and exports, and what stays: plain data, checked whole at construction."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -44,6 +46,66 @@ class Retention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSettings:
+    """When training writes its model as a Hugging Face directory, from a checkpoint that it saves then: for evaluation
+    and for publishing, with the tokenizers and processors in the state.
+
+    every_steps, every_seconds, every_epochs: as in SaveSettings, any of them. at_end: also the last step.
+    mode: training goes on meanwhile and never waits for it ("async"), or waits only when the next one is due before
+        this one has ended ("auto"), or goes on when the directory is whole ("sync").
+    name: of the directory, a format of `checkpoint` (step, attempt and save, so that it is never there already),
+        `step`, `epoch` and `epoch_step`: "epoch{epoch}/step{step:06d}". A whole one of that name stays as it is.
+    to: a URI below which the directories lie; None: `exports/` in the run.
+    entry, files, merge_lora, dtype: see export_hf. file_bytes: how large a file of weights is at most; None: 5 GB, and
+        less for a small model, so that there are several to write at a time.
+
+    Raises ConfigError when a value cannot work.
+    """
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    every_epochs: int | None = None
+    at_end: bool = True
+    mode: Literal["auto", "async", "sync"] = "auto"
+    name: str = "{checkpoint}"
+    to: str | None = None
+    entry: str | None = None
+    files: Sequence[str] | None = None
+    merge_lora: bool = False
+    dtype: str | None = None
+    file_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "every_steps", "every_epochs", "file_bytes")
+        _check_seconds(self, "every_seconds")
+        _check_choice(self, "mode", "auto", "async", "sync")
+        try:
+            names = {self.directory("c", step=step, epoch=0, epoch_step=0) for step in (1, 2)}
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(f"name={self.name!r}: {type(error).__name__}: {error}; {_NAME_ADVICE}") from None
+        if len(names) == 1 and "{checkpoint" not in self.name:
+            raise ConfigError(f"name={self.name!r} is the same at every step; {_NAME_ADVICE}")
+        for segment in next(iter(names)).split("/"):
+            if not _SEGMENT.fullmatch(segment):
+                raise ConfigError(f"name={self.name!r}: {segment!r} cannot be a directory; {_NAME_ADVICE}")
+
+    def directory(self, checkpoint: str, *, step: int, epoch: int, epoch_step: int) -> str:
+        """The name of what is exported there."""
+        return self.name.format(checkpoint=checkpoint, step=step, epoch=epoch, epoch_step=epoch_step)
+
+    @property
+    def without_triggers(self) -> "ExportSettings":
+        """The same for a rank that is told when to export."""
+        return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
+
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}")
+_NAME_ADVICE = (
+    "give letters, digits, '_.=+-' and {step} or {checkpoint}; {epoch}, {epoch_step} and '/' may be there too"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSettings:
     """When to save, what to keep, and how long to wait.
 
@@ -55,8 +117,7 @@ class SaveSettings:
         these asked for the newest rolling_keep_last stay, and older ones go once a newer one is committed.
     overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
         and how often the run was hurt (interval.py), and is never longer than every_seconds.
-    export_every_steps: also write the model as a Hugging Face directory under `exports/` after each so many steps,
-        which are then saved too; the state must hold one model with such a configuration. None turns it off.
+    exports: when and where the model is written as a Hugging Face directory too; None: never.
     keep_last, keep_every_steps, keep_best, expire_after_s: which checkpoints stay, see Retention. The others leave
         `latest` in the same swap that commits a newer one, and their objects are deleted after a grace for readers.
     buffers, when_busy: how many saves may be under way, each in host memory of its own; a trigger while all of them are
@@ -77,7 +138,7 @@ class SaveSettings:
     rolling_every_seconds: float | None = None
     rolling_keep_last: int = 1
     overhead: float | None = None
-    export_every_steps: int | None = None
+    exports: ExportSettings | None = None
     keep_last: int | None = 10
     keep_every_steps: int | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
@@ -93,13 +154,13 @@ class SaveSettings:
             _check_counts(self, "every_steps")
         if self.overhead is not None and not (isinstance(self.overhead, int | float) and 0 < self.overhead < 1):
             raise ConfigError(f"overhead={self.overhead!r}: give a share of training time, such as 0.02")
-        _check_counts(
-            self, "every_tokens", "every_epochs", "rolling_every_steps", "export_every_steps", "max_failed_saves"
-        )
+        _check_counts(self, "every_tokens", "every_epochs", "rolling_every_steps", "max_failed_saves")
         _check_seconds(self, "every_seconds", "rolling_every_seconds", "save_timeout_s")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: give {choices[0]!r} or {choices[1]!r}")
+        _check_choice(self, "when_busy", "wait", "skip")
+        _check_choice(self, "buffers", 1, 2)
+        _check_choice(self, "on_preempt", "continue", "restart")
+        if not isinstance(self.exports, ExportSettings | None):
+            raise ConfigError(f"exports={self.exports!r}: give ExportSettings")
         _ = self.retention
 
     @property
@@ -122,7 +183,7 @@ class SaveSettings:
             rolling_every_steps=None,
             rolling_every_seconds=None,
             overhead=None,
-            export_every_steps=None,
+            exports=self.exports and self.exports.without_triggers,
             when_busy="wait",
         )
 
@@ -131,7 +192,10 @@ class SaveSettings:
         return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
 
 
-_CHOICES = {"when_busy": ("wait", "skip"), "buffers": (1, 2), "on_preempt": ("continue", "restart")}
+def _check_choice(settings: object, name: str, *choices: object) -> None:
+    value = getattr(settings, name)
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: give {' or '.join(map(repr, choices))}")
 
 
 def _check_counts(settings: object, *names: str) -> None:

@@ -100,8 +100,7 @@ def pointer_key(name: str) -> str:
 
 
 def exports_prefix(name: str) -> str:
-    """Where a checkpoint's Hugging Face directory lies when it is exported into its own run."""
-    checkpoint_prefix(name)
+    """Where a Hugging Face directory of this name lies when a checkpoint is exported into its own run."""
     return f"exports/{name}/"
 
 

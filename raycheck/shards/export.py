@@ -7,7 +7,7 @@ written last, and the weights are always named as parts of it.
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 INDEX_FILE = "model.safetensors.index.json"
+MAX_FILE_BYTES, MIN_FILE_BYTES, SHARES = 5_000_000_000, 256_000_000, 16
+"""Files of weights where nothing is said: not larger, not smaller, and in between so many of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,28 +44,51 @@ class Exported:
         return sum(self.files.values())
 
 
-def export_hf(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What an export will write. files: in any order and by anybody, the weights in `heads` with that many bytes before
+    them; texts: after them, `last` at the very end."""
+
+    files: Mapping[str, Sequence[Weight]]
+    heads: Mapping[str, bytes]
+    texts: Mapping[str, str]
+    last: str
+    source: Source
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the files, in bytes."""
+        return {
+            file: len(self.heads.get(file, b"")) + sum(weight.size_bytes for weight in group)
+            for file, group in self.files.items()
+        }
+
+    def write(self, store: Store, place: str, files: Iterable[str]) -> dict[str, int]:
+        """Some of the files, below `place`; returns their sizes in bytes."""
+        sizes = self.sizes
+        for file in files:
+            _put(store, export_key(place, file), self.source, self.files[file], self.heads.get(file, b""))
+        return {file: sizes[file] for file in files}
+
+    def write_texts(self, store: Store, place: str) -> dict[str, int]:
+        """What makes a model of the files, once all of them are there."""
+        return {
+            file: _put_text(store, export_key(place, file), self.texts[file], is_last=file == self.last)
+            for file in sorted(self.texts, key=lambda file: file == self.last)
+        }
+
+
+def plan(
     checkpoint: Checkpoint,
-    dest: Store | str,
     *,
-    prefix: str = "",
     entry: str | None = None,
     files: Sequence[str] | None = None,
     merge_lora: bool = False,
     dtype: "torch.dtype | str | None" = None,
     config_from: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    storage: StorageSettings | None = None,
-) -> Exported:
-    """Write the model of a checkpoint to `dest` (a folder, a URI, or a store and a prefix in it).
-
-    entry: the model's name in the state, when several have a configuration. files: the tokenizer and processor
-    entries that go along; default all. merge_lora: a PEFT model as a plain one, instead of its adapter alone. dtype:
-    what floating-point weights are converted to. config_from: a folder with the config.json of a model that had none.
-    storage: the settings the checkpoint's store was opened with; a `dest` of the same kind of store is opened with them
-    too.
-    Raises ConfigError, before anything was written, for what cannot be done.
-    """
+    max_shard_bytes: int | None = None,
+) -> Planned:
+    """The same for everybody who asks with the same arguments; see export_hf."""
     manifest = checkpoint.manifest()
     index = checkpoint.index(manifest)
     source = Source(checkpoint, manifest, index)
@@ -78,24 +103,54 @@ def export_hf(
         config_from=config_from,
     )
     parts = {"adapter_model.safetensors": made.weights} if made.is_adapter else _split(made.weights, max_shard_bytes)
-    texts = made.texts if made.is_adapter else {**made.texts, INDEX_FILE: _weight_map(parts)}
-    last = ADAPTER_CONFIG if made.is_adapter else INDEX_FILE
-    written: dict[str, int] = {}
+    parts = {file: sorted(group, key=lambda weight: -weight.dtype.itemsize) for file, group in parts.items()}
+    return Planned(
+        files={**parts, **made.files},
+        heads={file: _header(group) for file, group in parts.items()},
+        texts=made.texts if made.is_adapter else {**made.texts, INDEX_FILE: _weight_map(parts)},
+        last=ADAPTER_CONFIG if made.is_adapter else INDEX_FILE,
+        source=source,
+    )
+
+
+def write_all(planned: Planned, store: Store, place: str) -> dict[str, int]:
+    """One file after the other."""
+    return planned.write(store, place, planned.files)
+
+
+def export_hf(
+    checkpoint: Checkpoint,
+    dest: Store | str,
+    *,
+    prefix: str = "",
+    storage: StorageSettings | None = None,
+    write: Callable[[Planned, Store, str], Mapping[str, int]] = write_all,
+    **options: Any,
+) -> Exported:
+    """Write the model of a checkpoint to `dest` (a folder, a URI, or a store and a prefix in it).
+
+    storage: the settings the checkpoint's store was opened with; a `dest` of the same kind of store is opened with them
+    too. write: how the files come there. options: of `plan`.
+        entry: the model's name in the state, when several have a configuration. files: the tokenizer and processor
+        entries that go along; default all. merge_lora: a PEFT model as a plain one, instead of its adapter alone.
+        dtype: what floating-point weights are converted to. config_from: a folder with the config.json of a model that
+        had none. max_shard_bytes: of a file of weights; default 5 GB, and less for a small model.
+    Raises ConfigError, before anything was written, for what cannot be done.
+    """
+    planned = plan(checkpoint, **options)
     is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
     with destination(dest, prefix, storage if is_alike else None) as (store, place):
-        check_free(store, place, [*parts, *made.files, *texts], last)
-        for file, group in {**parts, **made.files}.items():
-            ordered = sorted(group, key=lambda weight: -weight.dtype.itemsize)
-            head = _header(ordered) if file in parts else b""
-            written[file] = _put(store, export_key(place, file), source, ordered, head)
-        for file in sorted(texts, key=lambda file: file == last):
-            written[file] = _put_text(store, export_key(place, file), texts[file], is_last=file == last)
+        check_free(store, place, [*planned.files, *planned.texts], planned.last)
+        written = {**write(planned, store, place), **planned.write_texts(store, place)}
     base = dest.uri if isinstance(dest, Store) else dest
     return Exported(uri=join_uri(base, prefix.strip("/")) if prefix else base, files=written)
 
 
-def _split(weights: Sequence[Weight], max_bytes: int) -> dict[str, list[Weight]]:
+def _split(weights: Sequence[Weight], max_bytes: int | None) -> dict[str, list[Weight]]:
     """File name to weights. A weight that is larger than a file may be has one of its own."""
+    if max_bytes is None:
+        total = sum(weight.size_bytes for weight in weights)
+        max_bytes = min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, -(-total // SHARES)))
     groups: list[list[Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -131,7 +186,7 @@ def _header(weights: Sequence[Weight]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _put(store: Store, key: str, source: Source, weights: Sequence[Weight], head: bytes) -> int:
+def _put(store: Store, key: str, source: Source, weights: Sequence[Weight], head: bytes) -> None:
     size = len(head) + sum(weight.size_bytes for weight in weights)
     try:
         store.put_parts(key, source.stream(weights, head, store.part_bytes(size)), size)
@@ -139,7 +194,6 @@ def _put(store: Store, key: str, source: Source, weights: Sequence[Weight], head
         if source.failure is not None:  # the upload failed since its parts could not be read
             raise source.failure from None
         raise
-    return size
 
 
 def _put_text(store: Store, key: str, text: str, *, is_last: bool) -> int:

@@ -16,7 +16,7 @@ from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, Shar
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.errors import CorruptError, SaveFailedError
-from raycheck.settings import Retention
+from raycheck.settings import ExportSettings, Retention
 from raycheck.shards.plans import Plans, Section
 from raycheck.shards.progress import Progress
 
@@ -28,6 +28,7 @@ class Report:
     """What one rank hands in when its shards are durable, or why they are not (`failure`).
 
     section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
+    exports: how it is to be exported, None: not at all. node: where the rank runs.
     partial, trained_s, began_at, is_rolling: see Manifest.
     """
 
@@ -51,7 +52,8 @@ class Report:
     staged_s: float = 0.0
     upload_s: float = 0.0
     retention: Retention = field(default_factory=Retention)
-    is_to_be_exported: bool = False
+    exports: ExportSettings | None = None
+    node: str = ""
 
     @property
     def checkpoint(self) -> str:

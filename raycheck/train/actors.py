@@ -36,7 +36,7 @@ from raycheck.train.pace import Pace
 from raycheck.train.position import Position
 from raycheck.train.ray_names import results, run_in
 from raycheck.train.restoring import At
-from raycheck.train.rhythm import Due, Rhythm
+from raycheck.train.rhythm import Due, Rhythm, due_of
 
 LEAVE_S = 35.0
 DRIVER_RNG = "driver_rng"
@@ -149,10 +149,12 @@ class ActorCheckpointer:
         self._hear()
         self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=self._under_way[0]))
 
-    def save(self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False) -> None:
+    def save(
+        self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
+    ) -> None:
         """Begin a save of the state as it stands. As Checkpointer.save."""
         self._metrics = detached(metrics or self._metrics)
-        self._say("save", save="roll" if is_rolling else "keep")
+        self._say("save", save=due_of(self._settings, is_rolling=is_rolling, export=export))
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -191,7 +193,7 @@ class ActorCheckpointer:
         self._told = [run_in(actor, hear, self._uri, mine) for actor, mine in zip(self._actors, words, strict=True)]
         if save:
             self._hear()
-            self._rhythm.saved(time.monotonic() - began, self._position.progress, is_rolling=save == "roll")
+            self._rhythm.saved(time.monotonic() - began, self._position.progress, save)
 
     def _hear(self) -> None:
         told, self._told = self._told, []

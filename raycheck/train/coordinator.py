@@ -14,7 +14,7 @@ from uuid import uuid4
 import ray
 
 from raycheck.bucket import commit as protocol
-from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.commit import Identity
 from raycheck.bucket.damage import go_back
 from raycheck.bucket.latest import COMMIT_BYTES, Entry
@@ -28,8 +28,10 @@ from raycheck.errors import (
     StoreError,
     SupersededError,
 )
+from raycheck.settings import ExportSettings
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.plans import Plans
+from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report, assemble
 from raycheck.train.chronicle import Chronicle
 from raycheck.train.exports import Exports
@@ -63,7 +65,7 @@ class Coordinator:
         self._restorings: dict[tuple[str, str], Restoring] = {}
         self._plans = Plans()
         self._probed = False
-        self._exports = Exports(uri)
+        self._exports = Exports(self._store, uri)
         self._tidier = Tidier(self._register, self._exports)
         self._chronicle = Chronicle(self._store)
         self._farewell = Farewell()
@@ -143,9 +145,14 @@ class Coordinator:
         missing = sorted(set(range(report.world_size)) - set(meeting.holdings))
         return Outcome(kind="pending", key=report.checkpoint, message=f"ranks {missing} have not come")
 
+    async def export(self, key: str, progress: Progress, settings: ExportSettings) -> int:
+        """Export a committed checkpoint that was not exported when it was saved."""
+        await asyncio.to_thread(self._exports.start, key, progress, settings)
+        return 0
+
     async def wait_for_exports(self) -> int:
         """Wait a while for exports under way; returns how many are left."""
-        return await asyncio.to_thread(self._exports.wait, WAIT_S)
+        return await self._exports.wait(WAIT_S)
 
     async def beat(self, group: str, pulse: Pulse) -> bool:
         """How far rank 0 is. Whether it should save soon, since Ray is about to change the group."""
@@ -277,18 +284,11 @@ class Coordinator:
         self._plans.components = manifest.components
         self._tidier.committed()
         self._chronicle.committed(manifest, seconds=time.monotonic() - began)
-        if first.is_to_be_exported:
-            self._export(name)
+        self._exports.nodes = [reports[rank].node for rank in sorted(reports)]
+        if first.exports is not None:
+            self._exports.start(name, first.progress, first.exports)
         places = {part.name: part.checkpoint for part in manifest.components}
         return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places)
-
-    def _export(self, key: str) -> None:
-        try:
-            entry = read_latest(self._store).entry(key)
-            if entry is not None:
-                self._exports.start(Checkpoint(self._store, entry))
-        except RaycheckError as error:
-            logger.warning("run %s: %s is committed, but was not exported: %s", self._uri, key, error)
 
     def _look(self, group: str) -> None:
         found = self._register.read()

@@ -19,14 +19,11 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.train import ray_names
 from raycheck.train.coordinator import Coordinator
-from raycheck.train.log import logger
 from raycheck.train.ray_storage import run_uri
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
 CLAIM_TIMEOUT_S = 300.0
-EXPORTS_TIMEOUT_S = 3600.0
-EXPORT_ASK_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +103,11 @@ class Group:
             ) from None
 
     @cached_property
+    def node(self) -> str:
+        """The id of this rank's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @cached_property
     def store(self) -> Store:
         """One per rank: each holds its own connections."""
         return open_store(self.uri)
@@ -157,18 +159,6 @@ def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffi
         max_concurrency=4096,
         scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
     ).remote(uri, owner, resume)
-
-
-def wait_for_exports(group: Group) -> None:
-    """Rank 0 waits for those under way, since the coordinator may end with it."""
-    deadline = time.monotonic() + EXPORTS_TIMEOUT_S
-    try:
-        while group.rank == 0 and (left := group.ask("wait_for_exports", timeout_s=EXPORT_ASK_S, what="exports")):
-            if time.monotonic() > deadline:
-                logger.warning("run %s: %d exports did not end and are given up", group.uri, left)
-                return
-    except StoreError as error:
-        logger.warning("run %s: exports may be missing: %s", group.uri, error)
 
 
 def same(value: Any) -> Any:

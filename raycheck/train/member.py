@@ -92,7 +92,7 @@ class Member:
         if word.at == "epoch":
             self._ckpt.end_epoch()
         if word.save:
-            self._ckpt.save(word.metrics, is_rolling=word.save == "roll")
+            self._ckpt.save_as(word.save, word.metrics)
         if word.at == "close":
             self._ckpt.close()
         self._let_go(word.states)

@@ -8,7 +8,7 @@ the one before is still under way is its word too, asked for at the trigger itse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from raycheck.bucket.layout import pointer_prefix
 from raycheck.errors import ConfigError
@@ -30,8 +30,20 @@ LEAVING_GAP_S = 0.5
 """The same once there is a notice."""
 
 
-Due = Literal["keep", "roll"]
-"""A save that retention keeps by its rules, or a rolling one."""
+Due = Literal["roll", "keep", "export"]
+"""A rolling save, one that retention keeps by its rules, or one that is exported too. Each is also all before it."""
+
+
+def strongest(*dues: Due | None) -> Due | None:
+    """None where there is nothing to save."""
+    return max((due for due in dues if due), key=get_args(Due).index, default=None)
+
+
+def due_of(settings: SaveSettings, *, is_rolling: bool, export: bool) -> Due:
+    """What a user asks for. Raises ConfigError for an export without a word on how."""
+    if export and settings.exports is None:
+        raise ConfigError("save(export=True) needs SaveSettings(exports=ExportSettings(...))")
+    return "export" if export else "roll" if is_rolling else "keep"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +77,8 @@ class Rhythm:
             "every_tokens=...": settings.every_tokens is not None,
             "rolling_every_seconds=...": settings.rolling_every_seconds is not None,
             "overhead=...": settings.overhead is not None,
+            "exports=ExportSettings(every_seconds=...)": settings.exports
+            and settings.exports.every_seconds is not None,
             'when_busy="skip"': settings.when_busy == "skip",
         }
         for name, is_set in by_word.items():
@@ -72,7 +86,7 @@ class Rhythm:
                 raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must decide alike")
         self._settings = settings
         self._group = group
-        self._saved_at = self._rolled_at = time.monotonic()
+        self._saved_at = self._rolled_at = self._exported_at = time.monotonic()
         self._saved_tokens = self._tokens = self._epoch = 0
         self._save_s = 0.0
         self._news: str | None = None
@@ -117,36 +131,45 @@ class Rhythm:
         if self._group.broadcast is not None and step >= self._next_sync:
             self._sync(step, is_busy=is_busy, busy_s=busy_s)
         settings = self._settings
-        due: Due | None = None
-        is_epoch = self._has_ended_epochs(progress.epoch)
-        if is_epoch or is_multiple(step, settings.step_trigger) or is_multiple(step, settings.export_every_steps):
-            due = "keep"
-        elif is_multiple(step, settings.rolling_every_steps):
-            due = "roll"
+        due = strongest(
+            self._epoch_due(progress.epoch),
+            "export" if settings.exports and is_multiple(step, settings.exports.every_steps) else None,
+            "keep" if is_multiple(step, settings.step_trigger) else None,
+            "roll" if is_multiple(step, settings.rolling_every_steps) else None,
+        )
         if due is None or self._word.save:
-            return "keep" if due == "keep" else self._word.save
+            return strongest(due, self._word.save)
         return due if settings.when_busy == "wait" or self._has_room(step, is_busy=is_busy) else None
 
     def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> Due | None:
         """The same for an epoch's end."""
-        if not self._has_ended_epochs(progress.epoch):
-            return None
-        return "keep" if self._settings.when_busy == "wait" or self._has_room(progress.step, is_busy=is_busy) else None
+        due = self._epoch_due(progress.epoch)
+        if due is None or self._settings.when_busy == "wait":
+            return due
+        return due if self._has_room(progress.step, is_busy=is_busy) else None
 
-    def _has_ended_epochs(self, epoch: int) -> bool:
-        """Since it was asked last, also when nobody has said so and the data just went on."""
-        every, before, self._epoch = self._settings.every_epochs, self._epoch, epoch
-        return every is not None and epoch // every > before // every
+    def _epoch_due(self, epoch: int) -> Due | None:
+        """By the epochs that ended since it was asked last, also when nobody has said so and the data just went on."""
+        before, self._epoch = self._epoch, epoch
+
+        def is_over(every: int | None) -> bool:
+            return every is not None and epoch // every > before // every
+
+        if self._settings.exports and is_over(self._settings.exports.every_epochs):
+            return "export"
+        return "keep" if is_over(self._settings.every_epochs) else None
 
     def save_soon(self) -> None:
         """Rank 0: make its next word one to save by."""
         self._is_wanted = True
 
-    def saved(self, blocked_s: float, progress: Progress, *, is_rolling: bool = False) -> None:
+    def saved(self, blocked_s: float, progress: Progress, due: Due = "keep") -> None:
         """A save has begun, and blocked training for so long."""
         self._is_wanted = False
         self._rolled_at = time.monotonic() - blocked_s
-        if not is_rolling:
+        if due == "export":
+            self._exported_at = self._rolled_at
+        if due != "roll":
             self._saved_at, self._saved_tokens = self._rolled_at, progress.tokens
         if self._interval is not None:
             self._interval.saved(blocked_s)
@@ -193,7 +216,7 @@ class Rhythm:
         if self._group.rank == 0:
             is_news = self._leaving.hear(notice)
             leaving = self._saves_before_leaving(step, is_news=is_news, busy_s=busy_s)
-            save: Due | None = "keep" if leaving else self._is_time(is_busy=is_busy)
+            save: Due | None = "keep" if leaving else self._time_due(is_busy=is_busy)
             leave = is_news and self._settings.on_preempt == "restart"
             news = self._fresh_news(began)
             word = _Word(step=step, save=save, news=news, gap=self._gap(step, began), leave=leave)
@@ -225,12 +248,14 @@ class Rhythm:
         logger.warning("run %s: a node of this group is about to go; step %d: %s", self._group.uri, step, then)
         return save
 
-    def _is_time(self, *, is_busy: bool) -> Due | None:
+    def _time_due(self, *, is_busy: bool) -> Due | None:
+        settings, now = self._settings, time.monotonic()
+        if is_busy and settings.when_busy == "skip" and not self._is_wanted:
+            return None
+        if settings.exports and _is_over(now - self._exported_at, settings.exports.every_seconds):
+            return "export"
         if self._is_wanted:
             return "keep"
-        settings, now = self._settings, time.monotonic()
-        if is_busy and settings.when_busy == "skip":
-            return None
         every_s = self._interval.seconds if self._interval is not None else settings.every_seconds
         is_full = _is_over(self._tokens - self._saved_tokens, settings.every_tokens)
         if is_full or _is_over(now - self._saved_at, every_s):

@@ -27,7 +27,7 @@ from raycheck.train.group import Group
 from raycheck.train.log import logger
 from raycheck.train.meeting import Outcome
 from raycheck.train.metrics import numbers_of
-from raycheck.train.rhythm import is_multiple
+from raycheck.train.rhythm import Due
 
 LAST_ANSWER_S = 2.0
 """How much longer the end of training waits than a save may take, so that it hears what the save came to."""
@@ -46,8 +46,9 @@ class _UnderWay:
 
 
 class Saver:
-    """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save.
-    pointed: the newest checkpoint that Ray can be told of. save_s: how long the newest commit took. failed: saves."""
+    """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: checkpoint
+    that was committed or restored. pointed: the newest one that Ray can be told of. save_s: how long the newest commit
+    took. failed: saves."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Saver:
         self.failed = 0
         self.pointed: str | None = None
         self.save_s = 0.0
-        self._committed: str | None = None
+        self.newest = restored_from
         self._has_agreed = group.world_size == 1
         self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
         self._state = state
@@ -83,6 +84,7 @@ class Saver:
             partial=partial,
             began_at=began_at,
             retention=settings.retention,
+            node=group.node,
         )
         self._saves = 0
         self._failures = 0
@@ -107,12 +109,12 @@ class Saver:
         progress: Progress,
         metrics: Mapping[str, object],
         *,
+        due: Due = "keep",
         trained_s: float = 0.0,
-        is_rolling: bool = False,
         is_news: bool = False,
     ) -> None:
         """Stage the state and start its upload, after `wait_for_buffer`. Without a buffer all the same it counts as
-        failed, and the other ranks are told. trained_s, is_rolling: see Manifest. is_news: Ray will be told."""
+        failed, and the other ranks are told. trained_s: see Manifest. is_news: Ray will be told."""
         began = time.monotonic()
         must_have_ended = self._must_have_ended()
         self._saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
@@ -121,9 +123,9 @@ class Saver:
             save=self._saves,
             progress=progress,
             trained_s=trained_s,
-            is_rolling=is_rolling,
+            is_rolling=due == "roll",
             metrics=numbers_of(metrics),
-            is_to_be_exported=is_multiple(progress.step, self._settings.export_every_steps),
+            exports=self._settings.exports if due == "export" else None,
         )
         if self._pending and self._pending[0].number <= must_have_ended:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
@@ -198,7 +200,7 @@ class Saver:
                 self._must_agree_after[save.number] = outcome.agree_anew
                 self.save_s = ended - save.began
                 self._state.components.committed(save.staged, outcome.places)
-                newest = self._committed = outcome.key
+                newest = self.newest = outcome.key
         return newest
 
     def finish(self, step: int) -> None:
@@ -213,8 +215,8 @@ class Saver:
 
     def point_ray_to_newest(self) -> None:
         """So that Result.checkpoint is the last commit."""
-        if self._committed is not None:
-            self._point_ray_to(self._committed)
+        if self.newest is not None and self.newest != self._report.restored_from:
+            self._point_ray_to(self.newest)
 
     def _point_ray_to(self, key: str) -> None:
         """Write what Ray is told of: a directory of its own, which its retention may delete. Of a checkpoint that it is

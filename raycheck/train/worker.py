@@ -15,7 +15,8 @@ from raycheck.shards.restored import Restored
 from raycheck.shards.selection import EVERYTHING, Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.alone import be_the_only_one
-from raycheck.train.group import CLAIM_TIMEOUT_S, Group, wait_for_exports
+from raycheck.train.exporting import Exporting
+from raycheck.train.group import CLAIM_TIMEOUT_S, Group
 from raycheck.train.heart import Heart, Watch
 from raycheck.train.lifeline import Pulse
 from raycheck.train.log import logger, show_log
@@ -24,7 +25,7 @@ from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
 from raycheck.train.position import Position
 from raycheck.train.restoring import At, restore_together
-from raycheck.train.rhythm import Rhythm
+from raycheck.train.rhythm import Due, Rhythm, due_of, strongest
 from raycheck.train.saver import Saver
 
 LAST_WORDS_S = 30.0
@@ -54,11 +55,7 @@ class Checkpointer:
         rank, world_size = self._group.rank, self._group.world_size
         self._state = TrainState(state, rank=rank, world_size=world_size, buffers=self.settings.buffers)
         self._position = position or Position(self._state.entries.values())
-        if self.settings.export_every_steps is not None and len(self._state.models) != 1:
-            raise ConfigError(
-                f"SaveSettings(export_every_steps=...) needs one model with a Hugging Face configuration in the state; "
-                f"there are {self._state.models}"
-            )
+        self._exporting = Exporting(self.settings.exports, self._group, self._state.models)
         self._rhythm = Rhythm(self.settings if self._position.decides else self.settings.without_triggers, self._group)
         self._saver: Saver | None = None
         self._pace = Pace()
@@ -66,7 +63,7 @@ class Checkpointer:
         self._began_at = 0.0
         self._is_prepared = False
         self._metrics: dict[str, object] = {}
-        self._begun: tuple[int, bool] | None = None  # the newest save: of which step, and whether it is rolling
+        self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
         self._watch = Watch(self._group)
         be_the_only_one(self, uri=self._group.uri, rank=rank)
 
@@ -147,7 +144,7 @@ class Checkpointer:
             saved_step=self._position.step,
             began_at=self._began_at,
         )
-        self._begun = self._position.step, False
+        self._begun = self._position.step, "keep"
         self._watch.start()
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
@@ -172,7 +169,7 @@ class Checkpointer:
             self._rhythm.save_soon()
         due = self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0)
         if due:
-            self.save(metrics, is_rolling=due == "roll")
+            self.save_as(due, metrics)
         if self._rhythm.must_leave:
             self._leave(saver)
         self._rhythm.tell_ray()
@@ -184,27 +181,39 @@ class Checkpointer:
         and what is saved from now on goes on in the next epoch. Raises as end_step does."""
         saver = self._claimed()
         self._position.end_epoch()
-        saver.saved_step, self._begun = -1, None  # what stands now is not what was saved at this step
+        saver.saved_step, self._begun = -1, (-1, "keep")  # what stands now is not what was saved at this step
         self._hear_of(saver.poll())
-        if self._rhythm.is_epoch_due(self._position.progress, is_busy=saver.is_busy):
-            self.save(self._metrics)
+        if due := self._rhythm.is_epoch_due(self._position.progress, is_busy=saver.is_busy):
+            self.save_as(due, self._metrics)
 
-    def save(self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False) -> None:
+    def save(
+        self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
+    ) -> None:
         """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already.
 
-        is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only."""
-        self._claimed()
-        if self._begun not in ((self._position.step, False), (self._position.step, is_rolling)):
-            self._save(metrics or {}, is_rolling=is_rolling)
+        is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only. export: write the model as a
+        Hugging Face directory too, as `SaveSettings.exports` says."""
+        self.save_as(due_of(self.settings, is_rolling=is_rolling, export=export), metrics)
 
-    def _save(self, metrics: Mapping[str, object], *, is_rolling: bool) -> None:
+    def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
+        """The same for who knows as what."""
+        step, before = self._begun
+        self._claimed()
+        if step != self._position.step or strongest(before, due) != before:
+            self._save(metrics or {}, due)
+
+    def _save(self, metrics: Mapping[str, object], due: Due) -> None:
         saver, progress = self._claimed(), self._position.progress
-        self._begun = progress.step, is_rolling
+        self._begun = progress.step, due
+        self._exporting.before(due)
         began = time.monotonic()
         self._hear_of(saver.wait_for_buffer())
         is_news = self._rhythm.wants_news()
-        saver.begin(progress, metrics, trained_s=self._pace.trained_s, is_rolling=is_rolling, is_news=is_news)
-        self._rhythm.saved(time.monotonic() - began, progress, is_rolling=is_rolling)
+        saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
+        self._rhythm.saved(time.monotonic() - began, progress, due)
+        if self._exporting.is_waited_for(due):
+            self._hear_of(saver.wait())
+            self._exporting.wait()
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -215,14 +224,13 @@ class Checkpointer:
                 self._heart.beat(self._pulse, is_last=True)
             if self._saver is not None and self._watch.over is None:
                 self._hear_of(self._saver.wait())  # then all ranks know the same of it
-                if self._saver.saved_step != self._position.step or self._begun == (self._position.step, True):
-                    self._save(self._metrics, is_rolling=False)
+                if self._saver.saved_step != self._position.step or self._begun == (self._position.step, "roll"):
+                    self._save(self._metrics, "keep")
                 self._saver.finish(self._position.step)
                 self._saver.point_ray_to_newest()
                 self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
-                if self.settings.export_every_steps is not None:
-                    wait_for_exports(self._group)
+                self._exporting.finish(self._saver.newest, self._position.progress, self._begun[1])
             if self._watch.over is not None:
                 raise self._watch.over
         finally:
@@ -245,7 +253,7 @@ class Checkpointer:
             trained_s=self._pace.trained_s,
             step_s=self._pace.step_s,
             began_at=self._began_at,
-            begun=self._begun[0] if self._begun else -1,
+            begun=self._begun[0],
             failed=saver.failed,
             skipped=self._rhythm.skipped,
         )

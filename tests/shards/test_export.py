@@ -584,7 +584,7 @@ print((kib("VmHWM") - before) // 1024)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
 
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "hf" / "model-00001-of-00001.safetensors").stat().st_size > 2 * 4 * 64 * 1024 * 1024
+    assert (tmp_path / "hf" / "model-00002-of-00002.safetensors").stat().st_size > 6 * 64 * 1024 * 1024
     assert int(done.stdout) < 3 * 64
 
 

@@ -1,66 +1,232 @@
-"""Periodic Hugging Face exports, written by the coordinator behind the training."""
+"""Hugging Face exports by triggers of their own, written by tasks on the ranks' nodes behind the training."""
 
+import time
+from collections import Counter
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import ray
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import raycheck
+from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.store import open_store
+from raycheck.errors import ConfigError
+from raycheck.settings import ExportSettings, SaveSettings
+from raycheck.shards.progress import Progress
+from raycheck.train.exports import _dealt
+from raycheck.train.rhythm import Rhythm
 from tests.invariants import assert_invariants
+from tests.train import test_rhythm
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+TOKENS = torch.arange(8).reshape(1, 8)
+
+
+def small_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+class Tokenizer:
+    """Kept as the files it writes."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text("{}")
 
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """One rank with a small language model."""
+    """One rank with a small language model. Notes at each step which exports were whole when it ended."""
 
-    def __init__(self, uri: str, coordinator) -> None:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-        self.model = LlamaForCausalLM(config)
+    def __init__(self, uri: str, coordinator, settings: SaveSettings) -> None:
+        self.model = small_model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        place = raycheck.Group(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator)
-        settings = raycheck.SaveSettings(every_steps=4, export_every_steps=3, keep_last=1)
-        state = {"model": self.model, "optimizer": self.optimizer}
+        self.store = open_store(uri)
+        place = raycheck.Group(
+            id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator, broadcast=lambda value: value
+        )
+        state = {"model": self.model, "optimizer": self.optimizer, "tokenizer": Tokenizer()}
         self.ckpt = raycheck.Checkpointer(state, settings, group=place)
         self.ckpt.restore()
 
-    def train(self, steps: int) -> torch.Tensor:
-        tokens = torch.arange(8).reshape(1, 8)
-        for _ in range(steps):
+    def train(self, steps: int, epoch_steps: int = 1000) -> list[int]:
+        whole = []
+        for step in range(1, steps + 1):
             self.optimizer.zero_grad()
-            self.model(input_ids=tokens, labels=tokens).loss.backward()
+            self.model(input_ids=TOKENS, labels=TOKENS).loss.backward()
             self.optimizer.step()
             self.ckpt.end_step()
+            if step % epoch_steps == 0:
+                self.ckpt.end_epoch()
+            whole.append(sum(item.key.endswith(".index.json") for item in self.store.list_objects("exports/")))
         self.ckpt.close()
-        return self.model(input_ids=tokens).logits.detach()
+        return whole
+
+    def logits(self) -> torch.Tensor:
+        return self.model(input_ids=TOKENS).logits.detach()
 
 
-@pytest.mark.slow
+def trainer_of(uri: str, **exports):
+    settings = SaveSettings(every_steps=4, keep_last=1, exports=ExportSettings(**exports))
+    return Trainer.remote(uri, raycheck.start_coordinator(uri, owner=uuid4().hex), settings)
+
+
+def loaded_logits(folder: Path) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder)(input_ids=TOKENS).logits.detach()
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_path) -> None:
     uri = f"file://{tmp_path}/run"
-    trainer = Trainer.remote(uri, raycheck.start_coordinator(uri, owner="me"))
+    trainer = trainer_of(uri, every_steps=3, file_bytes=4000, mode="sync")
 
-    logits = ray.get(trainer.train.remote(6))
+    whole = ray.get(trainer.train.remote(7))
 
-    exports = sorted(folder.name for folder in (tmp_path / "run/exports").iterdir())
-    assert [name.partition("-a")[0] for name in exports] == ["step-000000003", "step-000000006"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports" / exports[1])
-    assert torch.equal(model(input_ids=torch.arange(8).reshape(1, 8)).logits, logits)
-    body = assert_invariants(open_store(uri))
-    assert [entry.step for entry in body.live] == [6]
+    exports = sorted((tmp_path / "run/exports").iterdir())
+    assert [CheckpointName.parse(folder.name).step for folder in exports] == [3, 6, 7]
+    assert whole == [0, 0, 1, 1, 1, 2, 2]  # the last one follows at the end
+    assert torch.equal(loaded_logits(exports[2]), ray.get(trainer.logits.remote()))
+    assert (exports[0] / "tokenizer.json").read_text() == "{}"
+    assert len(list(exports[0].glob("*.safetensors"))) > 2
+    assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [7]
 
 
-def test_exports_need_a_model_that_says_what_it_is() -> None:
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_names_by_epoch_in_another_bucket_and_no_second_export_of_what_is_there(cluster: None, s3, tmp_path) -> None:
+    uri, to = f"file://{tmp_path}/run", s3.replace("?", f"/{uuid4().hex}?")
+    told = {"every_epochs": 2, "name": "epoch{epoch}/step{step:04d}", "to": to, "dtype": "bfloat16"}
+
+    ray.get(trainer_of(uri, **told).train.remote(12, epoch_steps=3))
+    first = {item.key: item.size_bytes for item in open_store(to).list_objects("")}
+    ray.get(trainer_of(uri, **told).train.remote(0))
+
+    names = {key.rpartition("/")[0] for key in first}
+    assert names == {"epoch2/step0006", "epoch4/step0012"}
+    raycheck.export_hf(f"file://{tmp_path}/run", str(tmp_path / "hf"), dtype="bfloat16")
+    weights = "model-00001-of-00001.safetensors"
+    assert open_store(to).get(f"epoch4/step0012/{weights}").data == (tmp_path / "hf" / weights).read_bytes()
+    assert {item.key: item.size_bytes for item in open_store(to).list_objects("")} == first
+
+
+@ray.remote(num_cpus=0)
+class Shard:
+    """One rank of a model that two hold together."""
+
+    def __init__(self, uri: str, coordinator, rank: int, rendezvous: str) -> None:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+        self.model = small_model()
+        fully_shard(self.model)
+        place = raycheck.Group(id="shards", uri=uri, rank=rank, world_size=2, coordinator=coordinator)
+        exports = ExportSettings(every_steps=2, at_end=False, file_bytes=4000)
+        self.ckpt = raycheck.Checkpointer({"model": self.model}, SaveSettings(exports=exports), group=place)
+
+    def train(self) -> torch.Tensor:
+        self.ckpt.restore()
+        for _ in range(2):
+            self.ckpt.end_step()
+        self.ckpt.close()
+        return self.model(input_ids=TOKENS).logits.detach()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_as_many_tasks_as_ranks_write_the_shards_of_all(cluster: None, tmp_path) -> None:
+    uri = f"file://{tmp_path}/run"
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+    ranks = [Shard.remote(uri, coordinator, rank, f"{tmp_path}/rendezvous") for rank in range(2)]
+
+    logits = ray.get([rank.train.remote() for rank in ranks])
+
+    (folder,) = (tmp_path / "run/exports").iterdir()
+    assert torch.equal(loaded_logits(folder), logits[0])
+    deadline = time.monotonic() + 60
+    while (tasks := Counter(event["name"] for event in ray.timeline()))["raycheck.train.exports._write"] < 2:
+        assert time.monotonic() < deadline, tasks
+        time.sleep(0.5)
+
+
+def test_an_export_is_due_by_its_own_triggers_and_saves() -> None:
+    exports = ExportSettings(every_steps=6, every_epochs=2)
+    rhythm = Rhythm(SaveSettings(every_steps=4, exports=exports), test_rhythm.group(0, 1, None))
+
+    due = [rhythm.is_due(Progress(step=step)) for step in range(1, 13)]
+    ends = [rhythm.is_epoch_due(Progress(step=12, epoch=epoch)) for epoch in range(1, 5)]
+
+    assert due == [None, None, None, "keep", None, "export", None, "keep", None, None, None, "export"]
+    assert ends == [None, "export", None, "export"]
+
+
+def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    settings = SaveSettings(every_seconds=20.0, exports=ExportSettings(every_seconds=50.0))
+    rhythm = Rhythm(settings, test_rhythm.group(0, 1, lambda value: value))
+    saved = []
+
+    for step in range(1, 13):
+        clock[0] += 10.0
+        progress = Progress(step=step)
+        if due := rhythm.is_due(progress):
+            saved.append((step, due))
+            rhythm.saved(0.0, progress, due)
+
+    assert saved == [(2, "keep"), (4, "keep"), (5, "export"), (7, "keep"), (9, "keep"), (10, "export"), (12, "keep")]
+    with pytest.raises(ConfigError, match=r"every_seconds.*needs Group"):
+        Rhythm(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_rhythm.group(0, 2, None))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": "model"}, "the same at every step"),
+        ({"name": "{step}/../x"}, "cannot be a directory"),
+        ({"name": "{stem}"}, "KeyError"),
+        ({"name": "{step"}, "ValueError"),
+        ({"name": "{step.real.x}"}, "AttributeError"),
+        ({"name": "/{step}"}, "cannot be a directory"),
+        ({"mode": "later"}, "'auto' or 'async' or 'sync'"),
+        ({"every_steps": 0}, "at least 1"),
+        ({"every_seconds": -1.0}, "above 0"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(wrong, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ExportSettings(**wrong)
+
+
+def test_a_name_may_say_epoch_and_step() -> None:
+    settings = ExportSettings(name="epoch{epoch}epochstep{epoch_step}globalstep{step}")
+
+    assert settings.directory("c", step=300, epoch=2, epoch_step=100) == "epoch2epochstep100globalstep300"
+
+
+def test_each_node_is_dealt_about_as_many_bytes() -> None:
+    sizes = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 1}
+
+    assert _dealt(sizes, ["one", "two"]) == [("one", ["a", "d"]), ("two", ["b", "c", "e"])]
+    assert _dealt({"a": 1}, ["one", "two"]) == [("one", ["a"])]
+
+
+@pytest.mark.parametrize("exports", [ExportSettings(), ExportSettings(entry="critic")])
+def test_exports_need_a_model_that_says_what_it_is(exports: ExportSettings) -> None:
     place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
 
-    with pytest.raises(raycheck.ConfigError, match="one model with a Hugging Face configuration"):
-        raycheck.Checkpointer(
-            {"model": torch.nn.Linear(2, 2)}, raycheck.SaveSettings(export_every_steps=5), group=place
-        )
+    with pytest.raises(ConfigError, match="with a Hugging Face configuration"):
+        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, SaveSettings(exports=exports), group=place)
+
+
+def test_an_export_on_demand_needs_a_word_on_how() -> None:
+    place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+
+    with pytest.raises(ConfigError, match=r"exports=ExportSettings"):
+        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, group=place).save(export=True)

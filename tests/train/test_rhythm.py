@@ -181,6 +181,6 @@ def test_a_rolling_save_does_not_put_off_a_kept_one():
     for step in (1, 2, 3, 4):
         progress = Progress(step=step, tokens=40 * step)
         due.append(rhythm.is_due(progress))
-        rhythm.saved(0.0, progress, is_rolling=due[-1] == "roll")
+        rhythm.saved(0.0, progress, due[-1])
 
     assert due == ["roll", "roll", "keep", "roll"]
