@@ -4,7 +4,8 @@ Rules match a request by method and key. `hold` stops a request before it reache
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
 lets the server apply it and breaks the connection instead of answering, `short_answer` in the middle of the answer;
 `cut` breaks it in the middle of the body;
-`delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does, `answer` what the rule says. It also keeps every request's head, so that a test can assert what a client really sent.
+`delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does, `answer` what the rule says, `edit` what
+the rule makes of the server's body. It also keeps every request's head, so that a test can assert what was really sent.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy", "answer"]
+Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy", "answer", "edit"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Rule:
     times: int = 1
     delay_s: float = 0.0
     answer: Answer | None = None
+    edit: Callable[[Head, bytes], bytes] | None = None
     reached: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
@@ -110,7 +112,7 @@ class FaultProxy:
         return self._base.replace(":".join(self._upstream), f"127.0.0.1:{self.port}")
 
     def rule(self, kind: Kind, method: str, key: str, **more: Any) -> Rule:
-        """`method` is a regular expression too. more: times, delay_s, answer."""
+        """`method` is a regular expression too. more: times, delay_s, answer, edit."""
         rule = Rule(kind=kind, method=method, key=key, **more)
         self._rules.append(rule)
         return rule
@@ -167,7 +169,8 @@ class FaultProxy:
         line = head.split(b"\r\n", 1)[0].decode("latin1")
         method, path = line.split(" ")[:2]
         self.requests.append(f"{method} {path}")
-        self.heads.append(Head(method, re.sub("^http://[^/]*", "", path), _headers(head), time.time()))
+        request = Head(method, re.sub("^http://[^/]*", "", path), _headers(head), time.time())
+        self.heads.append(request)
         rule = self._match(method, path)
         if rule is not None:
             rule.seen.append(path)
@@ -180,18 +183,18 @@ class FaultProxy:
                 _reset(writer)
                 return
             elif rule.kind == "cut":
-                await reader.readexactly(int(self.heads[-1].headers.get("content-length", 0)) // 2)
+                await reader.readexactly(int(request.headers.get("content-length", 0)) // 2)
                 _reset(writer)
                 return
             elif answer := rule.answer or _ANSWERS.get(rule.kind):
-                await _refuse(reader, writer, self.heads[-1], answer)
+                await _refuse(reader, writer, request, answer)
                 return
         up_reader, up_writer = await asyncio.open_connection(self._upstream[0], int(self._upstream[1]))
-        head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", self._for_upstream(head))
+        head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", self._for_upstream(request, head))
         up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         sending = asyncio.ensure_future(_pump(reader, up_writer))
         try:
-            if rule is not None and rule.kind in ("lose_answer", "short_answer"):
+            if rule is not None and rule.kind in ("lose_answer", "short_answer", "edit"):
                 answer = b""
                 while data := await up_reader.read(65536):
                     if data.startswith(b"HTTP/1.1 100"):  # else the client never sends the body
@@ -202,7 +205,11 @@ class FaultProxy:
                 if rule.kind == "short_answer":
                     writer.write(answer[: len(answer) // 2])
                     await writer.drain()
-                _reset(writer)
+                if rule.kind == "edit":
+                    writer.write(_edited(rule, request, answer))
+                    await writer.drain()
+                else:
+                    _reset(writer)
             else:
                 await _pump(up_reader, writer)
         finally:
@@ -210,12 +217,12 @@ class FaultProxy:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
 
-    def _for_upstream(self, head: bytes) -> bytes:
+    def _for_upstream(self, request: Head, head: bytes) -> bytes:
         """As an origin server that knows path style only wants it."""
         line, rest = head.split(b"\r\n", 1)
         method, target, version = line.split(b" ")
         target = re.sub(rb"^http://[^/]*", b"", target)
-        if self.heads[-1].headers.get("host", "").startswith(f"{self._bucket}."):
+        if request.headers.get("host", "").startswith(f"{self._bucket}."):
             target = b"/" + self._bucket.encode() + target
             rest = re.sub(rb"(?im)^host:[^\r]*", b"Host: " + ":".join(self._upstream).encode(), rest)
         return b" ".join((method, target, version)) + b"\r\n" + rest
@@ -237,6 +244,13 @@ def fault_proxy(upstream_uri: str, tls: ssl.SSLContext | None = None) -> Iterato
         yield proxy
     finally:
         proxy.stop()
+
+
+def _edited(rule: Rule, request: Head, answer: bytes) -> bytes:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    body = rule.edit(request, body)
+    head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", b"", head)
+    return head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -18,6 +18,7 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError
+from raycheck.shards.assembly import assembled
 from raycheck.shards.assets import ADAPTER_CONFIG
 from raycheck.shards.contents import SAFETENSORS_DTYPES, contents, json_text
 from raycheck.shards.folder import check_free, destination
@@ -67,7 +68,10 @@ class Planned:
         """Some of the files, below `place`; returns their sizes in bytes."""
         sizes = self.sizes
         for file in files:
-            _put(store, export_key(place, file), self.source, self.files[file], self.heads.get(file, b""))
+            key, weights, head = export_key(place, file), self.files[file], self.heads.get(file, b"")
+            parts = assembled(self.source, weights, head) if store.uri == self.source.store.uri else None
+            if parts is None or not store.put_assembled(key, parts, sizes[file]):
+                _put(store, key, self.source, weights, head)
         return {file: sizes[file] for file in files}
 
     def write_texts(self, store: Store, place: str) -> dict[str, int]:
@@ -103,7 +107,8 @@ def plan(
         config_from=config_from,
     )
     parts = {"adapter_model.safetensors": made.weights} if made.is_adapter else _split(made.weights, max_shard_bytes)
-    parts = {file: sorted(group, key=lambda weight: -weight.dtype.itemsize) for file, group in parts.items()}
+    # By size of an element, so that each weight is aligned; the small ones together, between which no range is copied.
+    parts = {file: sorted(group, key=lambda w: (-w.dtype.itemsize, w.size_bytes)) for file, group in parts.items()}
     return Planned(
         files={**parts, **made.files},
         heads={file: _header(group) for file, group in parts.items()},

@@ -14,6 +14,7 @@ import torch
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.index import Chunk, Index, Tensor, index_of
+from raycheck.bucket.layout import shard_file
 from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
 from raycheck.shards.pieces import Piece, piece_of
@@ -86,11 +87,12 @@ Span = tuple[Weight, int, int]
 
 
 class Source:
-    """The saved tensors of one checkpoint. `failure`: what went wrong while reading, for a caller who only sees that
-    its upload failed."""
+    """The saved tensors of one checkpoint. store: where it lies. failure: what went wrong while reading, for a caller
+    who only sees that its upload failed."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, index: Index) -> None:
         self.failure: RaycheckError | None = None
+        self.store = checkpoint.store
         self._checkpoint = checkpoint
         self._prefixes = manifest.prefixes()
         self._index = index
@@ -121,6 +123,15 @@ class Source:
             )
             tensor = replace(tensor, shape=(math.prod(tensor.shape),))
         return Saved(tensor=tensor, chunks=chunks, dtype=dtype, is_flat=is_flat)
+
+    def key_of(self, chunk: Chunk) -> str:
+        """The object that a chunk lies in."""
+        return self._prefixes[chunk.component] + shard_file(chunk.rank)
+
+    def read(self, spans: Sequence[Span]) -> memoryview:
+        """The bytes of some spans, one after the other."""
+        size = sum((stop - start) * weight.dtype.itemsize for weight, start, stop in spans)
+        return self._fill(torch.empty(size, dtype=torch.uint8), spans)
 
     def stream(self, weights: Sequence[Weight], head: bytes, part_bytes: int) -> Iterator[memoryview]:
         """`head` and then the weights' bytes, as parts of `part_bytes` (the last may be shorter), each its own buffer.

@@ -34,6 +34,16 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes start..stop of an object, with their CRC-32."""
+
+    key: str
+    start: int
+    stop: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
 class Upload:
     """An object that was begun in parts and not finished. No reader sees it, and it is paid for until it is aborted."""
 
@@ -82,6 +92,13 @@ class Store(ABC):
     @abstractmethod
     def part_bytes(self, size_bytes: int) -> int:
         """How long the parts of an object of this size should be."""
+
+    def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
+        """Write one object from ranges of others, which the store copies itself, and from parts that are sent to it;
+        all but the last have at least MIN_PART_BYTES. Whether it did: a store that cannot, or that does not prove by
+        their CRC-32 what bytes it has copied, has written nothing. Any other failure is False as well."""
+        del key, parts, size_bytes
+        return False
 
     @abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> None:

@@ -32,6 +32,10 @@ class Cut:
         return max(self.part_bytes, smallest)
 
 
+MIN_PART_BYTES = 5 * 1024 * 1024
+"""What S3 takes for a part that is not the last one."""
+MAX_COPIED_BYTES = 256 * 1024 * 1024
+"""Of one range that a store copies itself: it answers within the time-out of a request."""
 CUTS = {
     "s3": Cut(),
     "gs": Cut(max_parts=None, in_flight=1),  # chunks of a resumable upload: multiples of 256 KiB, one after another

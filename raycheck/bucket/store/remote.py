@@ -36,6 +36,7 @@ CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several 
 PIECE_BYTES = 1024 * 1024
 _WAKE_EVERY_S = 1.0  # Ctrl-C may be told to any thread of the process, and is heard by the main one when it wakes
 T = TypeVar("T")
+P = TypeVar("P")
 
 
 class Repeat(Enum):
@@ -136,9 +137,7 @@ def until_deadline(start: Callable[[], Awaitable[T]]) -> T:
         raise
 
 
-def send_parts(
-    parts: Iterable[memoryview], start: Callable[[int, memoryview], Future[T]], *, in_flight: int
-) -> list[T]:
+def send_parts(parts: Iterable[P], start: Callable[[int, P], Future[T]], *, in_flight: int) -> list[T]:
     """`start` each part with its number from 1, so many at a time, pulling the next one while they fly.
 
     When it raises, every request that was started has ended: the buffer behind the parts is free again.

@@ -6,6 +6,7 @@ conditional writes into a 412 of its own making, and uploads parts one after ano
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,14 +14,14 @@ from typing import Any
 import s3fs
 
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.store.base import Buffer, Got, Listed, Upload, check_conditional_size, check_whole
+from raycheck.bucket.store.base import Buffer, Got, Listed, Range, Upload, check_conditional_size, check_whole
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import Pieces, RemoteStore, Repeat, bucket_time, send_parts
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
-from raycheck.errors import ConflictError, NotFoundError, RaycheckError
+from raycheck.errors import ConflictError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 
@@ -35,6 +36,7 @@ class S3Store(RemoteStore):
         self._prefix = f"{prefix}/" if prefix else ""
         self._settings = settings
         self._wants_bare_etags = False
+        self._proves_copies = True  # as far as it is known
         self._on_every = on_every_request(settings)
         self._on_write = on_write(settings)
         options = s3fs_options(settings, bucket)
@@ -94,16 +96,31 @@ class S3Store(RemoteStore):
         if size_bytes <= self.part_bytes(size_bytes):
             self.put(key, next(iter(parts), memoryview(b"")))
             return
+        self._put_each(key, parts, size_bytes)
+
+    def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
+        if not self._proves_copies:
+            return False
+        try:
+            self._put_each(key, parts, size_bytes)
+        except RaycheckError:
+            self._proves_copies = False  # or it had its chance: who asks has another way
+            return False
+        return True
+
+    def _put_each(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> None:
         where = self._at(key)
         begin = where | self._on_write | {"ChecksumAlgorithm": "CRC32"}
         created = self._run(key, lambda client: client.create_multipart_upload(**begin))
         where["UploadId"] = created["UploadId"]
+
+        def start(number: int, part: Range | memoryview) -> Future[dict[str, Any]]:
+            if isinstance(part, Range):
+                return self._start(key, partial(_copy_part, where, number, part, self._at(part.key)))
+            return self._start(key, partial(_upload_part, where, number, part))
+
         try:
-            done = send_parts(
-                parts,
-                lambda number, part: self._start(key, partial(_upload_part, where, number, part)),
-                in_flight=CUTS["s3"].in_flight,
-            )
+            done = send_parts(parts, start, in_flight=CUTS["s3"].in_flight)
             self._complete(key, where, done, size_bytes)
         except BaseException:
             self._abandon(key, where)
@@ -227,6 +244,21 @@ async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, 
     return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
 
 
+async def _copy_part(
+    where: Mapping[str, str], number: int, part: Range, source: Mapping[str, str], client: Any
+) -> dict[str, Any]:
+    answer = await client.upload_part_copy(
+        **where,
+        PartNumber=number,
+        CopySource={"Bucket": source["Bucket"], "Key": source["Key"]},
+        CopySourceRange=f"bytes={part.start}-{part.stop - 1}",
+    )
+    result, crc = answer["CopyPartResult"], _in_header(part.crc)
+    if result.get("ChecksumCRC32") != crc:
+        raise StoreError(f"{part.key}: the store does not prove what it has copied")
+    return {"PartNumber": number, "ETag": result["ETag"], "ChecksumCRC32": crc}
+
+
 async def _list_uploads(where: Mapping[str, str], client: Any) -> Mapping[str, Any]:
     page: Mapping[str, Any] = await client.list_multipart_uploads(**where)
     return page
@@ -237,4 +269,8 @@ async def _list_parts(where: Mapping[str, Any], client: Any) -> Any:
 
 
 def _crc_header(data: Buffer) -> str:
-    return base64.b64encode(crc32(data).to_bytes(4, "big")).decode()
+    return _in_header(crc32(data))
+
+
+def _in_header(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

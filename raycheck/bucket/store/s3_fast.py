@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore.store import S3Store as Client
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_length, check_whole
+from raycheck.bucket.store.base import Buffer, Got, Listed, Range, Store, Upload, check_length, check_whole
 from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.bucket.store.lending import CUTS, Loan
@@ -133,6 +133,9 @@ class FastS3Store(Store):
             if loan.source_error is None:
                 self._abandon(key)
             raise
+
+    def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
+        return self.through_s3fs.put_assembled(key, parts, size_bytes)
 
     def _take_back(self, key: str, loan: Loan) -> None:
         if not loan.is_back():
