@@ -1,5 +1,7 @@
 """Hugging Face exports by triggers of their own, written by tasks on the ranks' nodes behind the training."""
 
+import os
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import raycheck
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError
 from raycheck.settings import ExportSettings, SaveSettings
 from raycheck.shards.progress import Progress
@@ -153,6 +156,57 @@ def test_as_many_tasks_as_ranks_write_the_shards_of_all(cluster: None, tmp_path)
     while (tasks := Counter(event["name"] for event in ray.timeline()))["raycheck.train.exports._write"] < 2:
         assert time.monotonic() < deadline, tasks
         time.sleep(0.5)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_an_export_whose_task_is_killed_is_done_again(cluster: None, wire, tmp_path) -> None:
+    uri = join_uri(wire.uri, uuid4().hex)
+    write = wire.rule("hold", "PUT", "/exports/.*safetensors$")
+    training = trainer_of(uri, every_steps=3).train.remote(3)
+
+    write.wait()
+    titles = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+    (task,) = [process for process, title in titles.items() if title.startswith(b"ray::_export")]
+    os.kill(task, signal.SIGKILL)
+    write.release()
+
+    ray.get(training, timeout=120)
+    exported = [item.key for item in open_store(uri).list_objects("exports/")]
+    assert [key for key in exported if key.endswith("index.json")]
+    assert len(write.seen) == 1
+
+
+@ray.remote(num_cpus=0)
+class Policy:
+    """What a driver's Checkpointer saves."""
+
+    def __init__(self) -> None:
+        self.model = small_model()
+
+    def logits(self) -> torch.Tensor:
+        return self.model(input_ids=TOKENS).logits.detach()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_a_driver_of_actors_exports_when_due_and_when_asked(cluster: None, tmp_path) -> None:
+    actor = Policy.remote()
+    exports = ExportSettings(every_steps=2, at_end=False, name="step{step}")
+    settings = SaveSettings(every_steps=None, exports=exports)
+
+    with raycheck.ActorCheckpointer([actor], lambda actor: {"model": actor.model}, f"{tmp_path}/run", settings) as ckpt:
+        ckpt.restore()
+        for _ in range(2):
+            ckpt.end_step()
+        ckpt.end_step()
+        ckpt.save(export=True)
+
+    folders = sorted((tmp_path / "run/exports").iterdir())
+    assert [folder.name for folder in folders] == ["step2", "step3"]
+    assert torch.equal(loaded_logits(folders[1]), ray.get(actor.logits.remote()))
 
 
 def test_an_export_is_due_by_its_own_triggers_and_saves() -> None:
