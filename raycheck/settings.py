@@ -164,6 +164,11 @@ class SaveSettings:
         _ = self.retention
 
     @property
+    def chosen(self) -> tuple[str, ...]:
+        """What is not as it would be by itself, in words."""
+        return _chosen(self)
+
+    @property
     def step_trigger(self) -> int | None:
         """`every_steps`, or what it is where nothing is said."""
         if self.every_steps != "default":
@@ -190,6 +195,17 @@ class SaveSettings:
     @property
     def retention(self) -> Retention:
         return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
+
+
+def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
+    texts = []
+    for spec in fields(settings):
+        value = getattr(settings, spec.name)
+        if isinstance(value, ExportSettings):
+            texts.append(f"{spec.name}=ExportSettings({', '.join(_chosen(value))})")
+        elif value != spec.default:
+            texts.append(f"{spec.name}={value!r}")
+    return tuple(texts)
 
 
 def _check_choice(settings: object, name: str, *choices: object) -> None:

@@ -63,7 +63,8 @@ class Manifest(Document):
     partial: the partial restores (restore(only=..., skip=...)) that this checkpoint descends from: the same one is not
     done twice, so that a restart does not throw away what was trained since. trained_s: seconds of training that stand
     in this state, over all attempts, without what was lost or spent on saves. began_at: when the run's first attempt
-    began, None when that is not known. rolling: only the newest few of such stay, see Retention.
+    began, None when that is not known. rolling: only the newest few of such stay, see Retention. settings:
+    what the user had chosen, in words; read by nobody but to say what has changed.
     """
 
     is_long: ClassVar[bool] = True
@@ -81,6 +82,7 @@ class Manifest(Document):
     trained_s: float = 0.0
     began_at: float | None = None
     rolling: bool = False
+    settings: tuple[str, ...] = ()
     metrics: Mapping[str, float]
     index: Blob
     components: tuple[Component, ...]

@@ -29,7 +29,7 @@ class Report:
 
     section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
     exports: how it is to be exported, None: not at all. node: where the rank runs.
-    partial, trained_s, began_at, is_rolling: see Manifest.
+    partial, trained_s, began_at, is_rolling, settings: see Manifest.
     """
 
     group: str
@@ -52,6 +52,7 @@ class Report:
     staged_s: float = 0.0
     upload_s: float = 0.0
     retention: Retention = field(default_factory=Retention)
+    settings: tuple[str, ...] = ()
     exports: ExportSettings | None = None
     node: str = ""
 
@@ -114,6 +115,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Ma
         trained_s=first.trained_s,
         began_at=first.began_at,
         rolling=first.is_rolling,
+        settings=first.settings,
         metrics=first.metrics,
         index=Blob(size_bytes=len(index), crc32=crc32(index)),
         components=tuple(components),

@@ -8,13 +8,16 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.record import Resume
 from raycheck.errors import DamagedError, RaycheckError, StoreError
+from raycheck.settings import SaveSettings
 from raycheck.shards.progress import Progress
 from raycheck.shards.restored import Restored, RestoreReport
 from raycheck.shards.selection import Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.group import Group
+from raycheck.train.log import logger
 from raycheck.train.meeting import Arrival, Claim, OnCorrupt, Ruling, Verdict
 
 RESTORE_TIMEOUT_S = 3600.0
@@ -102,6 +105,14 @@ def restore_together(
             return claim, replace(done, report=replace(done.report, refused=tuple(refused))), ruling.resume
         refused.append(f"{verdict.key} ({ruling.message})")
         claim = ruling.claim
+
+
+def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -> None:
+    """Since the checkpoint was saved. The settings of the script always hold."""
+    before, now = set(manifest.settings), set(settings.chosen)
+    if before != now and not group.rank:
+        texts = [", ".join(sorted(said)) or "defaults" for said in (now - before, before - now)]
+        logger.info("run %s: settings since %s: now %s, before %s", group.uri, manifest.key, *texts)
 
 
 def _arrival(done: Restored, seconds: float) -> Arrival:

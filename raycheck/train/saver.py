@@ -85,9 +85,9 @@ class Saver:
             began_at=began_at,
             retention=settings.retention,
             node=group.node,
+            settings=settings.chosen,
         )
-        self._saves = 0
-        self._failures = 0
+        self._saves = self._failures = 0
         self._last_failure = ""
         self._pending: deque[_UnderWay] = deque()
         self._known_plan = b""  # hash of the one that the coordinator has, if it was not started again

@@ -24,7 +24,7 @@ from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
 from raycheck.train.position import Position
-from raycheck.train.restoring import At, restore_together
+from raycheck.train.restoring import At, restore_together, say_what_changed
 from raycheck.train.rhythm import Due, Rhythm, due_of, strongest
 from raycheck.train.saver import Saver
 
@@ -123,6 +123,7 @@ class Checkpointer:
         self._position.go_to(done.progress)
         # Only now: what a failed restore left behind must never be saved.
         self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
+        say_what_changed(group, done.manifest, self.settings)
         where = self._position.progress
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:

@@ -283,7 +283,17 @@ def test_a_number_that_is_none_is_corrupt(field, text):
 @pytest.mark.parametrize(("make", "load"), DOCUMENTS)
 def test_every_missing_field_that_has_no_default_is_corrupt(make, load):
     tree = json.loads(dump(make()))
-    optional = {"format_version", "live", "evicted", "partial", "proven", "trained_s", "began_at", "rolling"}
+    optional = {
+        "format_version",
+        "live",
+        "evicted",
+        "partial",
+        "proven",
+        "trained_s",
+        "began_at",
+        "rolling",
+        "settings",
+    }
 
     for field in set(tree) - optional:
         with pytest.raises(CorruptError, match=field):

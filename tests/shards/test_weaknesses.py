@@ -229,14 +229,6 @@ class Bomb:
         return os.abort, ()
 
 
-def test_a_frequency_that_was_stored_does_not_stand_over_a_new_one(memory: Store) -> None:
-    """Settings are no state: nothing of them is in a checkpoint that a restore would put over the new ones."""
-    save_state(memory, {"model": a_model(1.0)}, step=1)
-
-    texts = b"".join(data for key, data in everything(memory).items() if key.endswith((".json", layout.LATEST_KEY)))
-    assert b"every_" not in texts
-
-
 def test_a_checkpoint_says_which_step_to_run_next(memory: Store) -> None:
     losses = []
     model = a_model(1.0)

@@ -158,3 +158,31 @@ def test_a_commit_whose_answer_is_lost_is_committed_once(job, s3: str, tmp_path:
         assert len(story(tmp_path, "start")) == 1
         body = assert_invariants(open_store(join_uri(storage, "run")))
         assert [entry.step for entry in body.live] == [4, 8, 12]
+
+
+@pytest.mark.slow
+def test_settings_that_were_changed_hold_and_are_named(cluster: None, tmp_path: Path, caplog) -> None:
+    uri = f"file://{tmp_path}/run"
+
+    def train(**settings) -> None:
+        place = raycheck.Group(
+            id=uuid4().hex,
+            uri=uri,
+            rank=0,
+            world_size=1,
+            coordinator=raycheck.start_coordinator(uri, owner=uuid4().hex),
+        )
+        with raycheck.Checkpointer(
+            {"x": torch.nn.Linear(1, 1)}, raycheck.SaveSettings(**settings), group=place
+        ) as ckpt:
+            ckpt.restore()
+            for _ in range(4):
+                ckpt.end_step()
+
+    caplog.set_level("INFO", "raycheck")
+    train(every_steps=3, keep_last=5)
+    assert "settings since" not in caplog.text
+    train(every_steps=2, keep_last=5, exports=None)
+
+    assert [entry.step for entry in raycheck.open_run(uri).latest.live] == [3, 4, 6, 8]
+    assert "now every_steps=2, before every_steps=3\n" in caplog.text
