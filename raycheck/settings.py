@@ -79,6 +79,7 @@ class ExportSettings:
         _check_counts(self, "every_steps", "every_epochs", "file_bytes")
         _check_seconds(self, "every_seconds")
         _check_choice(self, "mode", "auto", "async", "sync")
+        _check_choice(self, "dtype", None, "float32", "bfloat16", "float16", "float64")
         try:
             names = {self.directory("c", step=step, epoch=0, epoch_step=0) for step in (1, 2)}
         except (LookupError, ValueError, AttributeError, TypeError) as error:

@@ -12,6 +12,7 @@ from raycheck.train.rhythm import Due
 
 WAIT_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 300.0
+WORTH_SAYING_S = 1.0
 
 
 class Exporting:
@@ -40,11 +41,13 @@ class Exporting:
 
     def wait(self) -> None:
         """Until none is under way. What keeps one from ending is a warning, and nothing else."""
-        deadline = time.monotonic() + WAIT_TIMEOUT_S
+        began = time.monotonic()
         while left := self._ask("wait_for_exports"):
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + WAIT_TIMEOUT_S:
                 logger.warning("run %s: %d exports are not waited for any more", self._group.uri, left)
                 return
+        if not self._group.rank and (seconds := time.monotonic() - began) > WORTH_SAYING_S:
+            logger.info("run %s: waited %.1f s for exports", self._group.uri, seconds)
 
     def finish(self, newest: str | None, progress: Progress, saved_as: Due) -> None:
         """Training is over, and its last step is checkpoint `newest`. Rank 0: the coordinator may end with it."""

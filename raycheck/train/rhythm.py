@@ -50,13 +50,15 @@ def due_of(settings: SaveSettings, *, is_rolling: bool, export: bool) -> Due:
 class _Word:
     """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
 
-    step: where rank 0 stands, None at the end of its loop. leave: end the attempt once what is under way is saved.
+    step: where rank 0 stands, None at the end of its loop. is_noticed: a node is about to go. leave: end the attempt
+    once what is under way is saved.
     """
 
     step: int | None
     save: Due | None = None
     news: str | None = None
     gap: int = 1
+    is_noticed: bool = False
     leave: bool = False
 
 
@@ -69,7 +71,8 @@ def is_multiple(step: int, every: int | None) -> bool:
 
 
 class Rhythm:
-    """One rank's sense of time. Every rank calls its methods at the same steps."""
+    """One rank's sense of time. Every rank calls its methods at the same steps. is_hurried: a node is about to go, so
+    that training should wait for nothing but a save."""
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
         by_word = {
@@ -95,6 +98,7 @@ class Rhythm:
         self._leaving = Leaving()
         self._interval = Interval(settings.overhead, at_most_s=settings.every_seconds) if settings.overhead else None
         self.skipped = 0
+        self.is_hurried = False
         self._is_wanted = False
         self._word = _Word(step=None)
         self._next_sync = 1
@@ -219,8 +223,10 @@ class Rhythm:
             save: Due | None = "keep" if leaving else self._time_due(is_busy=is_busy)
             leave = is_news and self._settings.on_preempt == "restart"
             news = self._fresh_news(began)
-            word = _Word(step=step, save=save, news=news, gap=self._gap(step, began), leave=leave)
+            gap, noticed = self._gap(step, began), self._leaving.is_noticed
+            word = _Word(step=step, save=save, news=news, gap=gap, is_noticed=noticed, leave=leave)
         self._word = self._hear(word, step=step)
+        self.is_hurried = self._word.is_noticed
         # The least seen: the rest is waiting for slower ranks, which talking less would not save.
         self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
         self._next_sync = step + self._word.gap

@@ -199,20 +199,20 @@ class Checkpointer:
     def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
         """The same for who knows as what."""
         step, before = self._begun
-        self._claimed()
         if step != self._position.step or strongest(before, due) != before:
             self._save(metrics or {}, due)
 
     def _save(self, metrics: Mapping[str, object], due: Due) -> None:
         saver, progress = self._claimed(), self._position.progress
         self._begun = progress.step, due
-        self._exporting.before(due)
+        waits_for = "keep" if self._rhythm.is_hurried else due
+        self._exporting.before(waits_for)
         began = time.monotonic()
         self._hear_of(saver.wait_for_buffer())
         is_news = self._rhythm.wants_news()
         saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
         self._rhythm.saved(time.monotonic() - began, progress, due)
-        if self._exporting.is_waited_for(due):
+        if self._exporting.is_waited_for(waits_for):
             self._hear_of(saver.wait())
             self._exporting.wait()
 

@@ -239,6 +239,17 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
         Rhythm(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_rhythm.group(0, 2, None))
 
 
+def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
+    rhythm = Rhythm(SaveSettings(exports=ExportSettings(every_steps=1)), test_rhythm.group(0, 1, lambda value: value))
+
+    rhythm.is_due(Progress(step=1))
+    before = rhythm.is_hurried
+    rhythm._leaving.hear(time.time() + 60)
+    rhythm.is_due(Progress(step=2))
+
+    assert (before, rhythm.is_hurried) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -249,6 +260,7 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
         ({"name": "{step.real.x}"}, "AttributeError"),
         ({"name": "/{step}"}, "cannot be a directory"),
         ({"mode": "later"}, "'auto' or 'async' or 'sync'"),
+        ({"dtype": "bf16"}, "'bfloat16'"),
         ({"every_steps": 0}, "at least 1"),
         ({"every_seconds": -1.0}, "above 0"),
     ],
