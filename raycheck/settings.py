@@ -51,13 +51,12 @@ class ExportSettings:
     and for publishing, with the tokenizers and processors in the state.
 
     every_steps, every_seconds, every_epochs: as in SaveSettings, any of them. at_end: also the last step.
-    mode: training goes on meanwhile and never waits for it ("async"), or waits only when the next one is due before
-        this one has ended ("auto"), or goes on when the directory is whole ("sync").
+    mode: training goes on meanwhile ("async"; one that has not begun when the next is due is given up), and waits when
+        the next is due before one has ended ("auto"), or always ("sync"). Its end waits for all, at most an hour.
     name: of the directory, a format of `checkpoint` (step, attempt and save, so that it is never there already),
         `step`, `epoch` and `epoch_step`: "epoch{epoch}/step{step:06d}". A whole one of that name stays as it is.
     to: a URI below which the directories lie; None: `exports/` in the run.
-    entry, files, merge_lora, dtype: see export_hf. file_bytes: how large a file of weights is at most; None: 5 GB, and
-        less for a small model, so that there are several to write at a time.
+    entry, files, merge_lora, dtype, max_shard_bytes: see export_hf.
 
     Raises ConfigError when a value cannot work.
     """
@@ -73,20 +72,20 @@ class ExportSettings:
     files: Sequence[str] | None = None
     merge_lora: bool = False
     dtype: str | None = None
-    file_bytes: int | None = None
+    max_shard_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "every_steps", "every_epochs", "file_bytes")
+        _check_counts(self, "every_steps", "every_epochs", "max_shard_bytes")
         _check_seconds(self, "every_seconds")
         _check_choice(self, "mode", "auto", "async", "sync")
         _check_choice(self, "dtype", None, "float32", "bfloat16", "float16", "float64")
-        try:
-            names = {self.directory("c", step=step, epoch=0, epoch_step=0) for step in (1, 2)}
-        except (LookupError, ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(f"name={self.name!r}: {type(error).__name__}: {error}; {_NAME_ADVICE}") from None
-        if len(names) == 1 and "{checkpoint" not in self.name:
-            raise ConfigError(f"name={self.name!r} is the same at every step; {_NAME_ADVICE}")
-        for segment in next(iter(names)).split("/"):
+        if isinstance(self.files, str):
+            raise ConfigError(f"files={self.files!r}: give a list of entries' names")
+        if self.to is not None and "://" not in self.to and not self.to.startswith("/"):
+            raise ConfigError(f"to={self.to!r}: give a URI or an absolute path")
+        if not any(found.startswith(("{step}", "{step:", "{checkpoint}")) for found in _FIELD.findall(self.name)):
+            raise ConfigError(f"name={self.name!r} does not tell steps apart; {_NAME_ADVICE}")
+        for segment in _FIELD.sub("0", self.name).split("/"):
             if not _SEGMENT.fullmatch(segment):
                 raise ConfigError(f"name={self.name!r}: {segment!r} cannot be a directory; {_NAME_ADVICE}")
 
@@ -100,9 +99,11 @@ class ExportSettings:
         return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
 
 
+_FIELD = re.compile(r"\{(?:checkpoint|(?:step|epoch|epoch_step)(?::0[1-9]d)?)\}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}")
 _NAME_ADVICE = (
-    "give letters, digits, '_.=+-' and {step} or {checkpoint}; {epoch}, {epoch_step} and '/' may be there too"
+    "give letters, digits, '_.=+-' and {step} or {checkpoint}; {epoch}, {epoch_step} and '/' may be there too, and "
+    "numbers with leading zeros: {step:06d}"
 )
 
 

@@ -104,6 +104,10 @@ def exports_prefix(name: str) -> str:
     return f"exports/{name}/"
 
 
+EXPORT_ENDS = ("model.safetensors.index.json", "adapter_config.json")
+"""What is written last of an exported directory, of a model or of an adapter: it is whole when one of them is there."""
+
+
 def export_key(prefix: str, file: str) -> str:
     """A file of an exported directory. `prefix`: empty when the store is rooted at the directory."""
     return f"{prefix.rstrip('/')}/{file}".removeprefix("/")

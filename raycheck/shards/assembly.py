@@ -21,8 +21,12 @@ def assembled(source: Source, weights: Sequence[Weight], head: bytes) -> Iterato
     """The parts of a file of `head` and the weights. None where nothing can be copied, or too much has to be held."""
     parts = list(_parts(source, weights, len(head)))
     fetched = [part for part in parts if not isinstance(part, Range)]
-    largest = max(sum((stop - start) * weight.dtype.itemsize for weight, start, stop in part) for part in fetched)
-    if len(parts) == len(fetched) or len(parts) > (CUTS["s3"].max_parts or 0) or largest > 4 * FETCHED_BYTES:
+    sizes = [sum((stop - start) * weight.dtype.itemsize for weight, start, stop in part) for part in fetched]
+    if (
+        len(parts) == len(fetched)
+        or len(parts) > (CUTS["s3"].max_parts or 0)
+        or max(sizes, default=0) > 4 * FETCHED_BYTES
+    ):
         return None
     return _made(source, parts, head)
 
@@ -32,12 +36,13 @@ def _made(source: Source, parts: Sequence[Range | list[Span]], head: bytes) -> I
         if isinstance(part, Range):
             yield part
         else:
-            yield memoryview(head + source.read(part))
+            data = source.read(part)
+            yield memoryview(head + data) if head else data
             head = b""
 
 
 def _parts(source: Source, weights: Sequence[Weight], head_bytes: int) -> Iterator[Range | list[Span]]:
-    """Begins with what is fetched, since a file has a head."""
+    """In the order of the file. A head is part of what is fetched first."""
     spans: list[Span] = []
     size = head_bytes  # with that of the spans
     for weight in weights:

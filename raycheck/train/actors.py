@@ -88,6 +88,7 @@ class ActorCheckpointer:
         self._rhythm = Rhythm(self._settings, place)
         self._pace = Pace()
         self._under_way: tuple[bool, float | None] = (False, None)
+        self._blocked_s = 0.0
         self._told: list[Any] = []
         self._metrics: Mapping[str, object] = {}
         self._is_restored = self._is_closed = False
@@ -192,14 +193,16 @@ class ActorCheckpointer:
         words = [replace(word, states=states), *[word] * (len(self._actors) - 1)]
         self._told = [run_in(actor, hear, self._uri, mine) for actor, mine in zip(self._actors, words, strict=True)]
         if save:
+            said_s = time.monotonic() - began
             self._hear()
-            self._rhythm.saved(time.monotonic() - began, self._position.progress, save)
+            self._rhythm.saved(said_s + self._blocked_s, self._position.progress, save)
 
     def _hear(self) -> None:
         told, self._told = self._told, []
         if told:
-            busy, left = zip(*results(told), strict=True)
+            busy, left, blocked = zip(*results(told), strict=True)
             self._under_way = any(busy), max((left_s for left_s in left if left_s is not None), default=None)
+            self._blocked_s = max(blocked)
 
     def _leave(self) -> None:
         """What is in flight is whole, and may end."""

@@ -146,13 +146,13 @@ class Coordinator:
         return Outcome(kind="pending", key=report.checkpoint, message=f"ranks {missing} have not come")
 
     async def export(self, key: str, progress: Progress, settings: ExportSettings) -> int:
-        """Export a committed checkpoint that was not exported when it was saved."""
+        """Export a committed checkpoint, unless that was begun."""
         await asyncio.to_thread(self._exports.start, key, progress, settings)
         return 0
 
-    async def wait_for_exports(self) -> int:
-        """Wait a while for exports under way; returns how many are left."""
-        return await self._exports.wait(WAIT_S)
+    async def wait_for_exports(self, but: str = "") -> int:
+        """Wait a while for exports under way, that of a checkpoint excepted; returns how many are left."""
+        return await self._exports.wait(WAIT_S, but)
 
     async def beat(self, group: str, pulse: Pulse) -> bool:
         """How far rank 0 is. Whether it should save soon, since Ray is about to change the group."""
@@ -261,6 +261,8 @@ class Coordinator:
         """Step 15 after a take-over: some ranks were told already and will not report again."""
         found = self._register.read()
         is_live = found is not None and found[0].entry(report.checkpoint) is not None
+        if is_live and report.exports is not None:
+            self._exports.start(report.checkpoint, report.progress, report.exports)
         # Whether ranks wrote something twice is forgotten: those that ask must agree again, which tells the others.
         return Outcome(kind="committed" if is_live else "superseded", key=report.checkpoint, agree_anew=True)
 

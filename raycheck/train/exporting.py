@@ -3,12 +3,14 @@
 import time
 from collections.abc import Sequence
 
+from raycheck.bucket.store.uri import parse_uri
 from raycheck.errors import ConfigError, StoreError
 from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
 from raycheck.train.group import Group
+from raycheck.train.heart import Watch
 from raycheck.train.log import logger
-from raycheck.train.rhythm import Due
+from raycheck.train.saver import Saver
 
 WAIT_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 300.0
@@ -18,44 +20,52 @@ WORTH_SAYING_S = 1.0
 class Exporting:
     """By the settings of one Checkpointer; None: there are none."""
 
-    def __init__(self, settings: ExportSettings | None, group: Group, models: Sequence[str]) -> None:
+    def __init__(self, settings: ExportSettings | None, group: Group, models: Sequence[str], watch: Watch) -> None:
         """models: entries of the state with a Hugging Face configuration. Raises ConfigError when it is not clear which
-        one is meant."""
+        one is meant, or where it should go."""
         self._settings = settings
         self._group = group
-        if settings is not None and (settings.entry not in models if settings.entry else len(models) != 1):
+        self._watch = watch
+        if settings is None:
+            return
+        if settings.entry not in models if settings.entry else len(models) != 1:
             which = repr(settings.entry) if settings.entry else "one model"
+            advice = ". Say which: ExportSettings(entry=...)" if models else ""
             raise ConfigError(
                 f"SaveSettings(exports=...) needs {which} with a Hugging Face configuration in the state; there are "
-                f"{list(models)}. Say which: ExportSettings(entry=...)"
+                f"{list(models)}{advice}"
             )
+        if settings.to is not None:
+            parse_uri(settings.to)
 
-    def before(self, due: Due) -> None:
-        """Such a save is about to begin."""
-        if due == "export" and self._settings is not None and self._settings.mode == "auto":
-            self.wait()
+    def follow(self, saver: Saver, name: str) -> str | None:
+        """The save of checkpoint `name`, which is to be exported, has begun: wait for what the mode says. Earlier saves
+        have ended then, so that all ranks wait for the same. Returns the newest commit that was heard of."""
+        mode = self._settings.mode if self._settings is not None else "async"
+        if mode == "async":
+            return None
+        newest = saver.wait(up_to=saver.saves if mode == "sync" else saver.saves - 1)
+        self._wait(but="" if mode == "sync" else name)
+        return newest
 
-    def is_waited_for(self, due: Due) -> bool:
-        """Whether training goes on after such a save only when it is exported."""
-        return due == "export" and self._settings is not None and self._settings.mode == "sync"
+    def finish(self, newest: str | None, progress: Progress) -> None:
+        """Training is over, and its last step is checkpoint `newest`."""
+        if self._settings is None:
+            return
+        if self._settings.at_end and newest is not None:
+            self._ask("export", newest, progress, self._settings)
+        self._wait()
 
-    def wait(self) -> None:
-        """Until none is under way. What keeps one from ending is a warning, and nothing else."""
+    def _wait(self, *, but: str = "") -> None:
+        """Until none is under way, that of a checkpoint excepted, or this attempt is over. What keeps one from ending
+        is a warning, and nothing else."""
         began = time.monotonic()
-        while left := self._ask("wait_for_exports"):
+        while (left := self._ask("wait_for_exports", but)) and self._watch.over is None:
             if time.monotonic() > began + WAIT_TIMEOUT_S:
                 logger.warning("run %s: %d exports are not waited for any more", self._group.uri, left)
                 return
         if not self._group.rank and (seconds := time.monotonic() - began) > WORTH_SAYING_S:
             logger.info("run %s: waited %.1f s for exports", self._group.uri, seconds)
-
-    def finish(self, newest: str | None, progress: Progress, saved_as: Due) -> None:
-        """Training is over, and its last step is checkpoint `newest`. Rank 0: the coordinator may end with it."""
-        if self._settings is None or self._group.rank:
-            return
-        if self._settings.at_end and newest is not None and saved_as != "export":
-            self._ask("export", newest, progress, self._settings)
-        self.wait()
 
     def _ask(self, method: str, *args: object) -> int:
         try:

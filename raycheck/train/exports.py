@@ -1,17 +1,19 @@
 """Exports of a run's checkpoints: behind the training, from the bucket into the bucket, one after the other.
 
-A Ray task on the node of each rank writes its share of the files, straight from the objects of all ranks: nothing is
-gathered, nothing lies on a disk, the training processes lend neither memory nor time, and a node that goes costs a
-task. The index, without which no reader finds the rest, comes last. An export that fails costs a warning and nothing
-else: its checkpoint is committed, and `raycheck export-hf` can do it again.
+Ray tasks on the ranks' nodes, at most one per rank, write a share of the files each, straight from the objects of all
+ranks: nothing is gathered, nothing lies on a disk, the training processes lend neither memory nor time, and a node that
+goes costs a task. The index, without which no reader finds the rest, comes last. An export that fails costs a warning
+and nothing else: its checkpoint is committed, and `raycheck export-hf` can do it again.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -20,10 +22,16 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Entry
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import RaycheckError
+from raycheck.bucket.store.uri import parse_uri
+from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
+from raycheck.storage_settings import kind_of
 from raycheck.train.log import logger
+from raycheck.train.ray_names import results
+
+if TYPE_CHECKING:
+    from raycheck.shards.export import PlanOptions
 
 
 class Exports:
@@ -34,29 +42,42 @@ class Exports:
         self.nodes: Sequence[str] = [""]
         self._store = store
         self._uri = uri
+        self._lock = Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-export")
-        self._running: dict[tuple[str, ...], Future[None]] = {}  # by what each reads
+        self._begun: dict[str, tuple[Future[None], tuple[str, ...]]] = {}  # with what each one reads besides
 
     def start(self, key: str, progress: Progress, settings: ExportSettings) -> None:
-        """Export a committed checkpoint, when those before it are."""
+        """Export a committed checkpoint, after the one that is under way and in place of those that have not begun.
+        Again for the same one: nothing."""
         try:
             entry = read_latest(self._store).entry(key)
+            if entry is None:
+                raise NotFoundError(f"{key} was dropped meanwhile")
         except RaycheckError as error:
-            logger.warning("run %s: %s is committed, but was not exported: %s", self._uri, key, error)
+            logger.warning("run %s: %s was not exported: %s", self._uri, key, error)
             return
-        if entry is not None:
-            self._running = {names: future for names, future in self._running.items() if not future.done()}
-            self._running[key, *entry.refs] = self._thread.submit(self._export, entry, progress, settings)
+        with self._lock:
+            if key in self._begun:
+                return
+            for earlier, (future, _) in self._begun.items():
+                if not future.cancelled() and future.cancel():
+                    logger.warning("run %s: %s is not exported: the next one is due already", self._uri, earlier)
+            self._begun[key] = self._thread.submit(self._export, entry, progress, settings), entry.refs
 
     @property
     def keys(self) -> frozenset[str]:
         """Checkpoints that are still being read, so that nothing of them may be deleted."""
-        return frozenset(name for names, future in list(self._running.items()) if not future.done() for name in names)
+        with self._lock:
+            reading = [(key, *refs) for key, (future, refs) in self._begun.items() if not future.done()]
+        return frozenset(name for names in reading for name in names)
 
-    async def wait(self, timeout_s: float) -> int:
-        """Wait for what is under way; returns how many are left at the deadline."""
-        running = [asyncio.wrap_future(future) for future in self._running.values()]
-        return len((await asyncio.wait(running, timeout=timeout_s))[1]) if running else 0
+    async def wait(self, timeout_s: float, but: str) -> int:
+        """Wait for what is under way, that of a checkpoint excepted; returns how many are left at the deadline."""
+        with self._lock:
+            left = [future for key, (future, _) in self._begun.items() if key != but and not future.done()]
+        if not left:
+            return 0
+        return len((await asyncio.wait([asyncio.wrap_future(future) for future in left], timeout=timeout_s))[1])
 
     def _export(self, entry: Entry, progress: Progress, settings: ExportSettings) -> None:
         at = {"step": progress.step, "epoch": progress.epoch, "epoch_step": progress.epoch_step}
@@ -64,17 +85,18 @@ class Exports:
         job = _Job(
             uri=self._uri,
             entry=entry,
-            dest=settings.to or self._uri,
             prefix=f"{name}/" if settings.to else layout.exports_prefix(name),
             settings=settings,
             nodes=tuple(self.nodes),
         )
         began = time.monotonic()
         try:
-            size = ray.get(_on(job.nodes[0], _export).remote(job))
+            if job.is_done():
+                logger.info("run %s: %s is there already, and stays as it is", self._uri, job.prefix)
+                return
+            (size,) = results([_on(job.nodes[0], _export).remote(job)])
         except Exception as error:  # noqa: BLE001  whatever it was, it is this export that failed, and nothing else
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            text = f"{type(cause).__name__}: {cause}"
+            text = f"{type(error).__name__}: {error}"
             logger.warning("run %s: %s was not exported to %s: %s", self._uri, entry.key, job.prefix, text)
         else:
             text = f"{size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s"
@@ -83,11 +105,10 @@ class Exports:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """One export, as tasks are told of it. uri: of the run. dest, prefix: where it goes. nodes: see Exports."""
+    """One export, as tasks are told of it. uri: of the run. prefix: where it goes in `dest`. nodes: see Exports."""
 
     uri: str
     entry: Entry
-    dest: str
     prefix: str
     settings: ExportSettings
     nodes: tuple[str, ...]
@@ -97,42 +118,73 @@ class _Job:
         return Checkpoint(open_store(self.uri), self.entry)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Of the plan."""
+    def dest(self) -> Store:
+        """With the settings of the run's store where it is one of the same kind."""
+        to = self.settings.to or self.uri
+        return open_store(to, parse_uri(self.uri).said if kind_of(to) == kind_of(self.uri) else None)
+
+    @property
+    def options(self) -> "PlanOptions":
         told = self.settings
         return {
             "entry": told.entry,
             "files": told.files,
             "merge_lora": told.merge_lora,
             "dtype": told.dtype,
-            "max_shard_bytes": told.file_bytes,
+            "max_shard_bytes": told.max_shard_bytes,
         }
 
+    def is_done(self) -> bool:
+        for last in layout.EXPORT_ENDS:
+            with suppress(NotFoundError):
+                self.dest.head(layout.export_key(self.prefix, last))
+                return True
+        return False
 
+
+@ray.remote(num_cpus=0)
 def _export(job: _Job) -> int:
-    """In a task: have others write the files, then write what makes a model of them. Returns bytes."""
+    """Have others write the files, then write what makes a model of them. Returns bytes."""
     from raycheck.shards.export import Planned, export_hf, write_all  # torch, which a coordinator needs nowhere else
 
     def write(planned: Planned, store: Store, place: str) -> Mapping[str, int]:
-        if min(len(planned.files), len(job.nodes)) == 1:
+        hands = _dealt(planned.sizes, _spread(job.nodes)[: len(planned.heads)])
+        if len(hands) == 1:
             return write_all(planned, store, place)
-        hands = _dealt(planned.sizes, job.nodes)
-        parts = ray.get([_on(node, _write).remote(job, files) for node, files in hands])
-        return {file: size for part in parts for file, size in part.items()}
+        writing = [_on(node, _write).remote(job, files) for node, files in hands]
+        ray.wait(writing, num_returns=len(writing))  # when one has failed, the others do not go on unseen
+        written = {file: size for part in results(writing) for file, size in part.items()}
+        for file, size in written.items():
+            _check_there(store, layout.export_key(place, file), size)
+        return written
 
-    return export_hf(job.checkpoint, open_store(job.dest), prefix=job.prefix, write=write, **job.options).size_bytes
+    return export_hf(job.checkpoint, job.dest, prefix=job.prefix, write=write, **job.options).size_bytes
 
 
+@ray.remote(num_cpus=0)
 def _write(job: _Job, files: Sequence[str]) -> Mapping[str, int]:
-    """In a task: write some of the files. What they hold follows from the checkpoint, and need not be sent."""
+    """Write some of the files. What they hold follows from the checkpoint, and need not be sent."""
     from raycheck.shards.export import plan
 
-    return plan(job.checkpoint, **job.options).write(open_store(job.dest), job.prefix, files)
+    return plan(job.checkpoint, **job.options).write(job.dest, job.prefix, files)
+
+
+def _check_there(store: Store, key: str, size: int) -> None:
+    with suppress(NotFoundError):
+        if store.head(key) == size:
+            return
+    raise StoreError(f"{store.uri}: {key} is not there as another node wrote it; a folder must be shared by all nodes")
+
+
+def _spread(nodes: Sequence[str]) -> list[str]:
+    """Each node once before any of them twice."""
+    turns = [nodes[:number].count(node) for number, node in enumerate(nodes)]
+    return [nodes[number] for number in sorted(range(len(nodes)), key=lambda number: (turns[number], number))]
 
 
 def _dealt(sizes: Mapping[str, int], nodes: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Each file to who has least so far, the largest first."""
-    hands: list[tuple[str, list[str]]] = [(node, []) for node in nodes[: len(sizes)]]
+    hands: list[tuple[str, list[str]]] = [(node, []) for node in nodes]
     held = [0] * len(hands)
     for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
         least = held.index(min(held))
@@ -141,8 +193,6 @@ def _dealt(sizes: Mapping[str, int], nodes: Sequence[str]) -> list[tuple[str, li
     return hands
 
 
-def _on(node: str, task: Callable[..., Any]) -> Any:
+def _on(node: str, task: Any) -> Any:
     """The task there, or elsewhere when that node is gone."""
-    where = NodeAffinitySchedulingStrategy(node, soft=True) if node else "SPREAD"
-    remote: Any = ray.remote(task)
-    return remote.options(num_cpus=0, scheduling_strategy=where)
+    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True) if node else "SPREAD")

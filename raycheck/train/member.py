@@ -82,8 +82,8 @@ class Member:
         self._let_go(states)
         return at, states
 
-    def hear(self, word: Word) -> tuple[bool, float | None]:
-        """Returns what is under way, see Checkpointer."""
+    def hear(self, word: Word) -> tuple[bool, float | None, float]:
+        """Returns what is under way, and how long the newest save has held up training; see Checkpointer."""
         self._position.told = word.progress
         for name, state in word.states.items():
             self._held[name].state = state
@@ -96,7 +96,7 @@ class Member:
         if word.at == "close":
             self._ckpt.close()
         self._let_go(word.states)
-        return self._ckpt.under_way
+        return *self._ckpt.under_way, self._ckpt.blocked_s
 
     def _let_go(self, names: Iterable[str]) -> None:
         """What the driver holds need not lie here too."""
@@ -128,7 +128,7 @@ def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[At, dict[
     return _members[uri].restore(options)
 
 
-def hear(actor: Any, uri: str, word: Word) -> tuple[bool, float | None]:
+def hear(actor: Any, uri: str, word: Word) -> tuple[bool, float | None, float]:
     del actor
     under_way = _members[uri].hear(word)
     if word.at == "close":

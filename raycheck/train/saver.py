@@ -48,7 +48,7 @@ class _UnderWay:
 class Saver:
     """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: checkpoint
     that was committed or restored. pointed: the newest one that Ray can be told of. save_s: how long the newest commit
-    took. failed: saves."""
+    took. saves: how many were begun. failed: of them."""
 
     def __init__(
         self,
@@ -64,7 +64,6 @@ class Saver:
     ) -> None:
         """began_at: see Manifest."""
         self.saved_step = saved_step
-        self.failed = 0
         self.pointed: str | None = None
         self.save_s = 0.0
         self.newest = restored_from
@@ -87,7 +86,7 @@ class Saver:
             node=group.node,
             settings=settings.chosen,
         )
-        self._saves = self._failures = 0
+        self.saves = self.failed = self._failures = 0
         self._last_failure = ""
         self._pending: deque[_UnderWay] = deque()
         self._known_plan = b""  # hash of the one that the coordinator has, if it was not started again
@@ -112,15 +111,15 @@ class Saver:
         due: Due = "keep",
         trained_s: float = 0.0,
         is_news: bool = False,
-    ) -> None:
+    ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Without a buffer all the same it counts as
-        failed, and the other ranks are told. trained_s: see Manifest. is_news: Ray will be told."""
+        failed, and the other ranks are told. trained_s: see Manifest. is_news: Ray will be told. Returns its name."""
         began = time.monotonic()
         must_have_ended = self._must_have_ended()
-        self._saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
+        self.saves += 1  # counted even when it comes to nothing: the ranks' counts must stay equal
         report = replace(
             self._report,
-            save=self._saves,
+            save=self.saves,
             progress=progress,
             trained_s=trained_s,
             is_rolling=due == "roll",
@@ -131,7 +130,7 @@ class Saver:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
             self._group.tell("report", replace(report, failure=text))
             self._failed(report.save, f"rank {report.rank}: step {progress.step}: {text}")
-            return
+            return report.checkpoint
         self.saved_step = progress.step
         # Of later saves some ranks have heard by now and some have not.
         doubt = self._must_agree_after.pop(report.save - self._settings.buffers, False) or not self._has_agreed
@@ -145,7 +144,7 @@ class Saver:
             if not isinstance(error, SaveFailedError | StoreError):
                 raise
             self._failed(report.save, str(error))
-            return
+            return report.checkpoint
         report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
         is_news = is_news and not any(save.is_news for save in self._pending)
@@ -160,6 +159,7 @@ class Saver:
             ),
         )
         self._pending.append(save)
+        return report.checkpoint
 
     def poll(self) -> str | None:
         """The name of the checkpoint that was committed since the last look, if any; never waits.
@@ -176,11 +176,11 @@ class Saver:
         """The number of the last save that has to be over before the next one: its buffer is needed, or an agreement
         or the place of what is frozen, for which there is one buffer only, is in doubt until then."""
         is_alone = any(save.is_agreed or save.staged.written for save in self._pending)
-        return self._saves if is_alone else self._saves + 1 - self._settings.buffers
+        return self.saves if is_alone else self.saves + 1 - self._settings.buffers
 
     def wait(self, timeout_s: float | None = None, *, up_to: int | None = None) -> str | None:
         """After waiting (up to the save time-out) until the saves in flight, or those up to a number, ended."""
-        last = self._saves if up_to is None else up_to
+        last = self.saves if up_to is None else up_to
         deadline = time.monotonic() + (self._settings.save_timeout_s if timeout_s is None else timeout_s)
         newest = None
         while self._pending and (self._pending[0].number <= last or self._pending[0].outcome.done()):
@@ -292,7 +292,7 @@ class Saver:
         self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come
         self._last_failure = message
         self._state.components.forget()
-        if number == self._saves:  # else a later one is in flight
+        if number == self.saves:  # else a later one is in flight
             self.saved_step = -1
         if self._group.rank == 0:  # all ranks are told the same outcome
             logger.warning("run %s: save failed (%d in a row): %s", self._group.uri, self._failures, message)

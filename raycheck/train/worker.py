@@ -38,7 +38,7 @@ class Checkpointer:
 
     Use as a context manager. Every rank makes the same calls in the same order. group: given by hand outside Ray
     Train. position: who counts, where it is not these calls. Raises ConfigError, naming the entry, for a state that
-    cannot be saved.
+    cannot be saved. blocked_s: how long the newest save has held up training.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Checkpointer:
         rank, world_size = self._group.rank, self._group.world_size
         self._state = TrainState(state, rank=rank, world_size=world_size, buffers=self.settings.buffers)
         self._position = position or Position(self._state.entries.values())
-        self._exporting = Exporting(self.settings.exports, self._group, self._state.models)
+        self._watch = Watch(self._group)
+        self._exporting = Exporting(self.settings.exports, self._group, self._state.models, self._watch)
         self._rhythm = Rhythm(self.settings if self._position.decides else self.settings.without_triggers, self._group)
         self._saver: Saver | None = None
         self._pace = Pace()
@@ -64,7 +65,7 @@ class Checkpointer:
         self._is_prepared = False
         self._metrics: dict[str, object] = {}
         self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
-        self._watch = Watch(self._group)
+        self.blocked_s = 0.0
         be_the_only_one(self, uri=self._group.uri, rank=rank)
 
     @property
@@ -190,7 +191,7 @@ class Checkpointer:
     def save(
         self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
     ) -> None:
-        """Begin a save of the state as it stands. Does nothing when this step is saved or being saved already.
+        """Begin a save of the state as it stands. Does nothing when this step is saved so, or being saved, already.
 
         is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only. export: write the model as a
         Hugging Face directory too, as `SaveSettings.exports` says."""
@@ -205,16 +206,14 @@ class Checkpointer:
     def _save(self, metrics: Mapping[str, object], due: Due) -> None:
         saver, progress = self._claimed(), self._position.progress
         self._begun = progress.step, due
-        waits_for = "keep" if self._rhythm.is_hurried else due
-        self._exporting.before(waits_for)
         began = time.monotonic()
         self._hear_of(saver.wait_for_buffer())
         is_news = self._rhythm.wants_news()
-        saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
-        self._rhythm.saved(time.monotonic() - began, progress, due)
-        if self._exporting.is_waited_for(waits_for):
-            self._hear_of(saver.wait())
-            self._exporting.wait()
+        name = saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
+        self.blocked_s = time.monotonic() - began
+        self._rhythm.saved(self.blocked_s, progress, due)
+        if due == "export" and not self._rhythm.is_hurried:
+            self._hear_of(self._exporting.follow(saver, name))
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -231,7 +230,7 @@ class Checkpointer:
                 self._saver.point_ray_to_newest()
                 self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
-                self._exporting.finish(self._saver.newest, self._position.progress, self._begun[1])
+                self._exporting.finish(self._saver.newest, self._position.progress)
             if self._watch.over is not None:
                 raise self._watch.over
         finally:

@@ -1,7 +1,10 @@
 """Hugging Face exports by triggers of their own, written by tasks on the ranks' nodes behind the training."""
 
+import asyncio
+import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,9 +23,10 @@ from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError
 from raycheck.settings import ExportSettings, SaveSettings
 from raycheck.shards.progress import Progress
-from raycheck.train.exports import _dealt
+from raycheck.train.exports import Exports, _dealt, _spread
 from raycheck.train.rhythm import Rhythm
 from tests.invariants import assert_invariants
+from tests.shards.saving import save_state
 from tests.train import test_rhythm
 
 TOKENS = torch.arange(8).reshape(1, 8)
@@ -37,10 +41,11 @@ def small_model() -> LlamaForCausalLM:
 
 
 class Tokenizer:
-    """Kept as the files it writes."""
+    """Kept as the files it writes, of which one is empty and one larger than a part of an upload."""
 
     def save_pretrained(self, folder: str) -> None:
-        Path(folder, "tokenizer.json").write_text("{}")
+        Path(folder, "tokenizer.json").write_text("{" + " " * 6_000_000 + "}")
+        Path(folder, "empty.txt").write_text("")
 
 
 @ray.remote(num_cpus=0)
@@ -88,7 +93,7 @@ def loaded_logits(folder: Path) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_path) -> None:
     uri = f"file://{tmp_path}/run"
-    trainer = trainer_of(uri, every_steps=3, file_bytes=4000, mode="sync")
+    trainer = trainer_of(uri, every_steps=3, max_shard_bytes=4000, mode="sync")
 
     whole = ray.get(trainer.train.remote(7))
 
@@ -96,7 +101,8 @@ def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_pa
     assert [CheckpointName.parse(folder.name).step for folder in exports] == [3, 6, 7]
     assert whole == [0, 0, 1, 1, 1, 2, 2]  # the last one follows at the end
     assert torch.equal(loaded_logits(exports[2]), ray.get(trainer.logits.remote()))
-    assert (exports[0] / "tokenizer.json").read_text() == "{}"
+    assert json.loads((exports[0] / "tokenizer.json").read_text()) == {}
+    assert not (exports[0] / "empty.txt").read_bytes()
     assert len(list(exports[0].glob("*.safetensors"))) > 2
     assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [7]
 
@@ -110,7 +116,7 @@ def test_names_by_epoch_in_another_bucket_and_no_second_export_of_what_is_there(
 
     ray.get(trainer_of(uri, **told).train.remote(12, epoch_steps=3))
     first = {item.key: item.size_bytes for item in open_store(to).list_objects("")}
-    ray.get(trainer_of(uri, **told).train.remote(0))
+    ray.get(trainer_of(uri, **told).train.remote(0))  # restored at its last step
 
     names = {key.rpartition("/")[0] for key in first}
     assert names == {"epoch2/step0006", "epoch4/step0012"}
@@ -129,7 +135,7 @@ class Shard:
         self.model = small_model()
         fully_shard(self.model)
         place = raycheck.Group(id="shards", uri=uri, rank=rank, world_size=2, coordinator=coordinator)
-        exports = ExportSettings(every_steps=2, at_end=False, file_bytes=4000)
+        exports = ExportSettings(every_steps=2, at_end=False, max_shard_bytes=4000)
         self.ckpt = raycheck.Checkpointer({"model": self.model}, SaveSettings(exports=exports), group=place)
 
     def train(self) -> torch.Tensor:
@@ -239,6 +245,28 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
         Rhythm(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_rhythm.group(0, 2, None))
 
 
+def test_what_has_not_begun_when_the_next_is_due_is_given_up(caplog) -> None:
+    store = open_store(f"memory://{uuid4().hex}")
+    keys = [
+        save_state(store, {"model": torch.nn.Linear(1, 1)}, save_number=step, step=step).entry.key for step in (1, 2, 3)
+    ]
+    exports = Exports(store, store.uri)
+    may_end = threading.Event()
+    exports._thread.submit(may_end.wait)  # one that takes long
+
+    for step, key in enumerate(keys, 1):
+        exports.start(key, Progress(step=step), ExportSettings(to="file:///dev/null"))
+        exports.start(key, Progress(step=step), ExportSettings(to="file:///dev/null"))
+
+    assert exports.keys == {keys[2]}
+    assert [key in caplog.text for key in keys] == [True, True, False]
+    may_end.set()
+    assert asyncio.run(exports.wait(60.0, but=keys[2])) == 0
+    assert asyncio.run(exports.wait(60.0, but="")) == 0
+    assert f"{keys[2]} was not exported" in caplog.text
+    assert not exports.keys
+
+
 def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
     rhythm = Rhythm(SaveSettings(exports=ExportSettings(every_steps=1)), test_rhythm.group(0, 1, lambda value: value))
 
@@ -253,11 +281,15 @@ def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"name": "model"}, "the same at every step"),
+        ({"name": "model"}, "does not tell steps apart"),
         ({"name": "{step}/../x"}, "cannot be a directory"),
-        ({"name": "{stem}"}, "KeyError"),
-        ({"name": "{step"}, "ValueError"),
-        ({"name": "{step.real.x}"}, "AttributeError"),
+        ({"name": "{step}{stem}"}, "cannot be a directory"),
+        ({"name": "{checkpoint}{step"}, "cannot be a directory"),
+        ({"name": "{checkpoint[0]}"}, "does not tell steps apart"),
+        ({"name": "{epoch}/{epoch_step}"}, "does not tell steps apart"),
+        ({"name": "{step:x}"}, "does not tell steps apart"),
+        ({"to": "models/hf"}, "absolute path"),
+        ({"files": "tokenizer"}, "a list"),
         ({"name": "/{step}"}, "cannot be a directory"),
         ({"mode": "later"}, "'auto' or 'async' or 'sync'"),
         ({"dtype": "bf16"}, "'bfloat16'"),
@@ -280,7 +312,7 @@ def test_each_node_is_dealt_about_as_many_bytes() -> None:
     sizes = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 1}
 
     assert _dealt(sizes, ["one", "two"]) == [("one", ["a", "d"]), ("two", ["b", "c", "e"])]
-    assert _dealt({"a": 1}, ["one", "two"]) == [("one", ["a"])]
+    assert _spread(["one", "one", "two", "one", "two"]) == ["one", "two", "one", "two", "one"]
 
 
 @pytest.mark.parametrize("exports", [ExportSettings(), ExportSettings(entry="critic")])

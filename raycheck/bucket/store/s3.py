@@ -209,7 +209,7 @@ class S3Store(RemoteStore):
             where["ContinuationToken"] = page["NextContinuationToken"]
 
     def _abandon(self, key: str, where: dict[str, str]) -> None:
-        """Sweep and lifecycle rules abort what is left."""
+        """Sweep, below `checkpoints/`, and lifecycle rules abort what is left."""
         self._clean_up(key, lambda client: client.abort_multipart_upload(**where))
 
     async def _client(self) -> Any:
