@@ -245,8 +245,11 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
         Rhythm(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_rhythm.group(0, 2, None))
 
 
-def test_what_has_not_begun_when_the_next_is_due_is_given_up(caplog) -> None:
-    store = open_store(f"memory://{uuid4().hex}")
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_what_has_not_begun_when_the_next_is_due_is_given_up(cluster: None, tmp_path, caplog) -> None:
+    store = open_store(f"file://{tmp_path}/run")
     keys = [
         save_state(store, {"model": torch.nn.Linear(1, 1)}, save_number=step, step=step).entry.key for step in (1, 2, 3)
     ]
@@ -255,8 +258,8 @@ def test_what_has_not_begun_when_the_next_is_due_is_given_up(caplog) -> None:
     exports._thread.submit(may_end.wait)  # one that takes long
 
     for step, key in enumerate(keys, 1):
-        exports.start(key, Progress(step=step), ExportSettings(to="file:///dev/null"))
-        exports.start(key, Progress(step=step), ExportSettings(to="file:///dev/null"))
+        exports.start(key, Progress(step=step), ExportSettings())
+        exports.start(key, Progress(step=step), ExportSettings())
 
     assert exports.keys == {keys[2]}
     assert [key in caplog.text for key in keys] == [True, True, False]
@@ -264,6 +267,7 @@ def test_what_has_not_begun_when_the_next_is_due_is_given_up(caplog) -> None:
     assert asyncio.run(exports.wait(60.0, but=keys[2])) == 0
     assert asyncio.run(exports.wait(60.0, but="")) == 0
     assert f"{keys[2]} was not exported" in caplog.text
+    assert "holds no model with a Hugging Face configuration" in caplog.text
     assert not exports.keys
 
 
