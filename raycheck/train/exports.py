@@ -54,14 +54,14 @@ class Exports:
             if entry is None:
                 raise NotFoundError(f"{key} was dropped meanwhile")
         except RaycheckError as error:
-            logger.warning("run %s: %s was not exported: %s", self._uri, key, error)
+            logger.warning("run %s: %s was not exported: %s", self._store.uri, key, error)
             return
         with self._lock:
             if key in self._begun:
                 return
             for earlier, (future, _) in self._begun.items():
                 if not future.cancelled() and future.cancel():
-                    logger.warning("run %s: %s is not exported: the next one is due already", self._uri, earlier)
+                    logger.warning("run %s: %s is not exported: the next one is due already", self._store.uri, earlier)
             self._begun[key] = self._thread.submit(self._export, entry, progress, settings), entry.refs
 
     @property
@@ -92,15 +92,15 @@ class Exports:
         began = time.monotonic()
         try:
             if job.is_done():
-                logger.info("run %s: %s is there already, and stays as it is", self._uri, job.prefix)
+                logger.info("run %s: %s is there already, and stays as it is", self._store.uri, job.prefix)
                 return
             (size,) = results([_on(job.nodes[0], _export).remote(job)])
         except Exception as error:  # noqa: BLE001  whatever it was, it is this export that failed, and nothing else
             text = f"{type(error).__name__}: {error}"
-            logger.warning("run %s: %s was not exported to %s: %s", self._uri, entry.key, job.prefix, text)
+            logger.warning("run %s: %s was not exported to %s: %s", self._store.uri, entry.key, job.prefix, text)
         else:
             text = f"{size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s"
-            logger.info("run %s: exported %s to %s, %s", self._uri, entry.key, job.prefix, text)
+            logger.info("run %s: exported %s to %s, %s", self._store.uri, entry.key, job.prefix, text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
