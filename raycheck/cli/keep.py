@@ -1,7 +1,7 @@
 """What a run keeps: pin, prune, sweep; going back, and rebuilding a lost `latest`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -43,6 +43,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many commits.")] = None,
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep one per so many steps.")] = None,
     keep_best: Annotated[str | None, typer.Option(help="METRIC:min:COUNT or METRIC:max:COUNT.")] = None,
+    rolling_keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many rolling ones.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before objects go.")] = GRACE_S,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -50,11 +51,12 @@ def prune(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Drop checkpoints that no rule given here keeps, and expired ones; delete what was dropped, after a grace.
 
-    Without a rule all stay but the expired. The head and pinned ones always stay. A running training goes on.
+    Without a rule all stay but the expired, and so do rolling ones without theirs. The head and pinned ones always
+    stay. A running training goes on.
     """
     register = Register(open_store(uri, settings_of(storage)))
     body, got = register.look()
-    rules = _rules(body, keep_last, keep_every_steps, keep_best)
+    rules = replace(_rules(body, keep_last, keep_every_steps, keep_best), rolling_keep_last=rolling_keep_last)
     kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)

@@ -34,11 +34,14 @@ from raycheck.train.member import Word, hear, join, leave, node_of, restore
 from raycheck.train.metrics import detached, numbers_of
 from raycheck.train.pace import Pace
 from raycheck.train.position import Position
-from raycheck.train.ray_names import results, run_in
+from raycheck.train.ray_calls import results, run_in
+from raycheck.train.ray_names import drain_deadline
 from raycheck.train.restoring import At
 from raycheck.train.rhythm import Due, Rhythm, due_of
+from raycheck.train.standing import Standing
 
 LEAVE_S = 35.0
+NOTICE_PAUSE_S = 1.0
 DRIVER_RNG = "driver_rng"
 _owners: dict[tuple[str, str | int], str] = {}
 """As whom this driver leads a run that it was told to resume so: with its actors made anew it goes on as the same."""
@@ -50,7 +53,8 @@ class ActorCheckpointer:
     actors: handles, in order of rank. state_of: called in each actor with the actor's instance, returns its state as
     a Checkpointer takes it: what is alike on all ranks is saved once, sharded tensors by all. state: what exists once:
     the driver's objects with state_dict/load_state_dict, dicts of plain values, Batches, and handles of other actors
-    with these two methods. settings: see SaveSettings; on_preempt is Ray Train's. resume, storage: see `fit`.
+    with these two methods. settings: see SaveSettings; a notice that an actor's node is about to go brings a save,
+    and training goes on whatever on_preempt says. resume, storage: see `fit`.
 
     Use as a context manager, in the driver. Every method waits for the actors' earlier calls: call them between steps.
     An actor that died raises Ray's RayActorError: kill the others, which may wait for it, make all anew, and another
@@ -84,15 +88,23 @@ class ActorCheckpointer:
         told = checked_resume(resume, self._store, storage) if me is None else "auto"
         me = _owners.setdefault((self._uri, resume), me or uuid4().hex[:16])
         self._coordinator = start_coordinator(self._uri, owner=me, resume=told, suffix=f":{group}")
-        place = Group(id=group, uri=self._uri, rank=0, world_size=1, coordinator=self._coordinator, broadcast=same)
+        nodes = results([run_in(actor, node_of) for actor in self._actors])
+        place = Group(
+            id=group,
+            uri=self._uri,
+            rank=0,
+            world_size=1,
+            coordinator=self._coordinator,
+            broadcast=same,
+            notice=_Notices(nodes),
+        )
         self._rhythm = Rhythm(self._settings, place)
         self._pace = Pace()
-        self._under_way: tuple[bool, float | None] = (False, None)
-        self._blocked_s = 0.0
+        self._standing = Standing()
         self._told: list[Any] = []
         self._metrics: Mapping[str, object] = {}
         self._is_restored = self._is_closed = False
-        self._join(place, state_of)
+        self._join(place, nodes, state_of)
 
     def restore(
         self,
@@ -136,11 +148,11 @@ class ActorCheckpointer:
         """One optimizer step is complete on all actors. Saves when due. As Checkpointer.end_step."""
         self._pace.stop()
         self._hear()
-        is_busy, busy_s = self._under_way
-        self._rhythm.trained(self._pace.step_s, is_saving=busy_s is not None)
+        now = self._standing
+        self._rhythm.trained(self._pace.step_s, is_saving=now.busy_s is not None)
         self._position.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
-        due = self._rhythm.is_due(self._position.progress, is_busy=is_busy, busy_s=busy_s or 0.0)
+        due = self._rhythm.is_due(self._position.progress, is_busy=now.is_busy, busy_s=now.busy_s or 0.0)
         self._say("step", save=due)
         self._pace.go()
 
@@ -148,7 +160,7 @@ class ActorCheckpointer:
         """An epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
         self._position.end_epoch()
         self._hear()
-        self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=self._under_way[0]))
+        self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=self._standing.is_busy))
 
     def save(
         self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
@@ -195,14 +207,13 @@ class ActorCheckpointer:
         if save:
             said_s = time.monotonic() - began
             self._hear()
-            self._rhythm.saved(said_s + self._blocked_s, self._position.progress, save)
+            self._rhythm.saved(said_s + self._standing.blocked_s, self._position.progress, save)
 
     def _hear(self) -> None:
         told, self._told = self._told, []
         if told:
-            busy, left, blocked = zip(*results(told), strict=True)
-            self._under_way = any(busy), max((left_s for left_s in left if left_s is not None), default=None)
-            self._blocked_s = max(blocked)
+            self._standing = Standing.joined(results(told))
+            self._rhythm.committed(None, save_s=self._standing.save_s)
 
     def _leave(self) -> None:
         """What is in flight is whole, and may end."""
@@ -215,8 +226,7 @@ class ActorCheckpointer:
         self._is_closed = True
         ray.kill(self._coordinator)
 
-    def _join(self, place: Group, state_of: Callable[[Any], Mapping[str, object]]) -> None:
-        nodes = results([run_in(actor, node_of) for actor in self._actors])
+    def _join(self, place: Group, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
         joining = []
         for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
             mine = replace(
@@ -224,10 +234,26 @@ class ActorCheckpointer:
                 rank=rank,
                 world_size=len(nodes),
                 broadcast=None,
+                notice=None,
                 is_first_on_node=node not in nodes[:rank],
             )
             joining.append(run_in(actor, join, state_of, tuple(self._owners), self._settings, mine))
         results(joining)
+
+
+class _Notices:
+    """When the first of these nodes is to go, see Group; Ray is asked once a second."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = frozenset(nodes)
+        self._asked_at = float("-inf")
+        self._told: float | None = None
+
+    def __call__(self) -> float | None:
+        if time.monotonic() - self._asked_at > NOTICE_PAUSE_S:
+            self._asked_at = time.monotonic()
+            self._told = drain_deadline(self._nodes)
+        return self._told
 
 
 def _owner(name: str, value: Any) -> Any:

@@ -28,7 +28,7 @@ from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
 from raycheck.storage_settings import kind_of
 from raycheck.train.log import logger
-from raycheck.train.ray_names import results
+from raycheck.train.ray_calls import results
 
 if TYPE_CHECKING:
     from raycheck.shards.export import PlanOptions
@@ -96,7 +96,8 @@ class Exports:
                 return
             (size,) = results([_on(job.nodes[0], _export).remote(job)])
         except Exception as error:  # noqa: BLE001  whatever it was, it is this export that failed, and nothing else
-            text = f"{type(error).__name__}: {error}"
+            cause = getattr(error, "cause", None) or error  # of Ray's error for what is none of raycheck's
+            text = f"{type(cause).__name__}: {cause}"
             logger.warning("run %s: %s was not exported to %s: %s", self._store.uri, entry.key, job.prefix, text)
         else:
             text = f"{size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s"

@@ -17,8 +17,8 @@ from raycheck.errors import ConfigError, NotFoundError
 from raycheck.storage_settings import StorageSettings, kind_of
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
+from raycheck.train.ray_calls import call
 from raycheck.train.ray_names import (
-    call,
     final_error,
     guards,
     keep_collectives_whole,

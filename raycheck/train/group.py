@@ -19,6 +19,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.train import ray_names
 from raycheck.train.coordinator import Coordinator
+from raycheck.train.ray_calls import call
 from raycheck.train.ray_storage import run_uri
 
 RETRY_PAUSE_S = 0.5
@@ -32,8 +33,9 @@ class Group:
 
     id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the actor's handle.
     broadcast: hands rank 0's value to all ranks, None where there is no such way (then only step triggers work).
-    is_ray_train: whether Ray Train is to be told of commits. is_first_on_node: the rank that asks what its node may do
-    in the bucket.
+    notice: says when the first of the group's nodes is to go: unix seconds, inf when nobody knows when, None when none
+    is. is_ray_train: whether Ray Train is to be told of commits. is_first_on_node: the rank that asks what its node may
+    do in the bucket.
     """
 
     id: str
@@ -42,6 +44,7 @@ class Group:
     world_size: int
     coordinator: Any
     broadcast: Callable[[Any], Any] | None = None
+    notice: Callable[[], float | None] | None = None
     is_ray_train: bool = False
     is_first_on_node: bool = True
 
@@ -77,6 +80,7 @@ class Group:
             world_size=world_size,
             coordinator=shared[1],
             broadcast=ray_names.broadcast if world_size > 1 else same,
+            notice=ray_names.preemption_deadline,
             is_ray_train=True,
             is_first_on_node=ray_names.is_first_on_node(),
         )
@@ -134,7 +138,7 @@ class Group:
         while True:
             left = deadline - time.monotonic()
             try:
-                return ray_names.call(getattr(self.coordinator, method), *args, timeout_s=max(1.0, left))
+                return call(getattr(self.coordinator, method), *args, timeout_s=max(1.0, left))
             except TimeoutError as error:
                 if time.monotonic() + RETRY_PAUSE_S > deadline:
                     raise StoreError(

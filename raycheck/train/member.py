@@ -14,6 +14,7 @@ from raycheck.train.group import Group
 from raycheck.train.position import Position
 from raycheck.train.restoring import At
 from raycheck.train.rhythm import Due
+from raycheck.train.standing import Standing
 from raycheck.train.worker import Checkpointer
 
 _members: dict[str, "Member"] = {}
@@ -82,8 +83,7 @@ class Member:
         self._let_go(states)
         return at, states
 
-    def hear(self, word: Word) -> tuple[bool, float | None, float]:
-        """Returns what is under way, and how long the newest save has held up training; see Checkpointer."""
+    def hear(self, word: Word) -> Standing:
         self._position.told = word.progress
         for name, state in word.states.items():
             self._held[name].state = state
@@ -96,7 +96,7 @@ class Member:
         if word.at == "close":
             self._ckpt.close()
         self._let_go(word.states)
-        return *self._ckpt.under_way, self._ckpt.blocked_s
+        return self._ckpt.standing
 
     def _let_go(self, names: Iterable[str]) -> None:
         """What the driver holds need not lie here too."""
@@ -128,12 +128,12 @@ def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[At, dict[
     return _members[uri].restore(options)
 
 
-def hear(actor: Any, uri: str, word: Word) -> tuple[bool, float | None, float]:
+def hear(actor: Any, uri: str, word: Word) -> Standing:
     del actor
-    under_way = _members[uri].hear(word)
+    standing = _members[uri].hear(word)
     if word.at == "close":
         del _members[uri]
-    return under_way
+    return standing
 
 
 def leave(actor: Any, uri: str) -> None:

@@ -5,8 +5,8 @@ context's innards.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -17,6 +17,7 @@ from ray.train import UserCallback
 
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.train.log import logger
+from raycheck.train.ray_calls import run_in
 
 try:
     from ray.train.v2._internal.execution.callback import ControllerCallback
@@ -248,42 +249,15 @@ def preemption_deadline() -> float | None:
     return math.inf if info.deadline_ms is None else info.deadline_ms / 1000.0
 
 
-def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Ray's reference to what `function(its instance, *args)` returns in the actor, in turn with its own methods."""
-    return actor.__ray_call__.remote(function, *args)
-
-
-def results(references: Sequence[Any]) -> list[Any]:
-    """Of actor calls. Raises the first error that comes, those of raycheck as they were raised."""
-    left = list(references)
-    while left:
-        ready, left = ray.wait(left)
-        with _as_raised():
-            ray.get(ready)
-    return list(ray.get(list(references)))
-
-
-def call(method: Any, *args: Any, timeout_s: float) -> Any:
-    """One actor call. Typed errors of raycheck come out as they were raised.
-
-    Raises TimeoutError when the actor is being restarted or does not answer; the call may be repeated.
-    """
+def drain_deadline(nodes: Collection[str]) -> float | None:
+    """Unix seconds at which the first of these nodes is to go, inf for a notice without a time, None without one."""
     try:
-        with _as_raised():
-            return ray.get(method.remote(*args), timeout=timeout_s)
-    except (RayActorError, ray.exceptions.GetTimeoutError) as error:
-        raise TimeoutError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        from ray._private.state import state
 
-
-@contextmanager
-def _as_raised() -> Iterator[None]:
-    try:
-        yield
-    except RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, RaycheckError):
-            raise cause from None
-        raise
+        draining = state.get_draining_nodes()
+    except (ImportError, AttributeError):
+        return None
+    return min((ms / 1000.0 if ms else math.inf for node, ms in draining.items() if node in nodes), default=None)
 
 
 def _context() -> Any:

@@ -215,7 +215,7 @@ class Rhythm:
 
     def _sync(self, step: int, *, is_busy: bool, busy_s: float) -> None:
         began = time.monotonic()
-        notice = ray_names.preemption_deadline() if self._group.is_ray_train else None
+        notice = self._group.notice() if self._group.notice is not None else None
         word: _Word | None = None
         if self._group.rank == 0:
             is_news = self._leaving.hear(notice)

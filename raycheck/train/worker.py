@@ -27,6 +27,7 @@ from raycheck.train.position import Position
 from raycheck.train.restoring import At, restore_together, say_what_changed
 from raycheck.train.rhythm import Due, Rhythm, due_of, strongest
 from raycheck.train.saver import Saver
+from raycheck.train.standing import Standing
 
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
@@ -38,7 +39,7 @@ class Checkpointer:
 
     Use as a context manager. Every rank makes the same calls in the same order. group: given by hand outside Ray
     Train. position: who counts, where it is not these calls. Raises ConfigError, naming the entry, for a state that
-    cannot be saved. blocked_s: how long the newest save has held up training.
+    cannot be saved.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Checkpointer:
         self._is_prepared = False
         self._metrics: dict[str, object] = {}
         self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
-        self.blocked_s = 0.0
+        self._blocked_s = 0.0
         be_the_only_one(self, uri=self._group.uri, rank=rank)
 
     @property
@@ -73,9 +74,9 @@ class Checkpointer:
         return self._watch.is_ended
 
     @property
-    def under_way(self) -> tuple[bool, float | None]:
-        """Whether the next save would have to wait, and how long those under way may still take; None: none is."""
-        return (self._saver.is_busy, self._saver.busy_s) if self._saver is not None else (False, None)
+    def standing(self) -> Standing:
+        """How its saves stand."""
+        return Standing.of(self._saver, self._blocked_s)
 
     def restore(
         self,
@@ -210,8 +211,8 @@ class Checkpointer:
         self._hear_of(saver.wait_for_buffer())
         is_news = self._rhythm.wants_news()
         name = saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
-        self.blocked_s = time.monotonic() - began
-        self._rhythm.saved(self.blocked_s, progress, due)
+        self._blocked_s = time.monotonic() - began
+        self._rhythm.saved(self._blocked_s, progress, due)
         if due == "export" and not self._rhythm.is_hurried:
             self._hear_of(self._exporting.follow(saver, name))
 

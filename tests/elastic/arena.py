@@ -43,6 +43,16 @@ def wait_for(what: Callable[[], Any], *, within_s: float, why: str) -> Any:
     raise TimeoutError(f"{why}: not within {within_s:.0f} s")
 
 
+def drain(address: str, node_id: str, *, seconds: float) -> float:
+    """When it happened."""
+    at = time.monotonic()
+    accepted, why = GcsClient(address=address).drain_node(
+        node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "a test", int((time.time() + seconds) * 1000)
+    )
+    assert accepted, why
+    return at
+
+
 class Arena:
     """The head has no CPUs, so that ranks are on the other nodes, one on each."""
 
@@ -80,12 +90,7 @@ class Arena:
         return at
 
     def drain(self, node: Any, *, seconds: float) -> float:
-        at = time.monotonic()
-        accepted, why = GcsClient(address=self.address).drain_node(
-            node.node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "a test", int((time.time() + seconds) * 1000)
-        )
-        assert accepted, why
-        return at
+        return drain(self.address, node.node_id, seconds=seconds)
 
     def pid_of(self, name: str) -> int:
         """Of this cluster's one actor of that class."""

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.damage import go_back
+from raycheck.bucket.latest import Latest
 from raycheck.bucket.record import Resume, record_resume
+from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from tests.bucket.helpers import Driver
@@ -217,6 +220,24 @@ def test_pin_keeps_a_checkpoint_from_prune_and_ls_shows_it(run) -> None:
     assert [entry.step for entry in read_latest(store).live] == [3, 6]
     assert not read_latest(store).live[0].pinned
     assert_invariants(store)
+
+
+def test_prune_has_a_rule_for_rolling_checkpoints(run) -> None:
+    uri, store = run
+
+    def rolled(body: Latest, now: float) -> Latest:
+        del now
+        return replace(body, live=tuple(replace(entry, rolling=True) for entry in body.live))
+
+    Register(store).edit(rolled, what="a test")
+    save_state(store, {"model": torch.nn.Linear(40, 30)}, save_number=3, step=9)
+
+    raycheck("prune", uri, "--keep-last", "1")
+    without = [entry.step for entry in read_latest(store).live]
+    raycheck("prune", uri, "--rolling-keep-last", "1")
+
+    assert without == [3, 6, 9]
+    assert [entry.step for entry in read_latest(store).live] == [6, 9]
 
 
 def test_prune_shows_bytes_and_reasons_first_and_deletes_after_the_grace(run) -> None:
