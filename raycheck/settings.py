@@ -52,7 +52,8 @@ class ExportSettings:
 
     every_steps, every_seconds, every_epochs: as in SaveSettings, any of them. at_end: also the last step.
     mode: training goes on meanwhile ("async"; one that has not begun when the next is due is given up), and waits when
-        the next is due before one has ended ("auto"), or always ("sync"). Its end waits for all, at most an hour.
+        the next is due before one has ended ("auto"), or always ("sync"). Its end waits for all. No wait is longer
+        than an hour.
     name: of the directory, a format of `checkpoint` (step, attempt and save, so that it is never there already),
         `step`, `epoch` and `epoch_step`: "epoch{epoch}/step{step:06d}". A whole one of that name stays as it is.
     to: a URI below which the directories lie; None: `exports/` in the run.

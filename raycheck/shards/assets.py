@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from raycheck.bucket.layout import EXPORT_ENDS
 from raycheck.errors import ConfigError
 from raycheck.shards.names import plain_names, unwrapped
 from raycheck.shards.parts import Named, Part, SavedPart
 
-CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
+CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", EXPORT_ENDS[1]
 FACTS = "raycheck.json"
 """Not a file of the export: what the exporter must know about the entry. Stands among the assets of each entry."""
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -57,16 +57,29 @@ class Contents:
     is_adapter: bool
 
 
+class ContentsOptions(TypedDict, total=False):
+    """entry: the model's name in the state, when several have a configuration. files: the tokenizer and processor
+    entries that go along; default all. merge_lora: a PEFT model as a plain one, instead of its adapter alone. dtype:
+    what floating-point weights are converted to. config_from: a folder with the config.json of a model that had none.
+    """
+
+    entry: str | None
+    files: Sequence[str] | None
+    merge_lora: bool
+    dtype: torch.dtype | str | None
+    config_from: str | None
+
+
 def contents(
     source: Source,
     index: Index,
     *,
     what: str,
-    entry: str | None,
-    files: Sequence[str] | None,
-    merge_lora: bool,
-    dtype: torch.dtype | str | None,
-    config_from: str | None,
+    entry: str | None = None,
+    files: Sequence[str] | None = None,
+    merge_lora: bool = False,
+    dtype: torch.dtype | str | None = None,
+    config_from: str | None = None,
 ) -> Contents:
     """Decide it all. `what` names the checkpoint in errors. Raises ConfigError for what cannot be done."""
     model = _model(index, what, entry, config_from)

@@ -9,7 +9,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.commit import put_once
@@ -19,15 +19,13 @@ from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError
 from raycheck.shards.assembly import assembled
-from raycheck.shards.contents import SAFETENSORS_DTYPES, contents, json_text
+from raycheck.shards.assets import ADAPTER_CONFIG
+from raycheck.shards.contents import SAFETENSORS_DTYPES, ContentsOptions, contents, json_text
 from raycheck.shards.folder import check_free, destination
 from raycheck.shards.weights import Source, Weight
 from raycheck.storage_settings import StorageSettings, kind_of
 
-if TYPE_CHECKING:
-    import torch
-
-INDEX_FILE, ADAPTER_CONFIG = EXPORT_ENDS
+INDEX_FILE = EXPORT_ENDS[0]
 MAX_FILE_BYTES, MIN_FILE_BYTES, SHARES = 5_000_000_000, 256_000_000, 16
 """Files of weights where nothing is said: not larger, not smaller, and in between so many of them."""
 
@@ -81,22 +79,9 @@ class Planned:
         }
 
 
-class PlanOptions(TypedDict, total=False):
-    """entry: the model's name in the state, when several have a configuration. files: the tokenizer and processor
-    entries that go along; default all. merge_lora: a PEFT model as a plain one, instead of its adapter alone. dtype:
-    what floating-point weights are converted to. config_from: a folder with the config.json of a model that had none.
-    max_shard_bytes: of a file of weights; default 5 GB, and less for a small model, so that there are some to share."""
-
-    entry: str | None
-    files: Sequence[str] | None
-    merge_lora: bool
-    dtype: "torch.dtype | str | None"
-    config_from: str | None
-    max_shard_bytes: int | None
-
-
-def plan(checkpoint: Checkpoint, **options: Unpack[PlanOptions]) -> Planned:
-    """The same for everybody who asks with the same options."""
+def plan(checkpoint: Checkpoint, *, max_shard_bytes: int | None = None, **options: Unpack[ContentsOptions]) -> Planned:
+    """The same for everybody who asks with the same options. max_shard_bytes: of a file of weights; default 5 GB, and
+    less for a small model, so that there are some to share."""
     manifest = checkpoint.manifest()
     index = checkpoint.index(manifest)
     source = Source(checkpoint, manifest, index)
@@ -104,14 +89,9 @@ def plan(checkpoint: Checkpoint, **options: Unpack[PlanOptions]) -> Planned:
         source,
         index,
         what=f"{checkpoint.store.uri}: checkpoint {checkpoint.entry.key}",
-        entry=options.get("entry"),
-        files=options.get("files"),
-        merge_lora=options.get("merge_lora", False),
-        dtype=options.get("dtype"),
-        config_from=options.get("config_from"),
+        **options,
     )
-    split = _split(made.weights, options.get("max_shard_bytes"))
-    parts = {"adapter_model.safetensors": made.weights} if made.is_adapter else split
+    parts = {"adapter_model.safetensors": made.weights} if made.is_adapter else _split(made.weights, max_shard_bytes)
     # By size of an element, so that each weight is aligned; the small ones together, between which no range is copied.
     parts = {file: sorted(group, key=lambda w: (-w.dtype.itemsize, w.size_bytes)) for file, group in parts.items()}
     return Planned(
@@ -135,15 +115,16 @@ def export_hf(
     prefix: str = "",
     storage: StorageSettings | None = None,
     write: Callable[[Planned, Store, str], Mapping[str, int]] = write_all,
-    **options: Unpack[PlanOptions],
+    max_shard_bytes: int | None = None,
+    **options: Unpack[ContentsOptions],
 ) -> Exported:
     """Write the model of a checkpoint to `dest` (a folder, a URI, or a store and a prefix in it).
 
     storage: the settings the checkpoint's store was opened with; a `dest` of the same kind of store is opened with them
-    too. write: how the files come there. options: see PlanOptions.
+    too. write: how the files come there. max_shard_bytes, options: see plan and ContentsOptions.
     Raises ConfigError, before anything was written, for what cannot be done.
     """
-    planned = plan(checkpoint, **options)
+    planned = plan(checkpoint, max_shard_bytes=max_shard_bytes, **options)
     is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
     with destination(dest, prefix, storage if is_alike else None) as (store, place):
         check_free(store, place, [*planned.files, *planned.texts], planned.last)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
+from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
@@ -148,11 +149,12 @@ class ActorCheckpointer:
         """One optimizer step is complete on all actors. Saves when due. As Checkpointer.end_step."""
         self._pace.stop()
         self._hear()
-        now = self._standing
+        now = self._standing  # at the end of the last step
+        busy_s = max(0.0, (now.busy_s or 0.0) - self._pace.step_s)
         self._rhythm.trained(self._pace.step_s, is_saving=now.busy_s is not None)
         self._position.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
-        due = self._rhythm.is_due(self._position.progress, is_busy=now.is_busy, busy_s=now.busy_s or 0.0)
+        due = self._rhythm.is_due(self._position.progress, is_busy=now.is_busy, busy_s=busy_s)
         self._say("step", save=due)
         self._pace.go()
 
@@ -197,7 +199,7 @@ class ActorCheckpointer:
         """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
         self._hear()
         began = time.monotonic()
-        word = Word(at=at, progress=self._position.progress, save=save)
+        word = Word(at=at, progress=self._position.progress, save=save, is_hurried=self._rhythm.is_hurried)
         states: dict[str, Any] = {}
         if save:
             word = replace(word, metrics=numbers_of(self._metrics))
@@ -207,7 +209,8 @@ class ActorCheckpointer:
         if save:
             said_s = time.monotonic() - began
             self._hear()
-            self._rhythm.saved(said_s + self._standing.blocked_s, self._position.progress, save)
+            self._rhythm.saved(said_s + self._standing.blocked_s, self._position.progress, save, began=began)
+            self._pace.skip(time.monotonic() - began)
 
     def _hear(self) -> None:
         told, self._told = self._told, []
@@ -248,12 +251,18 @@ class _Notices:
         self._nodes = frozenset(nodes)
         self._asked_at = float("-inf")
         self._told: float | None = None
+        self._asking = Thread()
 
     def __call__(self) -> float | None:
-        if time.monotonic() - self._asked_at > NOTICE_PAUSE_S:
+        """The newest answer: Ray gives none while its head is away."""
+        if not self._asking.is_alive() and time.monotonic() - self._asked_at > NOTICE_PAUSE_S:
             self._asked_at = time.monotonic()
-            self._told = drain_deadline(self._nodes)
+            self._asking = Thread(target=self._ask, name="raycheck-notices", daemon=True)
+            self._asking.start()
         return self._told
+
+    def _ask(self) -> None:
+        self._told = drain_deadline(self._nodes)
 
 
 def _owner(name: str, value: Any) -> Any:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 
+from ray.exceptions import RayError
+
 from raycheck.bucket.store.uri import parse_uri
 from raycheck.errors import ConfigError, StoreError
 from raycheck.settings import ExportSettings
@@ -26,6 +28,7 @@ class Exporting:
         self._settings = settings
         self._group = group
         self._watch = watch
+        self._newest: tuple[str, Progress] | None = None  # that was to be exported
         if settings is None:
             return
         if settings.entry not in models if settings.entry else len(models) != 1:
@@ -38,14 +41,19 @@ class Exporting:
         if settings.to is not None:
             parse_uri(settings.to)
 
-    def follow(self, saver: Saver, name: str) -> str | None:
-        """The save of checkpoint `name`, which is to be exported, has begun: wait for what the mode says. Earlier saves
-        have ended then, so that all ranks wait for the same. Returns the newest commit that was heard of."""
-        mode = self._settings.mode if self._settings is not None else "async"
+    def follow(self, saver: Saver, name: str, progress: Progress, *, is_hurried: bool) -> str | None:
+        """The save of checkpoint `name`, which is to be exported, has begun: wait for what the mode says, unless
+        hurried. Earlier saves have ended then, so that all ranks wait for the same. Returns the newest commit that was
+        heard of. Raises what has ended this attempt meanwhile."""
+        mode = self._settings.mode if self._settings is not None and not is_hurried else "async"
+        before, self._newest = self._newest, (name, progress)
         if mode == "async":
             return None
-        newest = saver.wait(up_to=saver.saves if mode == "sync" else saver.saves - 1)
-        self._wait(but="" if mode == "sync" else name)
+        is_sync = mode == "sync"
+        newest = saver.wait(up_to=saver.saves - (not is_sync))
+        self._wait(self._newest if is_sync else before, but="" if is_sync else name)
+        if self._watch.over is not None:
+            raise self._watch.over
         return newest
 
     def finish(self, newest: str | None, progress: Progress) -> None:
@@ -53,13 +61,15 @@ class Exporting:
         if self._settings is None:
             return
         if self._settings.at_end and newest is not None:
-            self._ask("export", newest, progress, self._settings)
-        self._wait()
+            self._newest = newest, progress
+        self._wait(self._newest)
 
-    def _wait(self, *, but: str = "") -> None:
+    def _wait(self, last: tuple[str, Progress] | None, *, but: str = "") -> None:
         """Until none is under way, that of a checkpoint excepted, or this attempt is over. What keeps one from ending
-        is a warning, and nothing else."""
+        is a warning, and nothing else. last: is begun anew where the coordinator was, and has forgotten it."""
         began = time.monotonic()
+        if last is not None:
+            self._ask("export", *last, self._settings)
         while (left := self._ask("wait_for_exports", but)) and self._watch.over is None:
             if time.monotonic() > began + WAIT_TIMEOUT_S:
                 logger.warning("run %s: %d exports are not waited for any more", self._group.uri, left)
@@ -70,6 +80,6 @@ class Exporting:
     def _ask(self, method: str, *args: object) -> int:
         try:
             return int(self._group.ask(method, *args, timeout_s=ASK_TIMEOUT_S, what="exports"))
-        except StoreError as error:
+        except (StoreError, RayError) as error:
             logger.warning("run %s: exports may be missing: %s", self._group.uri, error)
             return 0

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,15 +23,12 @@ from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Entry
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import parse_uri
-from raycheck.errors import NotFoundError, RaycheckError, StoreError
+from raycheck.errors import NotFoundError, StoreError
 from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
 from raycheck.storage_settings import kind_of
 from raycheck.train.log import logger
 from raycheck.train.ray_calls import results
-
-if TYPE_CHECKING:
-    from raycheck.shards.export import PlanOptions
 
 
 class Exports:
@@ -49,12 +46,15 @@ class Exports:
     def start(self, key: str, progress: Progress, settings: ExportSettings) -> None:
         """Export a committed checkpoint, after the one that is under way and in place of those that have not begun.
         Again for the same one: nothing."""
+        if key in self._begun:
+            return
+        entry, problem = None, "it was dropped meanwhile"
         try:
             entry = read_latest(self._store).entry(key)
-            if entry is None:
-                raise NotFoundError(f"{key} was dropped meanwhile")
-        except RaycheckError as error:
-            logger.warning("run %s: %s was not exported: %s", self._store.uri, key, error)
+        except Exception as error:  # noqa: BLE001  the checkpoint is committed, whatever becomes of its export
+            problem = str(error)
+        if entry is None:
+            logger.warning("run %s: %s was not exported: %s", self._store.uri, key, problem)
             return
         with self._lock:
             if key in self._begun:
@@ -120,20 +120,17 @@ class _Job:
 
     @property
     def dest(self) -> Store:
-        """With the settings of the run's store where it is one of the same kind."""
-        to = self.settings.to or self.uri
-        return open_store(to, parse_uri(self.uri).said if kind_of(to) == kind_of(self.uri) else None)
+        """With the settings of the run's store where it is one of the same kind, and does not say them itself."""
+        to = self.settings.to
+        if to is None or kind_of(to) != kind_of(self.uri):
+            return open_store(to or self.uri)
+        return open_store(to, parse_uri(to).said.over(parse_uri(self.uri).said))
 
     @property
-    def options(self) -> "PlanOptions":
-        told = self.settings
-        return {
-            "entry": told.entry,
-            "files": told.files,
-            "merge_lora": told.merge_lora,
-            "dtype": told.dtype,
-            "max_shard_bytes": told.max_shard_bytes,
-        }
+    def options(self) -> dict[str, Any]:
+        """Of `plan`."""
+        names = ("entry", "files", "merge_lora", "dtype", "max_shard_bytes")
+        return {name: getattr(self.settings, name) for name in names}
 
     def is_done(self) -> bool:
         for last in layout.EXPORT_ENDS:

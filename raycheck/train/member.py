@@ -56,11 +56,13 @@ class _Told(Position):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
     """The driver's, at one place of its loop. progress: where training is now. save: whether and as what to save.
-    metrics, states: for that save; the latter of what the driver holds, for rank 0."""
+    is_hurried: a node is about to go. metrics, states: for that save; the latter of what the driver holds, for rank
+    0."""
 
     at: Literal["step", "epoch", "save", "close"]
     progress: Progress
     save: Due | None
+    is_hurried: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,7 +94,7 @@ class Member:
         if word.at == "epoch":
             self._ckpt.end_epoch()
         if word.save:
-            self._ckpt.save_as(word.save, word.metrics)
+            self._ckpt.save_as(word.save, word.metrics, is_hurried=word.is_hurried)
         if word.at == "close":
             self._ckpt.close()
         self._let_go(word.states)

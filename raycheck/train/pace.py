@@ -19,6 +19,11 @@ class Pace:
             self.trained_s = trained_s
         self._since = self._clock()
 
+    def skip(self, seconds: float) -> None:
+        """So long until now nothing was trained."""
+        if self._since is not None:
+            self._since += seconds
+
     def stop(self) -> None:
         """A step has ended."""
         if self._since is not None:

@@ -16,7 +16,7 @@ def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def results(references: Sequence[Any]) -> list[Any]:
-    """Of actor calls. Raises the first error that comes, those of raycheck as they were raised."""
+    """Of calls and tasks. Raises the first error that comes, those of raycheck as they were raised."""
     left = list(references)
     while left:
         ready, left = ray.wait(left)

@@ -255,7 +255,7 @@ def drain_deadline(nodes: Collection[str]) -> float | None:
         from ray._private.state import state
 
         draining = state.get_draining_nodes()
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, ray.exceptions.RayError):
         return None
     return min((ms / 1000.0 if ms else math.inf for node, ms in draining.items() if node in nodes), default=None)
 

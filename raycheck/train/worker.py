@@ -52,9 +52,8 @@ class Checkpointer:
     ) -> None:
         show_log()
         self.settings = settings or SaveSettings()
-        self._group = group or Group.of_ray_train()
-        rank, world_size = self._group.rank, self._group.world_size
-        self._state = TrainState(state, rank=rank, world_size=world_size, buffers=self.settings.buffers)
+        group = self._group = group or Group.of_ray_train()
+        self._state = TrainState(state, rank=group.rank, world_size=group.world_size, buffers=self.settings.buffers)
         self._position = position or Position(self._state.entries.values())
         self._watch = Watch(self._group)
         self._exporting = Exporting(self.settings.exports, self._group, self._state.models, self._watch)
@@ -67,7 +66,7 @@ class Checkpointer:
         self._metrics: dict[str, object] = {}
         self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
         self._blocked_s = 0.0
-        be_the_only_one(self, uri=self._group.uri, rank=rank)
+        be_the_only_one(self, uri=group.uri, rank=group.rank)
 
     @property
     def is_closed(self) -> bool:
@@ -172,7 +171,7 @@ class Checkpointer:
             self._rhythm.save_soon()
         due = self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0)
         if due:
-            self.save_as(due, metrics)
+            self.save_as(due, metrics, is_hurried=self._rhythm.is_hurried)
         if self._rhythm.must_leave:
             self._leave(saver)
         self._rhythm.tell_ray()
@@ -198,13 +197,13 @@ class Checkpointer:
         Hugging Face directory too, as `SaveSettings.exports` says."""
         self.save_as(due_of(self.settings, is_rolling=is_rolling, export=export), metrics)
 
-    def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
-        """The same for who knows as what."""
+    def save_as(self, due: Due, metrics: Mapping[str, object] | None, *, is_hurried: bool = False) -> None:
+        """The same for who knows as what. is_hurried: training must wait for nothing else."""
         step, before = self._begun
         if step != self._position.step or strongest(before, due) != before:
-            self._save(metrics or {}, due)
+            self._save(metrics or {}, due, is_hurried=is_hurried)
 
-    def _save(self, metrics: Mapping[str, object], due: Due) -> None:
+    def _save(self, metrics: Mapping[str, object], due: Due, *, is_hurried: bool = False) -> None:
         saver, progress = self._claimed(), self._position.progress
         self._begun = progress.step, due
         began = time.monotonic()
@@ -213,8 +212,9 @@ class Checkpointer:
         name = saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
         self._blocked_s = time.monotonic() - began
         self._rhythm.saved(self._blocked_s, progress, due)
-        if due == "export" and not self._rhythm.is_hurried:
-            self._hear_of(self._exporting.follow(saver, name))
+        if due == "export":
+            self._hear_of(self._exporting.follow(saver, name, progress, is_hurried=is_hurried))
+        self._pace.skip(time.monotonic() - began)
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""

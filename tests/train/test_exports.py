@@ -23,7 +23,7 @@ from raycheck.bucket.store.uri import join_uri
 from raycheck.errors import ConfigError
 from raycheck.settings import ExportSettings, SaveSettings
 from raycheck.shards.progress import Progress
-from raycheck.train.exports import Exports, _dealt, _spread
+from raycheck.train.exports import Exports, _dealt, _Job, _spread
 from raycheck.train.rhythm import Rhythm
 from tests.invariants import assert_invariants
 from tests.shards.saving import save_state
@@ -310,6 +310,28 @@ def test_a_name_may_say_epoch_and_step() -> None:
     settings = ExportSettings(name="epoch{epoch}epochstep{epoch_step}globalstep{step}")
 
     assert settings.directory("c", step=300, epoch=2, epoch_step=100) == "epoch2epochstep100globalstep300"
+
+
+@pytest.mark.parametrize(
+    ("to", "opened"),
+    [
+        (None, "s3://runs/a?scheme=http&endpoint_override=127.0.0.1:1"),
+        ("s3://models/x", "s3://models/x?endpoint_override=127.0.0.1:1&scheme=http"),
+        (
+            "s3://models/x?endpoint_override=127.0.0.1:2&region=eu-west-1",
+            "s3://models/x?endpoint_override=127.0.0.1:2&scheme=https&region=eu-west-1",
+        ),
+        ("/models", "file:///models"),
+    ],
+)
+def test_the_settings_of_the_run_s_store_hold_where_the_other_place_says_nothing(to: str | None, opened: str) -> None:
+    entry = save_state(open_store(f"memory://{uuid4().hex}"), {"model": torch.nn.Linear(1, 1)}).entry
+    uri = "s3://runs/a?scheme=http&endpoint_override=127.0.0.1:1"
+
+    dest = _Job(uri=uri, entry=entry, prefix="", settings=ExportSettings(to=to), nodes=("",)).dest
+
+    assert sorted(dest.uri.replace("?", "&").split("&")) == sorted(opened.replace("?", "&").split("&"))
+    assert to is not None or dest.uri == uri
 
 
 def test_each_node_is_dealt_about_as_many_bytes() -> None:
