@@ -18,9 +18,10 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
-    script, rules, settings, led = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    script, rules, settings, exports, led = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert isinstance(given(settings)["storage"], raycheck.StorageSettings)
     given(rules)
+    assert isinstance(given(exports)["exports"], raycheck.ExportSettings)
     compile(led, "README.md", "exec")
     storage = f"file://{tmp_path}/runs"
     path = tmp_path / "train.py"
