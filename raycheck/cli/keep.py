@@ -1,7 +1,7 @@
 """What a run keeps: pin, prune, sweep; going back, and rebuilding a lost `latest`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -56,7 +56,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     """
     register = Register(open_store(uri, settings_of(storage)))
     body, got = register.look()
-    rules = replace(_rules(body, keep_last, keep_every_steps, keep_best), rolling_keep_last=rolling_keep_last)
+    rules = _rules(body, keep_last, keep_every_steps, keep_best, rolling_keep_last)
     kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
@@ -108,7 +108,13 @@ def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) 
     out.print(Text(f"{checkpoint.entry.key} is {'pinned' if pinned else 'left to retention'}"))
 
 
-def _rules(run: Latest, keep_last: int | None, keep_every_steps: int | None, keep_best: str | None) -> Retention:
+def _rules(
+    run: Latest,
+    keep_last: int | None,
+    keep_every_steps: int | None,
+    keep_best: str | None,
+    rolling_keep_last: int | None,
+) -> Retention:
     best: Any = None
     if keep_best is not None:
         metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
@@ -118,7 +124,9 @@ def _rules(run: Latest, keep_last: int | None, keep_every_steps: int | None, kee
         if metric not in known:  # then nothing would be the best, and all would go
             raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
         best = (metric, mode, int(count))
-    return Retention(keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=best)
+    return Retention(
+        keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=best, rolling_keep_last=rolling_keep_last
+    )
 
 
 def _tell(

@@ -7,7 +7,7 @@ written last, and the weights are always named as parts of it.
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -68,7 +68,8 @@ class Planned:
             key, weights, head = export_key(place, file), self.files[file], self.heads.get(file, b"")
             parts = assembled(self.source, weights, head) if store.uri == self.source.store.uri else None
             if parts is None or not store.put_assembled(key, parts, sizes[file]):
-                _put(store, key, self.source, weights, head)
+                stream = self.source.stream(weights, head, store.part_bytes(sizes[file]))
+                _put(store, key, self.source, stream, sizes[file])
         return {file: sizes[file] for file in files}
 
     def write_texts(self, store: Store, place: str) -> dict[str, int]:
@@ -173,10 +174,9 @@ def _header(weights: Sequence[Weight]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _put(store: Store, key: str, source: Source, weights: Sequence[Weight], head: bytes) -> None:
-    size = len(head) + sum(weight.size_bytes for weight in weights)
+def _put(store: Store, key: str, source: Source, stream: Iterator[memoryview], size: int) -> None:
     try:
-        store.put_parts(key, source.stream(weights, head, store.part_bytes(size)), size)
+        store.put_parts(key, stream, size)
     except RaycheckError:
         if source.failure is not None:  # the upload failed since its parts could not be read
             raise source.failure from None

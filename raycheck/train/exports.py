@@ -133,9 +133,10 @@ class _Job:
         return {name: getattr(self.settings, name) for name in names}
 
     def is_done(self) -> bool:
+        dest = self.dest
         for last in layout.EXPORT_ENDS:
             with suppress(NotFoundError):
-                self.dest.head(layout.export_key(self.prefix, last))
+                dest.head(layout.export_key(self.prefix, last))
                 return True
         return False
 

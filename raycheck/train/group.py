@@ -19,7 +19,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from raycheck.train import ray_names
 from raycheck.train.coordinator import Coordinator
-from raycheck.train.ray_calls import call
+from raycheck.train.ray_calls import call, this_node
 from raycheck.train.ray_storage import run_uri
 
 RETRY_PAUSE_S = 0.5
@@ -106,10 +106,10 @@ class Group:
                 "there. Use a bucket, or a folder that all nodes share"
             ) from None
 
-    @cached_property
+    @property
     def node(self) -> str:
         """The id of this rank's node."""
-        return str(ray.get_runtime_context().get_node_id())
+        return this_node()
 
     @cached_property
     def store(self) -> Store:
@@ -154,14 +154,14 @@ def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffi
     from an earlier one of the same owner that is just dying.
     """
     root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
-    context = ray.get_runtime_context()
+    job = ray.get_runtime_context().get_job_id()
     actor: Any = ray.remote(Coordinator)
     return actor.options(
-        name=f"raycheck:{context.get_job_id()}:{root}:{owner}{suffix}",
+        name=f"raycheck:{job}:{root}:{owner}{suffix}",
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=4096,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+        scheduling_strategy=NodeAffinitySchedulingStrategy(this_node(), soft=False),
     ).remote(uri, owner, resume)
 
 

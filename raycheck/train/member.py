@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import ray
-
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.shards.progress import Progress
 from raycheck.shards.rank_zero import RankZero
 from raycheck.train.group import Group
 from raycheck.train.position import Position
+from raycheck.train.ray_calls import this_node
 from raycheck.train.restoring import At
 from raycheck.train.rhythm import Due
 from raycheck.train.standing import Standing
@@ -86,7 +85,7 @@ class Member:
         return at, states
 
     def hear(self, word: Word) -> Standing:
-        self._position.told = word.progress
+        self._position.told, self._position.is_hurried = word.progress, word.is_hurried
         for name, state in word.states.items():
             self._held[name].state = state
         if word.at == "step":
@@ -94,7 +93,7 @@ class Member:
         if word.at == "epoch":
             self._ckpt.end_epoch()
         if word.save:
-            self._ckpt.save_as(word.save, word.metrics, is_hurried=word.is_hurried)
+            self._ckpt.save_as(word.save, word.metrics)
         if word.at == "close":
             self._ckpt.close()
         self._let_go(word.states)
@@ -147,4 +146,4 @@ def leave(actor: Any, uri: str) -> None:
 def node_of(actor: Any) -> str:
     """The id of the actor's node."""
     del actor
-    return str(ray.get_runtime_context().get_node_id())
+    return this_node()

@@ -10,9 +10,10 @@ from raycheck.train.data import Batches
 
 class Position:
     """Counts steps, tokens and episodes; epochs and samples too where no Batches in the state does. decides: else
-    somebody says from outside when to save."""
+    somebody says from outside when to save, and is_hurried, that a node is about to go."""
 
     decides = True
+    is_hurried = False
 
     def __init__(self, entries: Iterable[object]) -> None:
         self.data = [value for value in entries if isinstance(value, Batches)]

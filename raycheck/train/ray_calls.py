@@ -1,4 +1,4 @@
-"""Calls of actors and tasks, whose errors come out as they were raised."""
+"""Calls of actors and tasks, whose errors come out as they were raised; and where this process runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raycheck.errors import RaycheckError
+
+
+def this_node() -> str:
+    """The id of the node that this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:

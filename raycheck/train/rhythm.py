@@ -167,11 +167,10 @@ class Rhythm:
         """Rank 0: make its next word one to save by."""
         self._is_wanted = True
 
-    def saved(self, blocked_s: float, progress: Progress, due: Due = "keep", *, began: float | None = None) -> None:
-        """A save has begun, at that moment of time.monotonic, and blocked training for so long. began: None when it has
-        just ended to block it."""
+    def saved(self, blocked_s: float, progress: Progress, due: Due = "keep", *, began: float) -> None:
+        """A save has begun, at that moment of time.monotonic, and blocked training for so long."""
         self._is_wanted = False
-        self._rolled_at = time.monotonic() - blocked_s if began is None else began
+        self._rolled_at = began
         if due == "export":
             self._exported_at = self._rolled_at
         if due != "roll":

@@ -171,7 +171,7 @@ class Checkpointer:
             self._rhythm.save_soon()
         due = self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0)
         if due:
-            self.save_as(due, metrics, is_hurried=self._rhythm.is_hurried)
+            self.save_as(due, metrics)
         if self._rhythm.must_leave:
             self._leave(saver)
         self._rhythm.tell_ray()
@@ -197,23 +197,23 @@ class Checkpointer:
         Hugging Face directory too, as `SaveSettings.exports` says."""
         self.save_as(due_of(self.settings, is_rolling=is_rolling, export=export), metrics)
 
-    def save_as(self, due: Due, metrics: Mapping[str, object] | None, *, is_hurried: bool = False) -> None:
-        """The same for who knows as what. is_hurried: training must wait for nothing else."""
+    def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
+        """The same for who knows as what."""
         step, before = self._begun
         if step != self._position.step or strongest(before, due) != before:
-            self._save(metrics or {}, due, is_hurried=is_hurried)
+            self._save(metrics or {}, due)
 
-    def _save(self, metrics: Mapping[str, object], due: Due, *, is_hurried: bool = False) -> None:
-        saver, progress = self._claimed(), self._position.progress
+    def _save(self, metrics: Mapping[str, object], due: Due) -> None:
+        saver, progress, began = self._claimed(), self._position.progress, time.monotonic()
         self._begun = progress.step, due
-        began = time.monotonic()
         self._hear_of(saver.wait_for_buffer())
         is_news = self._rhythm.wants_news()
         name = saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
         self._blocked_s = time.monotonic() - began
-        self._rhythm.saved(self._blocked_s, progress, due)
+        self._rhythm.saved(self._blocked_s, progress, due, began=began)
+        hurry = self._rhythm.is_hurried or self._position.is_hurried
         if due == "export":
-            self._hear_of(self._exporting.follow(saver, name, progress, is_hurried=is_hurried))
+            self._hear_of(self._exporting.follow(saver, name, progress, is_hurried=hurry))
         self._pace.skip(time.monotonic() - began)
 
     def close(self) -> None:

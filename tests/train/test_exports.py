@@ -238,7 +238,7 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
         progress = Progress(step=step)
         if due := rhythm.is_due(progress):
             saved.append((step, due))
-            rhythm.saved(0.0, progress, due)
+            rhythm.saved(0.0, progress, due, began=time.monotonic())
 
     assert saved == [(2, "keep"), (4, "keep"), (5, "export"), (7, "keep"), (9, "keep"), (10, "export"), (12, "keep")]
     with pytest.raises(ConfigError, match=r"every_seconds.*needs Group"):
@@ -341,12 +341,13 @@ def test_each_node_is_dealt_about_as_many_bytes() -> None:
     assert _spread(["one", "one", "two", "one", "two"]) == ["one", "two", "one", "two", "one"]
 
 
-@pytest.mark.parametrize("exports", [ExportSettings(), ExportSettings(entry="critic")])
-def test_exports_need_a_model_that_says_what_it_is(exports: ExportSettings) -> None:
+@pytest.mark.parametrize(("entry", "which"), [(None, "one model"), ("critic", "'critic'")])
+def test_exports_need_a_model_that_says_what_it_is(entry: str | None, which: str) -> None:
     place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
 
-    with pytest.raises(ConfigError, match="with a Hugging Face configuration"):
-        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, SaveSettings(exports=exports), group=place)
+    settings = SaveSettings(exports=ExportSettings(entry=entry))
+    with pytest.raises(ConfigError, match=f"{which} with a Hugging Face configuration"):
+        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place)
 
 
 def test_an_export_on_demand_needs_a_word_on_how() -> None:

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +111,7 @@ def steps_saved(settings: SaveSettings, *, tokens: list[int], start: int = 0) ->
         progress = Progress(step=step, tokens=start + sum(tokens[:step]))
         if rhythm.is_due(progress):
             saved.append(step)
-            rhythm.saved(0.0, progress)
+            rhythm.saved(0.0, progress, began=time.monotonic())
     return saved
 
 
@@ -181,6 +182,6 @@ def test_a_rolling_save_does_not_put_off_a_kept_one():
     for step in (1, 2, 3, 4):
         progress = Progress(step=step, tokens=40 * step)
         due.append(rhythm.is_due(progress))
-        rhythm.saved(0.0, progress, due[-1])
+        rhythm.saved(0.0, progress, due[-1], began=time.monotonic())
 
     assert due == ["roll", "roll", "keep", "roll"]
