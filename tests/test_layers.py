@@ -1,4 +1,4 @@
-"""The shape of the project: imports point down, nothing heavy loads for browsing, files and functions stay small."""
+"""The shape of the project: imports point down, nothing heavy loads for browsing, functions stay small."""
 
 import ast
 import pickle
@@ -104,10 +104,9 @@ def test_every_public_name_loads() -> None:
         raycheck.Experiment  # noqa: B018
 
 
-def test_modules_and_functions_stay_small() -> None:
+def test_modules_say_why_they_exist_and_functions_stay_small() -> None:
     for path in MODULES:
         text = path.read_text()
-        assert text.count("\n") <= 300, f"{path} has {text.count(chr(10))} lines"
         assert ast.get_docstring(ast.parse(text)), f"{path} does not say why it is there"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
