@@ -26,15 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long profiles")
+    parser.addoption("--gpu", action="store_true", help="also what needs an accelerator")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all the tests marked slow are deselected, which pytest counts in its summary; none is skipped."""
-    if config.getoption("--all"):
-        return
-    slow = [item for item in items if "slow" in item.keywords]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if "slow" not in item.keywords]
+    """Tests marked slow want --all, those marked gpu want --gpu. Without it they are deselected, which pytest counts in
+    its summary; none is skipped."""
+    left_out = {mark for mark, option in (("slow", "--all"), ("gpu", "--gpu")) if not config.getoption(option)}
+    config.hook.pytest_deselected(items=[item for item in items if left_out & set(item.keywords)])
+    items[:] = [item for item in items if not left_out & set(item.keywords)]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,312 @@
+"""What only an accelerator shows: copies behind its back, page-locked memory, streams, and its random state.
+
+Needs one device, and neither Ray nor a store server: `pytest --gpu tests/gpu`.
+"""
+
+import random
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import raycheck
+from raycheck.bucket.store import Store, open_store
+from raycheck.shards.digest import digests
+from raycheck.shards.progress import Progress
+from raycheck.shards.rng import apply_rng, rng_values
+from raycheck.shards.state import TrainState
+from tests.shards.saving import claimed, committed, restore_state, save_state, upload
+
+pytestmark = pytest.mark.gpu
+LONG = 400_000_000
+"""Clock cycles that a kernel sleeps: some 0.2 s."""
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return open_store(f"file://{tmp_path}/run")
+
+
+@pytest.fixture
+def group_of_one(tmp_path) -> Iterator[None]:
+    rendezvous = dist.FileStore(str(tmp_path / "rendezvous"), 1)
+    dist.init_process_group("cuda:nccl,cpu:gloo", store=rendezvous, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build(seed: int, *, sharded: bool = False, **adam: object) -> dict[str, object]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.LayerNorm(257), nn.Dropout(0.1), nn.Linear(257, 8)).cuda()
+    if sharded:
+        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=(f"mesh{uuid4().hex}",))
+        for layer in (model[0], model[4]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **adam)
+    return {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+
+
+def train(state: dict[str, object], steps: int, *, drawn: bool = False) -> list[float]:
+    """Losses. drawn: the batches come from the device's random state, as the dropout always does."""
+    losses = []
+    for step in range(steps):
+        chance = None if drawn else torch.Generator("cuda").manual_seed(step)
+        batch = torch.randn(16, 64, device="cuda", generator=chance)
+        loss = state["model"](batch).pow(2).mean()
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["scheduler"].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("adam", [{"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
+def test_a_restored_training_goes_on_bit_for_bit(
+    store: Store, group_of_one: None, adam: dict[str, bool], *, sharded: bool
+) -> None:
+    state = build(1, sharded=sharded, **adam)
+    train(state, 3, drawn=True)
+    checkpoint = save_state(store, state, step=3)
+    expected = train(state, 3, drawn=True)
+
+    other = build(2, sharded=sharded, **adam)
+    train(other, 1)
+    restored = TrainState(other, rank=0, world_size=1).apply(checkpoint)
+    apply_rng(restored.rng_values, 0)
+
+    assert train(other, 3, drawn=True) == expected
+
+
+def test_what_the_step_after_a_save_writes_is_not_in_it(store: Store) -> None:
+    """The copies wait behind a slow step on the device; the host goes on at once and overwrites all of it."""
+    state = {"x": nn.ParameterList([nn.Parameter(torch.full((1 << 20,), float(i), device="cuda")) for i in range(64)])}
+    live = TrainState(state, rank=0, world_size=1)
+    live.prepare()
+    torch.cuda._sleep(LONG)
+    with torch.no_grad():
+        torch._foreach_add_(list(state["x"]), 1.0)
+
+    staged = live.stage(Progress(step=1))
+    is_device_behind = not torch.cuda.current_stream().query()
+    with torch.no_grad():
+        torch._foreach_add_(list(state["x"]), 1000.0)
+    name = claimed(store, world_size=1)
+    checkpoint = committed(store, name, [upload(store, staged, name=name)], progress=Progress(step=1))
+    found = {"x": nn.ParameterList([nn.Parameter(torch.zeros(1 << 20)) for _ in range(64)])}
+    restore_state(checkpoint, found)
+
+    assert is_device_behind, "the host waited for the device, so this shows nothing"
+    for i, parameter in enumerate(found["x"]):
+        assert parameter.min().item() == parameter.max().item() == i + 1.0
+
+
+def test_memory_freed_after_a_save_is_not_reused_under_its_copy(store: Store) -> None:
+    torch.cuda.empty_cache()
+    state = {"m": nn.ParameterDict({"w": nn.Parameter(torch.full((1 << 24,), 7.0, device="cuda"))})}
+    live = TrainState(state, rank=0, world_size=1)
+    live.prepare()
+    torch.cuda._sleep(LONG)
+
+    staged = live.stage(Progress(step=1))
+    del state["m"]["w"]
+    del live
+    for _ in range(8):
+        torch.full((1 << 24,), -1.0, device="cuda")
+    name = claimed(store, world_size=1)
+    checkpoint = committed(store, name, [upload(store, staged, name=name)], progress=Progress(step=1))
+    found = {"m": nn.ParameterDict({"w": nn.Parameter(torch.zeros(1 << 24))})}
+    restore_state(checkpoint, found)
+
+    assert found["m"]["w"].min().item() == found["m"]["w"].max().item() == 7.0
+
+
+def test_a_training_on_a_stream_of_its_own_is_saved_and_restored_in_order(store: Store) -> None:
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        weight = nn.Parameter(torch.zeros(1 << 22, device="cuda"))
+        torch.cuda._sleep(LONG)
+        with torch.no_grad():
+            weight.fill_(5.0)
+        checkpoint = save_state(store, {"m": nn.ParameterDict({"w": weight})})
+        torch.cuda._sleep(LONG)
+        with torch.no_grad():
+            weight.fill_(9.0)  # still waits on the device when the restore begins
+
+        restore_state(checkpoint, {"m": nn.ParameterDict({"w": weight})})
+        total = weight.detach().double().sum()
+
+    assert total.item() == 5.0 * (1 << 22)
+
+
+def test_a_restore_into_strided_memory_is_done_when_it_returns(store: Store) -> None:
+    wide = torch.arange(1 << 20, dtype=torch.float32, device="cuda").view(1024, 1024)
+    checkpoint = save_state(store, {"m": nn.ParameterDict({"w": nn.Parameter(wide)})})
+    turned = torch.zeros(1024, 1024, device="cuda").t()
+    own = torch.cuda.Stream()
+    own.wait_stream(torch.cuda.current_stream())
+
+    with torch.cuda.stream(own):
+        restore_state(checkpoint, {"m": nn.ParameterDict({"w": nn.Parameter(turned)})})
+        found = turned.clone()
+
+    assert torch.equal(found, wide)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_every_dtype_of_the_device_comes_back_bit_for_bit(store: Store, dtype: torch.dtype) -> None:
+    chance = torch.Generator("cuda").manual_seed(3)
+    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (4096,), device="cuda", generator=chance)
+    saved = bits.to(torch.uint8).view(dtype)
+    module = nn.Module()
+    module.register_buffer("b", saved.clone())
+    checkpoint = save_state(store, {"m": module})
+    module.b.view(torch.uint8).zero_()
+
+    restore_state(checkpoint, {"m": module})
+
+    assert torch.equal(module.b.view(torch.uint8), saved.view(torch.uint8))
+
+
+def test_the_staging_memory_is_page_locked(store: Store) -> None:
+    live = TrainState(build(1), rank=0, world_size=1)
+
+    staged = live.stage(Progress(step=1))
+
+    (stager,) = live.components._train
+    assert stager._buffer.tensor.is_pinned()
+    staged.wait()
+
+
+def test_random_state_of_the_device_goes_on_where_it_was(store: Store) -> None:
+    torch.cuda.manual_seed(11)
+    torch.rand(1000, device="cuda")
+    saved = rng_values()
+    expected = torch.rand(100, device="cuda"), torch.randn(7, device="cuda"), torch.rand(5), random.random()
+    torch.rand(5, device="cuda")
+
+    apply_rng([saved], 0)
+
+    found = torch.rand(100, device="cuda"), torch.randn(7, device="cuda"), torch.rand(5), random.random()
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
+    assert found[3] == expected[3]
+
+
+def test_a_new_rank_draws_others_on_the_device_and_always_the_same(store: Store) -> None:
+    torch.cuda.manual_seed(11)
+    saved = rng_values()
+    drawn = []
+    for rank in (0, 1, 1, 2):
+        apply_rng([saved], rank)
+        drawn.append(torch.rand(50, device="cuda"))
+
+    assert torch.equal(drawn[1], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[2], drawn[3])
+
+
+def test_the_digest_of_device_memory_shows_one_changed_bit() -> None:
+    tensors = [torch.randn(3_000_001, device="cuda"), torch.ones(5, dtype=torch.uint8, device="cuda")]
+    before = digests(tensors)
+    assert digests(tensors) == before
+
+    for tensor, places in ((tensors[0], (0, 1_048_575, 1_048_576, 3_000_000)), (tensors[1], (0, 4))):
+        for place in places:
+            words = tensor.view(torch.uint8)
+            words[place * tensor.element_size()] ^= 1
+            assert digests(tensors) != before
+            words[place * tensor.element_size()] ^= 1
+    assert digests(tensors) == before
+
+
+def test_a_frozen_base_on_the_device_is_uploaded_once(store: Store) -> None:
+    base = nn.Linear(512, 512).cuda().requires_grad_(False)
+    state = {"model": nn.ModuleDict({"base": base, "head": nn.Linear(512, 2).cuda()})}
+    live = TrainState(state, rank=0, world_size=1)
+    stored = []
+    for number in (1, 2, 3):
+        if number == 3:
+            with torch.no_grad():
+                base.weight.data[0, 0] += 1
+        staged = live.stage(Progress(step=number))
+        name = claimed(store, world_size=1, save=number, step=number)
+        uploaded = upload(store, staged, name=name)
+        checkpoint = committed(store, name, [uploaded], progress=Progress(step=number))
+        live.components.committed(staged, {item.name: item.checkpoint for item in checkpoint.manifest().components})
+        stored.append([shard.component for shard in uploaded.records if shard.component not in uploaded.kept])
+
+    assert stored == [["train", "model.frozen"], ["train"], ["train", "model.frozen"]]
+
+
+def test_stock_torch_loads_what_the_device_saved(store: Store, tmp_path, group_of_one: None) -> None:
+    state = build(1, sharded=True)
+    train(state, 2)
+    checkpoint = save_state(store, state)
+    other = build(2, sharded=True)
+    loaded = {"model": other["model"].state_dict()}
+
+    dcp.load(loaded, checkpoint_id=str(tmp_path / "run" / "checkpoints" / checkpoint.entry.key / "train"))
+
+    for name, tensor in state["model"].state_dict().items():
+        assert torch.equal(loaded["model"][name].full_tensor(), tensor.full_tensor()), name
+
+
+def test_a_checkpoint_moves_between_device_and_host(store: Store, group_of_one: None) -> None:
+    state = build(1, sharded=True)
+    train(state, 2)
+    checkpoint = save_state(store, state)
+    plain = nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.LayerNorm(257), nn.Dropout(0.1), nn.Linear(257, 8))
+
+    raycheck.open_run(store.uri).restore(into={"model": plain})
+
+    assert checkpoint.entry.step == 1
+    for name, tensor in state["model"].state_dict().items():
+        assert torch.equal(plain.state_dict()[name], tensor.full_tensor().cpu()), name
+
+
+def test_scaler_compiled_module_and_own_values_on_the_device_come_back(store: Store) -> None:
+    def made(seed: int) -> dict[str, object]:
+        torch.manual_seed(seed)
+        model = torch.compile(nn.Linear(32, 32).cuda(), backend="eager")
+        scaler = torch.amp.GradScaler("cuda", init_scale=float(seed * 1024))
+        own = {"moving": torch.rand(9, device="cuda")}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with torch.autocast("cuda"):
+            loss = model(torch.randn(4, 32, device="cuda")).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return {"model": model, "optimizer": optimizer, "scaler": scaler, "own": raycheck.PerRank(own)}
+
+    state, other = made(1), made(2)
+    checkpoint = save_state(store, state)
+
+    restore_state(checkpoint, other)
+
+    assert other["scaler"].state_dict() == state["scaler"].state_dict()
+    assert torch.equal(other["model"].weight, state["model"].weight)
+    assert torch.equal(other["own"].value["moving"], state["own"].value["moving"])
+    assert other["own"].value["moving"].device.type == "cuda"
