@@ -4,7 +4,17 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Self
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload, check_conditional_size, check_length
+from raycheck.bucket.store.base import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    Got,
+    Listed,
+    Store,
+    Upload,
+    check_conditional_size,
+    check_length,
+    check_whole,
+)
 from raycheck.errors import ConflictError, NotFoundError
 
 
@@ -25,8 +35,9 @@ class DictStore(Store):
     def copy(self) -> Self:
         return type(self)(self.objects.copy(), self.uploads, self.at)
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         data = self._there(key)
+        check_whole(self.uri, key, len(data), max_bytes)
         return Got(data, hashlib.blake2b(data, digest_size=16).hexdigest(), self.at)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from raycheck.bucket import layout
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, Upload
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES, Buffer, Got, Listed, Store, Upload
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError, StoreError
 from tests.dictstore import DictStore
 
@@ -164,8 +164,8 @@ class Wire(Store):
         self.heard: list[int] = []  # hashes of the answers: all that the process can know
         self._ask = ask
 
-    def get(self, key: str) -> Got:
-        return self._read("get", key, lambda _: self.world.inner.get(key))
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        return self._read("get", key, lambda _: self.world.inner.get(key, max_bytes))
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
         return self._read("get_range", key, lambda _: bytes(self.world.inner.get_range(key, start, stop)))

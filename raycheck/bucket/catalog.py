@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raycheck.bucket import layout
-from raycheck.bucket.checksum import READS, crc32
+from raycheck.bucket.checksum import crc32
 from raycheck.bucket.index import Index
 from raycheck.bucket.index_file import load_index
+from raycheck.bucket.latest import MAX_BYTES as MAX_LATEST
 from raycheck.bucket.latest import Entry, Latest, load_latest
 from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.manifest import Manifest, load_manifest
+from raycheck.bucket.reading import again_if_corrupt, read_document
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.verify import Finding, verify
 from raycheck.errors import CorruptError, DamagedError, NotFoundError
 
@@ -38,8 +42,8 @@ class Checkpoint:
 
     def read_documents(self) -> Documents:
         """For others. Not checked. Raises DamagedError, or NotFoundError when evicted."""
-        keys = layout.manifest_key(self.entry.key), layout.index_key(self.entry.key)
-        manifest, index = (_get_live(self.store, self.entry.key, key) for key in keys)
+        keys = {layout.manifest_key(self.entry.key): MAX_MANIFEST, layout.index_key(self.entry.key): MAX_WHOLE_BYTES}
+        manifest, index = (_get_live(self.store, self.entry.key, key, bound) for key, bound in keys.items())
         return Documents(manifest=manifest, index=index)
 
     def manifest(self) -> Manifest:
@@ -67,24 +71,28 @@ class Checkpoint:
         return verify(self, reads=reads)
 
     def _right(self, key: str, handed: bytes | None, size: int | None, crc: int, *, who: str) -> bytes:
-        """The bytes of a document. Read again before it counts as damaged: they may have been changed on their way."""
-        for attempt in range(READS):
-            data = handed if handed is not None and not attempt else _get_live(self.store, self.entry.key, key)
+        """The bytes of a document. size: None when it is not known."""
+        at_hand = [] if handed is None else [handed]
+        most = MAX_MANIFEST if size is None else min(max(size, 0), MAX_WHOLE_BYTES)
+
+        def read() -> bytes:
+            data = at_hand.pop() if at_hand else _get_live(self.store, self.entry.key, key, most)
             if size in (None, len(data)) and crc32(data) == crc:
                 return data
-        what = "checksum" if size is None or size == len(data) else f"size ({len(data)})"
-        raise DamagedError(f"{self.store.uri}: {key} has another {what} than {who} says")
+            what = "checksum" if size is None or size == len(data) else f"size ({len(data)})"
+            raise DamagedError(f"{self.store.uri}: {key} has another {what} than {who} says")
+
+        return again_if_corrupt(read)
 
 
 def read_latest(store: Store) -> Latest:
     """`latest` as it stands. Raises NotFoundError when there is no run here."""
     try:
-        got = store.get(layout.LATEST_KEY)
+        return read_document(store, layout.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)[0]
     except NotFoundError:
         raise NotFoundError(
             f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name"
         ) from None
-    return load_latest(got.data, what=f"{store.uri}: latest")
 
 
 def directories(store: Store) -> list[CheckpointName]:
@@ -92,9 +100,9 @@ def directories(store: Store) -> list[CheckpointName]:
     return sorted(name for text in store.list_names(layout.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(text)))
 
 
-def _get_live(store: Store, name: str, key: str) -> bytes:
+def _get_live(store: Store, name: str, key: str, max_bytes: int) -> bytes:
     try:
-        return store.get(key).data
+        return store.get(key, max_bytes).data
     except NotFoundError:
         raise missing(store, name, key) from None
     except CorruptError as error:

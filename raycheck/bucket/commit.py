@@ -8,21 +8,24 @@ again it finds itself fenced. Safety uses no clock.
 
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import directories
-from raycheck.bucket.checksum import crc32
+from raycheck.bucket.checksum import READS, crc32
 from raycheck.bucket.document import dump
 from raycheck.bucket.edits import without
 from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest, fitted, listed_metrics
 from raycheck.bucket.manifest import Manifest
+from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import dropped
 from raycheck.bucket.store import Store
 from raycheck.errors import (
     ConfigError,
     ConflictError,
+    CorruptError,
     FencedError,
     SaveFailedError,
     StoreError,
@@ -126,7 +129,7 @@ def put_once(store: Store, key: str, data: bytes) -> None:
         try:
             store.put_if_absent(key, data)
         except ConflictError:
-            if store.get(key).data != data:
+            if not _holds(store, key, data):
                 raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up") from None
         except StoreError:  # judged by effect: if it was applied, the next try finds these bytes
             if attempt == PUT_ONCE_ATTEMPTS:
@@ -134,6 +137,15 @@ def put_once(store: Store, key: str, data: bytes) -> None:
             time.sleep(random.uniform(0.1, 0.2) * 3**attempt)
             continue
         return
+
+
+def _holds(store: Store, key: str, data: bytes) -> bool:
+    """Whether exactly these bytes are there. Other ones are read again: they may have been changed on their way."""
+    for _ in range(READS):
+        with suppress(CorruptError):  # there are more of them
+            if store.get(key, len(data)).data == data:
+                return True
+    return False
 
 
 def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, rules: Retention) -> bool:
@@ -239,13 +251,18 @@ def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None
 def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
     """Step 10. Raises CorruptError when `checkpoints/` holds a directory of an attempt that was never answered, as far
     as `latest` knows: it was lost or rolled back. mine: just claimed; SupersededError when it has been overtaken."""
-    names = directories(register.store)
-    found = register.read()  # after the listing: a claim in between would look like a loss
-    if not names or (found and found[0].knows(names[-1])):
-        return
-    if found and mine:
-        _check_still(register, found[0], mine)
-    raise lost(register.store.uri, f"{'does not know' if found else 'is missing beside'} the checkpoint {names[-1]}")
+
+    def look() -> None:
+        names = directories(register.store)
+        found = register.read()  # after the listing: a claim in between would look like a loss
+        if not names or (found and found[0].knows(names[-1])):
+            return
+        if found and mine:
+            _check_still(register, found[0], mine)
+        what = "does not know" if found else "is missing beside"
+        raise lost(register.store.uri, f"{what} the checkpoint {names[-1]}")
+
+    again_if_corrupt(look)
 
 
 def _prove(register: Register, mine: Attempt) -> Latest:

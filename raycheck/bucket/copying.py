@@ -4,12 +4,17 @@ from collections.abc import Iterator
 
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.manifest import Blob, ShardRecord
+from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError
 
 
 def copy_object(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
-    """Raises CorruptError when its bytes are not what the record says, NotFoundError when it is not there."""
+    """Raises CorruptError when its bytes are twice not what the record says, NotFoundError when it is not there."""
+    again_if_corrupt(lambda: _copy(source, key, record, target, new_key))
+
+
+def _copy(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
     size, step = record.size_bytes, target.part_bytes(record.size_bytes)
     seen = 0
 

@@ -13,6 +13,7 @@ from raycheck.bucket.copying import copy_object
 from raycheck.bucket.latest import Attempt, Entry, Latest
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import Manifest
+from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError
@@ -25,14 +26,19 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
     Raises NotFoundError when the source has no checkpoint, CorruptError when its bytes are not what they should be.
     """
     register = Register(target)
-    there = register.read()
-    if there is not None and there[0].head is None:
+
+    def look() -> tuple[Latest | None, list[CheckpointName]]:
+        there = register.read()
+        ours = directories(target)
+        if there is None and ours and ours[-1].attempt > 0:
+            raise lost(target.uri, f"is gone, but there is {ours[-1]}")
+        return (there[0] if there else None), ours
+
+    there, ours = again_if_corrupt(look)
+    if there is not None and there.head is None:
         raise ConfigError(f"{target.uri}: the run has begun already, without a checkpoint. Give it another name")
     if there is not None:
         return
-    ours = directories(target)
-    if ours and ours[-1].attempt > 0:
-        raise lost(target.uri, f"is gone, but there is {ours[-1]}")
     body = read_latest(source)
     entry = None if body.head is None else body.entry(body.head)
     if entry is None:

@@ -174,5 +174,6 @@ def load_latest(data: bytes, *, what: str) -> Latest:
         raise
     except CorruptError as error:
         raise CorruptError(
-            f"{error}. Put an earlier version back (bucket versioning), or rebuild it with 'raycheck repair'"
+            f"{error}. If nobody has edited it: put an earlier version back (bucket versioning), or rebuild it with "
+            "'raycheck repair'"
         ) from None

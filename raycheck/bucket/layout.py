@@ -12,6 +12,7 @@ LATEST_KEY = "latest"
 CHECKPOINTS_PREFIX = "checkpoints/"
 ATTEMPTS_PREFIX = "attempts/"
 _NAME = re.compile(r"step-(\d{9,18})-a(\d{1,9})-s(\d{1,9})")
+_ATTEMPT = re.compile(r"attempts/\d{6,9}\.json")
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -83,6 +84,11 @@ def shard_key(name: str, component: str, rank: int) -> str:
 
 def attempt_key(number: int) -> str:
     return f"{ATTEMPTS_PREFIX}{number:06d}.json"
+
+
+def is_attempt_key(key: str) -> bool:
+    """Whether an object below `attempts/` says how an attempt ended."""
+    return bool(_ATTEMPT.fullmatch(key))
 
 
 def resume_key(number: int) -> str:

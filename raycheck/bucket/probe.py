@@ -8,6 +8,7 @@ from contextlib import suppress
 from uuid import uuid4
 
 from raycheck.bucket import layout
+from raycheck.bucket.checksum import READS
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, ConflictError, RaycheckError, StoreError
 
@@ -31,7 +32,7 @@ def probe(store: Store) -> None:
                 f"{store.uri}: the store refuses the right If-Match; raycheck cannot commit here"
             ) from None
         _must_refuse(store, lambda: store.put_if_match(key, b"four", first.version), "swaps a stale version")
-        if store.get(key).data != b"three":
+        if all(store.get(key).data != b"three" for _ in range(READS)):  # it may have been changed on its way
             raise ConfigError(f"{store.uri}: the store refused a conditional write and applied it all the same")
     finally:
         store.delete(key)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from raycheck.bucket import layout
 from raycheck.bucket.document import FORMAT_VERSION, Document, dump, load
 from raycheck.bucket.latest import Attempt
+from raycheck.bucket.reading import read_document
 from raycheck.bucket.store import Store
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
 
@@ -94,7 +95,7 @@ def resumes(store: Store, attempts: Iterable[int]) -> dict[int, Resume]:
     for number in attempts:
         key = layout.resume_key(number)
         try:
-            found[number] = load_resume(store.get(key).data, what=f"{store.uri}: {key}")
+            found[number] = read_document(store, key, load_resume, max_bytes=MAX_BYTES)[0]
         except (NotFoundError, CorruptError):
             continue
     return found

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from raycheck.bucket import layout
-from raycheck.bucket.latest import Latest, dump_latest, load_latest
+from raycheck.bucket.latest import MAX_BYTES, Latest, dump_latest, load_latest
+from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
 
@@ -34,11 +35,14 @@ class Register:
         """Body and response, or None when there is no `latest` and this process never saw one.
 
         Raises CorruptError when it was there before, went back to an older attempt, or is another run's: it was lost or
-        rolled back, and nothing may be built on that (FORMAT.md, step 4).
+        rolled back, and nothing may be built on that (FORMAT.md, step 4). All of it only at a second reading.
         """
+        return again_if_corrupt(self._read)
+
+    def _read(self) -> tuple[Latest, Got] | None:
         seen = self._seen  # before the request: an answer may be older than a swap that went on meanwhile
         try:
-            got = self.store.get(layout.LATEST_KEY)
+            got = self.store.get(layout.LATEST_KEY, MAX_BYTES)
         except NotFoundError:
             if seen[1]:
                 raise lost(self.store.uri, "is gone") from None

@@ -5,6 +5,7 @@ was the last thing that happened. Objects are looked at again all the same, and 
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
@@ -12,9 +13,21 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, directories
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.document import NewerFormatError, dump
-from raycheck.bucket.latest import COMMIT_BYTES, Attempt, Entry, Latest, dump_latest, listed_metrics, load_latest
+from raycheck.bucket.latest import (
+    COMMIT_BYTES,
+    MAX_BYTES,
+    Attempt,
+    Entry,
+    Latest,
+    dump_latest,
+    listed_metrics,
+    load_latest,
+)
 from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.manifest import load_manifest
+from raycheck.bucket.reading import again_if_corrupt, read_document
+from raycheck.bucket.record import MAX_BYTES as MAX_RECORD
 from raycheck.bucket.record import load_record
 from raycheck.bucket.rewind import by_hand
 from raycheck.bucket.store import Got, Store
@@ -37,9 +50,10 @@ def repair(store: Store) -> Repaired:
     Raises ConfigError when `latest` is sound, NotFoundError when there is nothing to rebuild it from, ConflictError
     when somebody wrote it meanwhile.
     """
-    got, old = _old(store)
-    names = directories(store)
-    if old is not None and all(old.knows(name) for name in names) and _has_its_head(store, old):
+    old, got = _old(store)
+    one, other = set(directories(store)), set(directories(store))  # a name could have been changed on its way
+    names = sorted(one | other)
+    if old is not None and all(old.knows(name) for name in one & other) and _has_its_head(store, old):
         raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
     live: list[Entry] = []
@@ -81,20 +95,25 @@ def repair(store: Store) -> Repaired:
     return Repaired(latest=new, left_out=tuple(left_out))
 
 
-def _old(store: Store) -> tuple[Got | None, Latest | None]:
-    """What stands there now: nothing, something unreadable, or a body that may be too old."""
+def _old(store: Store) -> tuple[Latest | None, Got | None]:
+    """What is there now, and its answer: nothing, something unreadable, or a body that may be too old."""
+    answers: list[Got | None] = []
+
+    def read() -> Latest | None:
+        answers.append(None)
+        with suppress(NotFoundError):
+            got = answers[-1] = store.get(layout.LATEST_KEY, MAX_BYTES)
+            return load_latest(got.data, what=f"{store.uri}: latest")
+        return None
+
     try:
-        got = store.get(layout.LATEST_KEY)
-    except NotFoundError:
-        return None, None
-    except CorruptError as error:
-        raise CorruptError(f"{error}: that is none; delete it, then repair") from None
-    try:
-        return got, load_latest(got.data, what=f"{store.uri}: latest")
+        return again_if_corrupt(read), answers[-1]
     except NewerFormatError:
         raise
-    except CorruptError:
-        return got, None
+    except CorruptError as error:
+        if answers[-1] is None:
+            raise CorruptError(f"{error}: that is none; delete it, then repair") from None
+        return None, answers[-1]
 
 
 def _has_its_head(store: Store, old: Latest) -> bool:
@@ -105,9 +124,18 @@ def _has_its_head(store: Store, old: Latest) -> bool:
 
 def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> Entry:
     """The entry behind a directory, pinned and expiring as the old body said. Raises for one that is not whole."""
+    entry = again_if_corrupt(lambda: _entry(store, name, old, is_head=is_head))
+    for finding in Checkpoint(store, entry).verify(reads=is_head):
+        if finding.problem:
+            raise CorruptError(f"{finding.key}: {finding.problem}")
+    return entry
+
+
+def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> Entry:
+    """The same unverified, but for the manifest: its bytes came twice alike."""
     key = layout.manifest_key(str(name))
     try:
-        got = store.get(key)
+        got = store.get(key, MAX_MANIFEST)
     except NotFoundError:
         raise NotFoundError("it has no manifest: its save was never finished, or it was being deleted") from None
     manifest = load_manifest(got.data, what=key)
@@ -127,17 +155,17 @@ def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head
     )
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")
-    for finding in Checkpoint(store, entry).verify(reads=is_head):
-        if finding.problem:
-            raise CorruptError(f"{finding.key}: {finding.problem}")
+    Checkpoint(store, entry).manifest()
     return entry
 
 
 def _ended_attempts(store: Store) -> Iterator[Attempt]:
     """The attempts that left a record: an owner that was fenced must stay fenced."""
     for item in store.list_objects(layout.ATTEMPTS_PREFIX):
+        if not layout.is_attempt_key(item.key):
+            continue
         try:
-            yield load_record(store.get(item.key).data, what=item.key).attempt
+            yield read_document(store, item.key, load_record, max_bytes=MAX_RECORD)[0].attempt
         except (CorruptError, NotFoundError):
             continue  # a record is for people; what it cannot tell, the directories' names do
 

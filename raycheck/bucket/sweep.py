@@ -16,6 +16,8 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import directories, read_latest
 from raycheck.bucket.edits import evict, forget
 from raycheck.bucket.latest import Latest
+from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import judge
 from raycheck.bucket.store import Store
@@ -122,12 +124,17 @@ def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Itera
 
 def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Waste], list[Upload]]:
     """Listed first, judged by the `latest` read after it: else a claim in between would look like a lost `latest`."""
-    names = directories(store)
     uploads = _uploads(store)
-    body = read_latest(store)
+
+    def look() -> tuple[list[CheckpointName], Latest]:
+        names = directories(store)
+        body = read_latest(store)
+        if names and not body.knows(names[-1]):
+            raise lost(store.uri, f"does not know the checkpoint {names[-1]}")
+        return names, body
+
+    names, body = again_if_corrupt(look)
     number = body.attempt.number
-    if names and not body.knows(names[-1]):
-        raise lost(store.uri, f"does not know the checkpoint {names[-1]}")
     named = body.held() | {item.key for item in body.evicted}
     found = []
     for name in names:
@@ -170,8 +177,9 @@ def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) 
 
 
 def _sizes(store: Store, name: str) -> dict[str, int]:
-    """The bytes of each object of a checkpoint, by key."""
-    return {item.key: item.size_bytes for item in store.list_objects(layout.checkpoint_prefix(name))}
+    """The bytes of each object of a checkpoint, by key. Nothing else is deleted, whatever a listing says."""
+    prefix = layout.checkpoint_prefix(name)
+    return {item.key: item.size_bytes for item in store.list_objects(prefix) if item.key.startswith(prefix)}
 
 
 def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:

@@ -44,8 +44,7 @@ def verify(checkpoint: "Checkpoint", *, reads: bool) -> Iterator[Finding]:
     yield Finding(key=key, size_bytes=store.head(key))
     index = cache(partial(checkpoint.index, manifest))
     for key, record in manifest.objects():
-        there = _size(store, key)
-        problem = _problem(store, key, there, record.size_bytes, record.crc32 if reads else None)
+        there, problem = _looked_at(store, key, record.size_bytes, record.crc32 if reads else None)
         where: tuple[str, ...] = ()
         if problem and isinstance(record, ShardRecord):
             where = _where(store, index, key, record, there or 0)
@@ -59,20 +58,27 @@ def _size(store: Store, key: str) -> int | None:
         return None
 
 
+def _looked_at(store: Store, key: str, size: int, crc: int | None) -> tuple[int | None, str]:
+    """Size of an object, None when it is missing, and what is wrong with it, after looking twice."""
+    for _ in range(READS):
+        there = _size(store, key)
+        problem = _problem(store, key, there, size, crc)
+        if not problem:
+            break
+    return there, problem
+
+
 def _problem(store: Store, key: str, there: int | None, size: int, crc: int | None) -> str:
     if there is None:
         return "missing"
     if there != size:
         return f"has {there} bytes, the manifest says {size}"
-    if crc is None:
-        return ""
-    for _ in range(READS):
+    total = crc
+    if crc is not None:
         total = 0
         for start in range(0, size, READ_BYTES):
             total = crc32(store.get_range(key, start, min(start + READ_BYTES, size)), total)
-        if total == crc:
-            return ""
-    return f"has checksum {total:08x}, the manifest says {crc:08x}"
+    return "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
 
 
 def _where(
@@ -107,5 +113,5 @@ def _bad_blocks(store: Store, key: str, chunk: Chunk, size_bytes: int) -> Iterat
     stop = chunk.payload_offset + chunk.payload_size
     for number, start in enumerate(range(chunk.payload_offset, stop, SUB_BLOCK)):
         end = min(start + SUB_BLOCK, stop)
-        if end > size_bytes or crc32(store.get_range(key, start, end)) != chunk.crcs[number]:
+        if end > size_bytes or all(crc32(store.get_range(key, start, end)) != chunk.crcs[number] for _ in range(READS)):
             yield number

@@ -22,6 +22,7 @@ from raycheck.shards.lora import Adapter, adapter_weights, as_saved, merged_weig
 from raycheck.shards.selection import ASSETS
 from raycheck.shards.weights import Source, Weight
 
+MAX_CONFIG_BYTES = 16 * 1024 * 1024
 _FLOATS = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
@@ -164,10 +165,12 @@ def _texts_from(folder: str) -> dict[str, str]:
     found = {}
     for name in (CONFIG, GENERATION_CONFIG):
         try:
-            found[name] = store.get(name).data.decode()
+            found[name] = store.get(name, MAX_CONFIG_BYTES).data.decode()
         except NotFoundError:
             if name == CONFIG:
                 raise ConfigError(f"config_from={folder}: there is no config.json") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"config_from={folder}: {name} is no text") from None
     return found
 
 

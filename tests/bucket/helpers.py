@@ -6,12 +6,14 @@ shard of 64 bytes per rank.
 
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from raycheck.bucket import commit, layout
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import Identity
-from raycheck.bucket.document import dump
+from raycheck.bucket.document import dump, seal
 from raycheck.bucket.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.latest import Attempt, Entry, Latest
@@ -153,5 +155,15 @@ def latest_tree(store: Store) -> dict[str, Any]:
     return tree
 
 
-def put_latest_tree(store: Store, tree: object) -> None:
-    store.put(layout.LATEST_KEY, json.dumps(tree).encode())
+def sealed(tree: Mapping[str, Any]) -> bytes:
+    """A document's tree as the bytes of one, with the right checksum."""
+    return resealed(json.dumps({name: value for name, value in tree.items() if name != "crc32"}))
+
+
+def resealed(text: str) -> bytes:
+    """A document's text that was edited, with the right checksum in place of its own."""
+    return seal(re.sub(r',\s*"crc32": "[0-9a-f]{8}"\s*\}\s*$', "}", text).encode())
+
+
+def put_latest_tree(store: Store, tree: Mapping[str, Any]) -> None:
+    store.put(layout.LATEST_KEY, sealed(tree))

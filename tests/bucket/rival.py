@@ -21,6 +21,7 @@ from raycheck.bucket.latest import Entry, load_latest
 from raycheck.bucket.probe import probe
 from raycheck.bucket.record import record_end
 from raycheck.bucket.store import Got, Store, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.sweep import prune
 from raycheck.errors import FencedError, SupersededError
 from tests.bucket.helpers import Around, Driver, write_checkpoint
@@ -57,8 +58,8 @@ class Logged(Around):
         """One line, written at once: it stays when the process is killed right after."""
         os.write(self._log, json.dumps({"kind": kind, "writer": self._writer, **facts}).encode() + b"\n")
 
-    def get(self, key: str) -> Got:
-        got = self.inner.get(key)
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        got = self.inner.get(key, max_bytes)
         if key == layout.LATEST_KEY:
             self._read = (got.version, digest(got.data))
         return got

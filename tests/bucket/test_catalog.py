@@ -13,6 +13,7 @@ from raycheck.bucket.document import dump
 from raycheck.bucket.index_file import MAGIC
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import GRACE_S, prune
 from raycheck.bucket.verify import READ_BYTES, Finding
@@ -276,8 +277,8 @@ class edited_latest:  # noqa: N801  reads as a verb: with edited_latest(...)
 class LongAgo(Around):
     """The bucket's clock, past the grace."""
 
-    def get(self, key: str):
-        got = self.inner.get(key)
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES):
+        got = self.inner.get(key, max_bytes)
         return replace(got, at=got.at + GRACE_S + 60)
 
 

@@ -21,6 +21,7 @@ from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
 from raycheck.bucket.probe import probe
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Got, Store, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.sweep import prune
 from raycheck.errors import (
     ConfigError,
@@ -407,13 +408,13 @@ def test_a_latest_of_a_newer_format_is_left_alone(store):
     ann.save(1, 1)
     pending = write_checkpoint(store, attempt=1, save=2)
     known = raw(store)
-    store.put(layout.LATEST_KEY, json.dumps({"format_version": 2}).encode())
+    store.put(layout.LATEST_KEY, json.dumps({"format_version": 3}).encode())
 
     for call in (lambda: ann.commit(pending), lambda: Driver(store, "bob").claim("h1"), lambda: ann.take_over("g1")):
-        with pytest.raises(CorruptError, match="version 2"):
+        with pytest.raises(CorruptError, match="version 3"):
             call()
 
-    assert json.loads(raw(store)) == {"format_version": 2}
+    assert json.loads(raw(store)) == {"format_version": 3}
     store.put(layout.LATEST_KEY, known)
     assert_invariants(store)
 
@@ -732,8 +733,8 @@ def test_a_slow_answer_is_not_taken_for_a_rollback(store):
     class SlowOnce(Around):
         is_done = False
 
-        def get(self, key: str) -> Got:
-            got = self.inner.get(key)
+        def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+            got = self.inner.get(key, max_bytes)
             if not self.is_done:
                 self.is_done = True
                 ann.claim("g2")

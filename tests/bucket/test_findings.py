@@ -10,6 +10,7 @@ import pytest
 from raycheck.bucket import layout
 from raycheck.bucket.repair import repair
 from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.errors import CorruptError, StoreError, SupersededError
 from tests.bucket.helpers import Around, Driver
 from tests.dictstore import DictStore
@@ -88,12 +89,12 @@ class FailsOnce(Around):
         super().__init__(inner)
         self.left = number
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         if key.endswith("/manifest.json"):
             self.left -= 1
             if not self.left:
                 raise StoreError("503, please reduce your request rate")
-        return self.inner.get(key)
+        return self.inner.get(key, max_bytes)
 
 
 def a_run_without_its_latest() -> DictStore:

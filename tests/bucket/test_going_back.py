@@ -12,6 +12,7 @@ from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair
 from raycheck.bucket.rewind import rewind
 from raycheck.bucket.store import Got, Store, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.sweep import prune
 from raycheck.errors import (
     ConfigError,
@@ -214,10 +215,10 @@ def test_a_store_that_is_away_ends_a_repair_and_drops_nothing(store: Store) -> N
     store.delete(layout.LATEST_KEY)
 
     class Away(Around):
-        def get(self, key: str) -> Got:
+        def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
             if key == layout.manifest_key(newest):
                 raise StoreError("503")
-            return self.inner.get(key)
+            return self.inner.get(key, max_bytes)
 
     with pytest.raises(StoreError, match="503"):
         repair(Away(store))
@@ -355,10 +356,10 @@ def test_a_sound_latest_is_not_repaired(store: Store) -> None:
 
 def test_a_newer_format_is_not_written_over(store: Store) -> None:
     run_of(store)
-    put_latest_tree(store, latest_tree(store) | {"format_version": 2})
+    put_latest_tree(store, latest_tree(store) | {"format_version": 3})
     before = everything(store)
 
-    with pytest.raises(CorruptError, match="format version 2"):
+    with pytest.raises(CorruptError, match="format version 3"):
         repair(store)
 
     assert everything(store) == before

@@ -24,6 +24,7 @@ from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.register import Register
 from raycheck.bucket.retention import dropped, judge
 from raycheck.bucket.store import Got, Store, Upload, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError, SupersededError
 from raycheck.settings import Retention, SaveSettings
@@ -391,8 +392,8 @@ class Ages(Around):
         self.seconds = seconds
         self.deleted: list[str] = []
 
-    def get(self, key: str) -> Got:
-        got = self.inner.get(key)
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        got = self.inner.get(key, max_bytes)
         return replace(got, at=got.at + self.seconds)
 
     def delete(self, key: str) -> None:

@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.store import Got, Store, Upload, base, open_store
-from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
+from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES, MAX_WHOLE_BYTES
 from raycheck.bucket.store.s3_fast import FastS3Store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
@@ -64,10 +64,10 @@ class FreshReader(FastS3Store):
     def __init__(self, uri: str, like: FastS3Store) -> None:
         super().__init__(uri, bucket=like._bucket, prefix=like._prefix, settings=like._settings)
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         self.__dict__.pop("through_s3fs", None)
         assert self._client is not None
-        return super().get(key)
+        return super().get(key, max_bytes)
 
 
 def keys(store: Store, prefix: str) -> list[str]:

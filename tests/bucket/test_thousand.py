@@ -14,6 +14,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.document import dump
 from raycheck.bucket.latest import COMMIT_BYTES, MAX_ATTEMPTS_LISTED, Evicted, Latest
 from raycheck.bucket.store import Got, Store, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED
 from raycheck.errors import ConfigError, SaveFailedError
 from tests.bucket.helpers import Around, Driver
@@ -31,8 +32,8 @@ class Clock(Around):
 
     passed_s = 0.0
 
-    def get(self, key: str) -> Got:
-        got = self.inner.get(key)
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        got = self.inner.get(key, max_bytes)
         return replace(got, at=got.at + self.passed_s)
 
 

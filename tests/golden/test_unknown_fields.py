@@ -17,6 +17,7 @@ from raycheck.bucket.index_file import MAGIC
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.settings import Retention
+from tests.bucket.helpers import sealed
 from tests.invariants import assert_invariants
 from tests.shards.saving import claimed, save_state
 
@@ -37,7 +38,7 @@ def run() -> Store:
     def manifest_with_new(data: bytes) -> bytes:
         tree = json.loads(data)
         tree["index"] |= {"size_bytes": len(index), "crc32": crc32(index)}
-        return json.dumps(with_new(tree)).encode()
+        return sealed(with_new(tree))
 
     manifest = rewritten(store, layout.manifest_key(name), manifest_with_new)
 
@@ -49,7 +50,7 @@ def run() -> Store:
             for item in store.list_objects(layout.checkpoint_prefix(name))
             if item.key != layout.manifest_key(name)
         )
-        return json.dumps(with_new(tree)).encode()
+        return sealed(with_new(tree))
 
     rewritten(store, layout.LATEST_KEY, latest_with_new)
     return store

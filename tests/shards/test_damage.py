@@ -12,6 +12,7 @@ import torch
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, Documents
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.errors import CorruptError, DamagedError, SupersededError
 from raycheck.shards.progress import Progress
 from raycheck.shards.state import TrainState
@@ -154,8 +155,8 @@ class FlipsOnce(Around):
         super().__init__(inner)
         self.seen: set[object] = set()
 
-    def get(self, key: str):
-        got = self.inner.get(key)
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES):
+        got = self.inner.get(key, max_bytes)
         return replace(got, data=self._once(key, got.data))
 
     def get_range(self, key: str, start: int, stop: int):

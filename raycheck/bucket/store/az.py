@@ -6,13 +6,22 @@ time, and appears when its list of blocks is committed. Accounts with a hierarch
 of their own, marked by metadata; they are never shown as objects here.
 """
 
+import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_whole
+from raycheck.bucket.store.base import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    ChangedError,
+    Got,
+    Listed,
+    check_conditional_size,
+    check_whole,
+)
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import (
     REQUEST_TIMEOUT_S,
@@ -53,7 +62,7 @@ class AzStore(RemoteStore):
             "read_timeout": REQUEST_TIMEOUT_S,
         }
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(client: Any) -> Got:
             answers: list[Mapping[str, str]] = []
 
@@ -63,8 +72,11 @@ class AzStore(RemoteStore):
 
             stream = await self._blob(client, key).download_blob(raw_response_hook=note, **_AS_IT_IS, **self._options)
             self._check_object(key, stream.properties)
-            check_whole(self.uri, key, stream.size)
+            check_whole(self.uri, key, stream.size, max_bytes)
             data = await stream.readall()
+            said = stream.properties.content_settings.content_md5  # of what one request has put, by Azure itself
+            if said and bytes(said) != hashlib.md5(data, usedforsecurity=False).digest():
+                raise ChangedError
             # Over 32 MiB the rest comes in further answers, which the client ties to the first one's ETag.
             date = answers[0].get("Date")
             at = bucket_time(date)
@@ -158,7 +170,8 @@ class AzStore(RemoteStore):
         """One Put Blob: the client sends up to 64 MiB of bytes in a single request."""
 
         async def call(client: Any) -> None:
-            await self._blob(client, key).upload_blob(bytes(data), **condition, **self._options)
+            blob = self._blob(client, key)
+            await blob.upload_blob(bytes(data), validate_content=True, **condition, **self._options)
 
         return call
 

@@ -57,8 +57,12 @@ class Store(ABC):
     uri: str
 
     @abstractmethod
-    def get(self, key: str) -> Got:
-        """The whole object. Raises NotFoundError, and CorruptError, unread, above MAX_WHOLE_BYTES."""
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        """The whole object. Raises NotFoundError, and CorruptError, without reading on, above `max_bytes`.
+
+        Where the store says the checksum of what it holds, the bytes have it: others are asked for again, and are a
+        StoreError in the end.
+        """
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
@@ -137,10 +141,17 @@ def check_conditional_size(key: str, data: bytes) -> None:
         raise ConfigError(f"{key}: {len(data)} bytes; a conditional write carries at most {MAX_CONDITIONAL_BYTES}")
 
 
-def check_whole(uri: str, key: str, size_bytes: int) -> None:
+def check_whole(uri: str, key: str, size_bytes: int, max_bytes: int) -> None:
     """Contract of get."""
-    if size_bytes > MAX_WHOLE_BYTES:
-        raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, and no more than {MAX_WHOLE_BYTES} are read whole")
+    if size_bytes > max_bytes:
+        raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, more than the {max_bytes} that it may have")
+
+
+class ChangedError(Exception):
+    """The bytes that came are not those whose checksum the store says. They may be right the next time."""
+
+    def __init__(self) -> None:
+        super().__init__("what came is not what the store says it has: bytes were changed on their way")
 
 
 def check_length(uri: str, key: str, data: Buffer, start: int, stop: int) -> Buffer:

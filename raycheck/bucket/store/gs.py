@@ -15,7 +15,15 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, check_conditional_size, check_whole
+from raycheck.bucket.store.base import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    ChangedError,
+    Got,
+    Listed,
+    check_conditional_size,
+    check_whole,
+)
 from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import (
@@ -46,15 +54,17 @@ class GsStore(RemoteStore):
         self._api = Api(settings)
         self._extend_crc: Callable[[int, bytes], int] = optional_import("google_crc32c", extra="gs").extend
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(api: Api) -> Got:
             answer = await api.ask(
                 "GET",
                 self._object(key),
                 params={"alt": "media"},
                 needs=GET,
-                check=partial(check_whole, self.uri, key),
+                check=partial(check_whole, self.uri, key, max_bytes=max_bytes),
             )
+            if answer.crc32c not in (None, _encoded(self._crc(answer.data))):
+                raise ChangedError
             date = answer.headers.get("Date")
             at = bucket_time(date)
             return Got(answer.data, answer.headers["x-goog-generation"], at)

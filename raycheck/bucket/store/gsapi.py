@@ -7,12 +7,14 @@ an answer of 400 or more is a RefusedError, and the store says what that means.
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from multidict import MultiMapping
 
 from raycheck.bucket.store.remote import Pieces, optional_import
 from raycheck.errors import ConfigError, StoreError
@@ -30,6 +32,15 @@ class Answer:
 
     def json(self) -> Any:
         return json.loads(self.data)
+
+    @property
+    def crc32c(self) -> str | None:
+        """Of the whole object, in base64; None where the answer does not say it of the very bytes that came. There is
+        one such header per kind of checksum."""
+        if not isinstance(self.headers, MultiMapping) or "Content-Encoding" in self.headers:
+            return None
+        said = re.search(r"crc32c=([^, ]+)", ",".join(self.headers.getall("x-goog-hash", [])))
+        return said[1] if said else None
 
 
 class RefusedError(Exception):

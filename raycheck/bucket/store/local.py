@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from typing import IO, cast
 from uuid import uuid4
 
 from raycheck.bucket.store.base import (
+    MAX_WHOLE_BYTES,
     Buffer,
     Got,
     Listed,
@@ -25,7 +27,7 @@ from raycheck.bucket.store.base import (
     check_length,
     check_whole,
 )
-from raycheck.errors import ConflictError, NotFoundError, StoreError
+from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
 
 _HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
 _LOCK = f"{_HIDDEN}lock"
@@ -38,14 +40,15 @@ class LocalStore(Store):
         self.uri = uri
         self._root = Path(root)
 
-    def get(self, key: str) -> Got:
-        with self._errors(key):
-            check_whole(self.uri, key, self._path(key).stat().st_size)
-            data = self._path(key).read_bytes()
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        with self._errors(key), self._opened(key) as file:
+            check_whole(self.uri, key, os.fstat(file.fileno()).st_size, max_bytes)
+            data = file.read(max_bytes + 1)
+            check_whole(self.uri, key, len(data), max_bytes)  # it may grow while it is read
             return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        with self._errors(key), self._path(key).open("rb") as file:
+        with self._errors(key), self._opened(key) as file:
             data = os.pread(file.fileno(), stop - start, start)
             while data and len(data) < stop - start:  # one pread returns at most 2 GiB
                 more = os.pread(file.fileno(), stop - start - len(data), start + len(data))
@@ -56,10 +59,9 @@ class LocalStore(Store):
 
     def head(self, key: str) -> int:
         with self._errors(key):
-            path = self._path(key)
-            if path.is_dir():
-                raise FileNotFoundError(key)
-            return path.stat().st_size
+            found = self._path(key).stat()
+            self._check_file(key, found)
+            return found.st_size
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         for folder, _, names in os.walk(self._path(prefix)):
@@ -137,6 +139,19 @@ class LocalStore(Store):
         return self._root / key
 
     @contextmanager
+    def _opened(self, key: str) -> Iterator[IO[bytes]]:
+        """A file to be read, and nothing else: opening a pipe would wait for somebody to write into it."""
+        with open(self._path(key), "rb", opener=_without_waiting) as file:
+            self._check_file(key, os.fstat(file.fileno()))
+            yield file
+
+    def _check_file(self, key: str, found: os.stat_result) -> None:
+        if stat.S_ISDIR(found.st_mode):
+            raise FileNotFoundError(key)
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptError(f"{self.uri}: {key} is no file but a pipe, a socket or a device")
+
+    @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
         try:
             yield
@@ -173,6 +188,10 @@ class LocalStore(Store):
         with (self._root / _LOCK).open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _created(path: Path) -> IO[bytes]:

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator
 
 import fsspec
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Store, check_conditional_size, check_length, check_whole
+from raycheck.bucket.store.base import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    Got,
+    Listed,
+    Store,
+    check_conditional_size,
+    check_length,
+    check_whole,
+)
 from raycheck.errors import ConflictError, NotFoundError
 
 _lock = threading.RLock()  # one for the process, as fsspec's memory is
@@ -21,10 +30,10 @@ class MemoryStore(Store):
         self._root = root
         self._fs = fsspec.filesystem("memory")
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        check_whole(self.uri, key, self.head(key), max_bytes)
         with _lock:
             data = self._read(key)
-        check_whole(self.uri, key, len(data))
         return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:

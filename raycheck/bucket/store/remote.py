@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 
 from fsspec.asyn import get_loop
 
-from raycheck.bucket.store.base import Buffer, Store, check_length
+from raycheck.bucket.store.base import Buffer, ChangedError, Store, check_length
 from raycheck.bucket.store.deadline import CLEAN_UP_S, deadline, ends_by
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 
@@ -115,6 +115,8 @@ class RemoteStore(Store):
             return error, Repeat.NOTHING
         if isinstance(error, TimeoutError):
             return StoreError(f"{self.uri}: {key}: no answer in time"), Repeat.UNCONDITIONAL
+        if isinstance(error, ChangedError):
+            return StoreError(f"{self.uri}: {key}: {error}"), Repeat.UNCONDITIONAL
         return self._translate(key, error)
 
 

@@ -14,14 +14,24 @@ from typing import Any
 import s3fs
 
 from raycheck.bucket.checksum import crc32
-from raycheck.bucket.store.base import Buffer, Got, Listed, Range, Upload, check_conditional_size, check_whole
+from raycheck.bucket.store.base import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    ChangedError,
+    Got,
+    Listed,
+    Range,
+    Upload,
+    check_conditional_size,
+    check_whole,
+)
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.lending import CUTS
-from raycheck.bucket.store.remote import Pieces, RemoteStore, Repeat, bucket_time, send_parts
+from raycheck.bucket.store.remote import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, send_parts
 from raycheck.bucket.store.s3_client import session
 from raycheck.bucket.store.s3_errors import translate
-from raycheck.errors import ConflictError, NotFoundError, RaycheckError, StoreError
+from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 
@@ -54,16 +64,23 @@ class S3Store(RemoteStore):
         self._chain = chain or Chain(settings)
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(client: Any) -> Got:
-            answer = await client.get_object(**self._at(key))
-            data = await _body(answer, partial(check_whole, self.uri, key))
+            answer = await client.get_object(**self._at(key), ChecksumMode="ENABLED")
+            data = await _body(answer, partial(check_whole, self.uri, key, max_bytes=max_bytes))
+            said = answer.get("ChecksumCRC32", "-")
+            if "-" not in said and said != _crc_header(data):  # "-": made of the parts' checksums
+                raise ChangedError
             return Got(data, answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
         return self._run(key, call)
 
     async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
-        return await _body(await client.get_object(**self._at(key), Range=f"bytes={start}-{stop - 1}"))
+        def check(size: int) -> None:
+            if size > stop - start:
+                raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
+
+        return await _body(await client.get_object(**self._at(key), Range=f"bytes={start}-{stop - 1}"), check)
 
     def head(self, key: str) -> int:
         async def call(client: Any) -> int:
@@ -233,8 +250,14 @@ class _Body(Pieces):
 async def _body(answer: Mapping[str, Any], check: Callable[[int], None] = lambda _: None) -> bytes:
     """Closed also when it breaks off: its connection would stay open else. check: raises for too large a size."""
     async with answer["Body"] as body:
-        check(answer.get("ContentLength", 0))
-        return bytes(await body.read())
+        if "ContentLength" in answer:
+            check(answer["ContentLength"])
+            return bytes(await body.read())
+        data = bytearray()
+        async for piece in answer["Body"].iter_chunks(PIECE_BYTES):
+            data += piece
+            check(len(data))
+        return bytes(data)
 
 
 async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:

@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore.store import S3Store as Client
 
-from raycheck.bucket.store.base import Buffer, Got, Listed, Range, Store, Upload, check_length, check_whole
+from raycheck.bucket.store.base import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    Got,
+    Listed,
+    Range,
+    Store,
+    Upload,
+    check_length,
+    check_whole,
+)
 from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.bucket.store.lending import CUTS, Loan
@@ -53,16 +63,17 @@ class FastS3Store(Store):
 
         return S3Store(self.uri, bucket=self._bucket, prefix=self._prefix, settings=self._settings, chain=self._chain)
 
-    def get(self, key: str) -> Got:
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         if "through_s3fs" in self.__dict__ or self._client is None:
-            return self.through_s3fs.get(key)  # who has written needs the store's clock, and obstore does not tell it
+            # Who has written needs the store's clock, and obstore does not tell it.
+            return self.through_s3fs.get(key, max_bytes)
         try:
             answer = obstore.get(self._client, key)
-            check_whole(self.uri, key, answer.meta["size"])
+            check_whole(self.uri, key, answer.meta["size"], max_bytes)
             data, version = answer.bytes().to_bytes(), answer.meta["e_tag"] or ""
         except (obstore.exceptions.BaseError, OSError):
-            return self.through_s3fs.get(key)
-        return _Browsed(data, version, lambda: self.through_s3fs.get(key).at)
+            return self.through_s3fs.get(key, max_bytes)
+        return _Browsed(data, version, lambda: self.through_s3fs.get(key, max_bytes).at)
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
         if self._client is None or start == stop:
