@@ -172,12 +172,23 @@ def assert_follows(before: Latest | None, after: Latest) -> None:
     assert not {item.key for item in before.evicted} & {entry.key for entry in new}, "an evicted entry came back"
     forgotten = {item.key for item in before.evicted} - {item.key for item in after.evicted}
     assert not forgotten & after.held(), "a name was forgotten whose objects a live entry holds"
+    if after.finished != before.finished:
+        _assert_finished_or_moved(before, after)
     if after.attempt.number == before.attempt.number:
         _assert_same_attempt(before, after, new, gone)
     else:
         assert not new, "a claim commits nothing"
         assert not gone, "a claim evicts nothing"
         _assert_next_attempt(before, after)
+
+
+def _assert_finished_or_moved(before: Latest, after: Latest) -> None:
+    """Step 33: the end is that of the live attempt, in a swap that changes nothing else; what moves head takes it off."""
+    if after.finished is not None:
+        assert after.is_finished, "another attempt, or another checkpoint than the head, was called the end"
+        assert replace(after, counter=before.counter, finished=before.finished) == before, "an end changes nothing else"
+    else:
+        assert after.head != before.head or after.attempt.owner.startswith("rewind-"), "an end was forgotten"
 
 
 def _assert_same_attempt(before: Latest, after: Latest, new: list[Entry], gone: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Claim, commit, fence: what may become of `latest`. Step numbers are those of FORMAT.md.
+"""Claim, commit, finish, fence: what may become of `latest`. Step numbers are those of FORMAT.md.
 
 `latest` is a register only ever replaced by compare-and-swap. Why no two coordinators can both commit: a commit is
 one swap of the very body it was computed from, and that body must carry the committer's own attempt number and
@@ -16,7 +16,7 @@ from raycheck.bucket.catalog import directories
 from raycheck.bucket.checksum import READS, crc32
 from raycheck.bucket.document import dump
 from raycheck.bucket.edits import without
-from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest, fitted, listed_metrics
+from raycheck.bucket.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Finished, Latest, fitted, listed_metrics
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.register import Register, lost
@@ -80,6 +80,7 @@ def claim(
             body,
             owners=(*body.owners, me.owner) if new_owner else body.owners,
             head=head,
+            finished=body.finished if head == body.head else None,
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
@@ -114,6 +115,24 @@ def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
         return _taken_over(body, me)
 
     return register.swap(decide, what=f"take-over of group {group}").attempt
+
+
+def finish(register: Register, me: Identity, *, group: str) -> Latest:
+    """Step 33: `group`, whose ranks have all come to the end of training, is done, and the head is all that it leaves.
+
+    Raises SupersededError or FencedError when its attempt is over. May be repeated.
+    """
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        body = _there(register, body)
+        check_current(register, body, me)
+        if body.attempt.group != group:
+            raise SupersededError(f"group {group} is not the live one; attempt {body.attempt.number} is")
+        if body.is_finished:
+            return None
+        return replace(body, finished=Finished(attempt=body.attempt.number, key=body.head, at=now))
+
+    return register.swap(decide, what=f"end of the run in group {group}")
 
 
 def write_manifest(store: Store, manifest: Manifest) -> bytes:
@@ -185,6 +204,7 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, ru
         new = replace(
             body,
             head=manifest.key,
+            finished=None,
             live=(*body.live, entry),
             attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
         )

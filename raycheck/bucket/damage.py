@@ -41,7 +41,7 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
                 f"back to: {problem}. 'raycheck verify' says what is whole, 'raycheck rewind' makes it the head"
             )
         attempts = (*body.attempts[:-1], replace(current, restore_key=before.key))
-        moved = replace(body, head=before.key, attempts=attempts)
+        moved = replace(body, head=before.key, finished=None, attempts=attempts)
         bad = body.entry(key)
         return moved.with_entry(replace(bad, damaged=problem[:MAX_PROBLEM], pinned=True)) if bad else moved
 

@@ -36,7 +36,8 @@ class NewerFormatError(CorruptError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """Base of all documents. `unknown` holds fields of newer minor writers. is_long: has records of every rank, so
-    that it is written without a line for each of their fields. when_true: flags that are left out while False."""
+    that it is written without a line for each of their fields. when_true: fields that
+    are left out while they are False or None."""
 
     is_long: ClassVar[bool] = False
     when_true: ClassVar[frozenset[str]] = frozenset()

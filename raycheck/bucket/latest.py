@@ -65,12 +65,25 @@ class Attempt(Document):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Finished(Document):
+    """Attempt number `attempt` came to its end at `at` (bucket time) with all that it had to save in checkpoint `key`,
+    which was the head then; None when nothing was committed."""
+
+    attempt: int
+    key: str | None
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Latest(Document):
     """The body of `latest`. `attempts` lists the newest 50, the live one last; `owners` lists all owners ever.
 
     proven: the highest attempt whose claim was answered, None before the first. Only then does its group save, so a
-    directory of a higher attempt means that `latest` was lost (step 10).
+    directory of a higher attempt means that `latest` was lost (step 10). finished: the run's end, until it goes on or
+    back (step 33).
     """
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"finished"})
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -81,6 +94,7 @@ class Latest(Document):
     head: str | None
     live: tuple[Entry, ...] = ()
     evicted: tuple[Evicted, ...] = ()
+    finished: Finished | None = None
 
     def __post_init__(self) -> None:
         keys = [entry.key for entry in self.live]
@@ -88,6 +102,7 @@ class Latest(Document):
             *keys,
             *(item.key for item in self.evicted),
             *(ref for entry in self.live for ref in entry.refs),
+            *((self.finished.key,) if self.finished and self.finished.key else ()),
         ]
         bad = [name for name in names if CheckpointName.parse(name) is None]
         if bad:
@@ -104,6 +119,16 @@ class Latest(Document):
     @property
     def attempt(self) -> Attempt:
         return self.attempts[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the live attempt has come to its end. One that was claimed since has begun the run again."""
+        return self.finished is not None and self.finished.attempt == self.attempt.number and self.ends_with(self.head)
+
+    def ends_with(self, key: str | None) -> bool:
+        """Whether an attempt came to its end with checkpoint `key`, and nothing was committed or decided since. A body
+        that an older raycheck moved on may still name an end that lies behind its head."""
+        return self.finished is not None and self.finished.key == self.head == key
 
     def entry(self, key: str) -> Entry | None:
         """The live entry `key`, or None when it is not live (evicted, or never committed)."""

@@ -1,11 +1,13 @@
-"""Two small documents per attempt, for people: `attempts/NNNNNN.json`, what it was and why it ended, once it is over
-(a repair reads it too); `attempts/NNNNNN.start.json`, how it went on from the one before, and what that one's end cost.
+"""Two small documents per attempt, for people: `attempts/NNNNNN.json`, what it was and why it ended, once it is over;
+`attempts/NNNNNN.start.json`, how it went on from the one before, and what that one's end cost. A repair and
+`raycheck submit` read the first one, too.
 
 Each is written once. Nothing in a running system depends on them.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from raycheck.bucket import layout
 from raycheck.bucket.document import FORMAT_VERSION, Document, dump, load
@@ -19,13 +21,17 @@ MAX_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record(Document):
-    """An ended attempt."""
+    """An ended attempt. ended_by_attempt: the one that was claimed after it, or itself when its own driver gave the run
+    up. is_final: the driver said that another start of the same script would end in the same way."""
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"is_final"})
 
     format_version: int = FORMAT_VERSION
     attempt: Attempt
     ended_by_attempt: int
     ended_at: float
     cause: str
+    is_final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +80,21 @@ def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str) -> bool
     """Write the record, once. Whether it could be written."""
     record = Record(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
     return _put(store, layout.attempt_key(ended.number), record)
+
+
+def record_failure(store: Store, ended: Attempt, *, at: float, cause: str, is_final: bool) -> bool:
+    """Write the record of an attempt whose driver gives the run up, once. Whether it could be written."""
+    record = Record(attempt=ended, ended_by_attempt=ended.number, ended_at=at, cause=cause, is_final=is_final)
+    return _put(store, layout.attempt_key(ended.number), record)
+
+
+def read_record(store: Store, number: int) -> Record | None:
+    """The record of an attempt; None when it has none that can be read. Raises StoreError."""
+    key = layout.attempt_key(number)
+    try:
+        return load_record(store.get(key).data, what=f"{store.uri}: {key}")
+    except (NotFoundError, CorruptError):
+        return None
 
 
 def record_resume(store: Store, resume: Resume) -> bool:

@@ -82,6 +82,7 @@ def repair(store: Store) -> Repaired:
         owners=tuple(owners),
         attempts=(by_hand(owner, number, restore_key=head, now=live[-1].committed_at),),
         head=head,
+        finished=old.finished if old and old.ends_with(head) else None,
         live=tuple(live),
         evicted=old.evicted if old else (),
     )

@@ -37,6 +37,7 @@ def rewind(register: Register, key: str) -> Latest:
             body.with_entry(replace(entry, damaged=None)),
             owners=(*body.owners, owner),
             head=key,
+            finished=None,  # whoever rewinds means to train on from there, be it the run's end
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),
         )
 

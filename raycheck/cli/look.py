@@ -9,6 +9,7 @@ from rich.text import Text
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.record import Resume, resumes
+from raycheck.bucket.status import read_status
 from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size, time_of
 from raycheck.errors import NotFoundError
 from raycheck.run import Run, open_run
@@ -32,6 +33,7 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
         row = (mark, str(entry.step), entry.key, size(entry.size_bytes), time_of(entry.committed_at), metrics)
         table.add_row(*map(Text, row))
     out.print(table)
+    out.print(Text(f"\n{read_status(run.store).text}"), soft_wrap=True)
 
 
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
@@ -44,13 +46,16 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         | {"resume": _fields(began[item.number]) if item.number in began else None}
         for item in run.latest.attempts
     ]
-    facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head, "attempts": attempts}
+    status = read_status(run.store)
+    facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head}
+    facts |= {"state": status.state, "state_at": status.at, "state_text": status.text, "attempts": attempts}
     if checkpoint is not None:
         facts["checkpoint"] = _facts(run, checkpoint) | _details(checkpoint)
     if as_json:
         print_json(facts)
         return
-    out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints\n"))
+    out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
+    out.print(Text(f"{status.text}\n"), soft_wrap=True)
     table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", box=None, pad_edge=False)
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"

@@ -6,7 +6,6 @@ For copies from an accelerator the memory is page-locked instead, which touches 
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import sys
 import threading
@@ -81,13 +80,12 @@ def _populate() -> "ctypes._NamedFuncPointer | None":
 
 
 def check_fits(size_bytes: int, available: int | None) -> None:
-    """Say what is about to be claimed. Raises ConfigError when it cannot fit; None for available: not known here."""
+    """Raises ConfigError when so much cannot be claimed; None for available: not known here."""
     if available is not None and size_bytes > available:
         raise ConfigError(
             f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
             "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
         )
-    logging.getLogger("raycheck").info("staging buffer: %d bytes of host memory", size_bytes)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -5,6 +5,7 @@ are a component of their own, written only when they hold something else than at
 refers to the one that has them.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,7 +170,9 @@ class Components:
         stagers = [(stager, pieces.get(TRAIN, ())) for stager in self._train]
         if self._found is None:  # else it will hardly be written
             stagers += [(self._stager(name), own) for name, own in pieces.items() if name != TRAIN]
-        check_fits(sum(stager.wanted(own, world_size=world_size) for stager, own in stagers), available_bytes())
+        size_bytes = sum(stager.wanted(own, world_size=world_size) for stager, own in stagers)
+        check_fits(size_bytes, available_bytes())
+        logging.getLogger("raycheck").info("rank %d: staging buffer, %d bytes of host memory", self._rank, size_bytes)
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
 

@@ -37,8 +37,8 @@ from raycheck.train.chronicle import Chronicle
 from raycheck.train.exports import Exports
 from raycheck.train.farewell import Farewell
 from raycheck.train.lifeline import Pulse
-from raycheck.train.log import logger, show_log
-from raycheck.train.meeting import Arrival, Claim, Meeting, Outcome, PendingSave, Restoring, Ruling, Verdict
+from raycheck.train.log import logger, name_of, show_log
+from raycheck.train.meeting import Arrival, Claim, End, Meeting, Outcome, PendingSave, Restoring, Ruling, Verdict
 from raycheck.train.tidying import Tidier
 
 WAIT_S = 10.0
@@ -63,6 +63,7 @@ class Coordinator:
         self._saves: dict[tuple[str, int], PendingSave] = {}
         self._agreements: dict[tuple[str, int], Meeting] = {}
         self._restorings: dict[tuple[str, str], Restoring] = {}
+        self._ends: dict[str, End] = {}
         self._plans = Plans()
         self._probed = False
         self._exports = Exports(self._store, uri)
@@ -82,6 +83,7 @@ class Coordinator:
                 self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
                 self._agreements.clear()
                 self._restorings.clear()
+                self._ends.clear()
                 self._tidier.claimed()
             return self._claims[group]
 
@@ -154,6 +156,28 @@ class Coordinator:
         """Wait a while for exports under way, that of a checkpoint excepted; returns how many are left."""
         return await self._exports.wait(WAIT_S, but)
 
+    async def finish(self, group: str, rank: int, world_size: int) -> list[int]:
+        """Take a rank's word that it has come to the end of training, with all that it had to save committed. Rank 0
+        waits a while until all have and `latest` says so (33). Returns the ranks that are missing; none: it is done."""
+        await self._adopt(group)
+        end = self._ends.setdefault(group, End())
+        end.come(rank, world_size, lambda: self._finish(group))
+        if rank:
+            return []
+        await asyncio.wait([end.put_down], timeout=WAIT_S)
+        if end.put_down.done():
+            end.put_down.result()
+            return []
+        return sorted(set(range(world_size)) - end.ranks) or [0]
+
+    async def failed(self, cause: str, is_final: bool) -> None:
+        """The driver gives the run up for `cause`. is_final: the same script would fail in the same way again."""
+        await asyncio.to_thread(self._fail, cause, is_final=is_final)
+
+    async def has_trained(self) -> bool:
+        """Whether any group of this driver has completed a step."""
+        return self._chronicle.has_trained
+
     async def beat(self, group: str, pulse: Pulse) -> bool:
         """How far rank 0 is. Whether it should save soon, since Ray is about to change the group."""
         self._chronicle.beat(group, pulse)
@@ -188,12 +212,17 @@ class Coordinator:
         """Step 26."""
         problem = f"rank {verdict.rank}: {verdict.damage}"
         entry, documents = await asyncio.to_thread(self._go_back, verdict, problem)
-        claim = replace(self._claims[verdict.group], restore=entry, documents=documents)
+        claim = replace(self._claims[verdict.group], restore=entry, documents=documents, is_finished=False)
         self._claims[verdict.group] = claim
         return Ruling(kind="again", claim=claim, message=problem)
 
     def _go_on(self, verdict: Verdict, arrivals: list[Arrival]) -> Ruling:
         return Ruling(kind="done", resume=self._chronicle.resumed(self._claims[verdict.group].restore, arrivals))
+
+    async def _finish(self, group: str) -> None:
+        """Step 33."""
+        body = await asyncio.to_thread(protocol.finish, self._register, self._me, group=group)
+        self._chronicle.finished(body)
 
     def _forget_before(self, report: Report) -> None:
         for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 2]:
@@ -209,14 +238,17 @@ class Coordinator:
         )
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
-        self._chronicle.claimed(ended, attempt, entry)
+        body, _ = self._register.look()
+        had_finished = ended is not None and before is not None and before[0].is_finished
+        self._chronicle.claimed(ended, attempt, entry, had_finished=had_finished)
         if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
-            logger.warning("run %s: latest is nearly full; keep fewer checkpoints (raycheck prune)", self._uri)
+            logger.warning("%s: latest is nearly full; keep fewer checkpoints (raycheck prune)", name_of(self._uri))
         return Claim(
             attempt=attempt.number,
             restore=entry,
             documents=self._documents(entry) if entry else [],
             claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
+            is_finished=body.ends_with(attempt.restore_key),
         )
 
     def _take_over(self, group: str) -> int:
@@ -226,11 +258,16 @@ class Coordinator:
             self._chronicle.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
         return attempt.last_save
 
+    def _fail(self, cause: str, *, is_final: bool) -> None:
+        found = self._register.read()
+        if found is not None and found[0].attempt.owner == self._me.owner and not found[0].is_finished:
+            self._chronicle.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
+
     def _go_back(self, verdict: Verdict, problem: str) -> tuple[Entry, list[Any]]:
         entry = go_back(self._register, self._me, group=verdict.group, key=verdict.key, problem=problem)
         logger.error(
-            "run %s: %s is DAMAGED and was marked so; it is kept for inspection. Restoring %s instead. %s",
-            self._uri,
+            "%s: %s is DAMAGED and was marked so; it is kept for inspection. Restoring %s instead. %s",
+            name_of(self._uri),
             verdict.key,
             entry.key,
             problem,
@@ -242,7 +279,7 @@ class Coordinator:
         try:
             return [ray.put(Checkpoint(self._store, entry).read_documents())]
         except (RaycheckError, ray.exceptions.RayError) as error:
-            logger.warning("run %s: each rank reads the index of %s: %s", self._uri, entry.key, error)
+            logger.warning("%s: each rank reads the index of %s: %s", name_of(self._uri), entry.key, error)
             return []
 
     def _probe(self) -> None:

@@ -11,7 +11,7 @@ from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
 from raycheck.train.group import Group
 from raycheck.train.heart import Watch
-from raycheck.train.log import logger
+from raycheck.train.log import logger, name_of
 from raycheck.train.saver import Saver
 
 WAIT_TIMEOUT_S = 3600.0
@@ -72,14 +72,14 @@ class Exporting:
             self._ask("export", *last, self._settings)
         while (left := self._ask("wait_for_exports", but)) and self._watch.over is None:
             if time.monotonic() > began + WAIT_TIMEOUT_S:
-                logger.warning("run %s: %d exports are not waited for any more", self._group.uri, left)
+                logger.warning("%s: %d exports are not waited for any more", name_of(self._group.uri), left)
                 return
         if not self._group.rank and (seconds := time.monotonic() - began) > WORTH_SAYING_S:
-            logger.info("run %s: waited %.1f s for exports", self._group.uri, seconds)
+            logger.info("%s: waited %.1f s for exports", name_of(self._group.uri), seconds)
 
     def _ask(self, method: str, *args: object) -> int:
         try:
             return int(self._group.ask(method, *args, timeout_s=ASK_TIMEOUT_S, what="exports"))
         except (StoreError, RayError) as error:
-            logger.warning("run %s: exports may be missing: %s", self._group.uri, error)
+            logger.warning("%s: exports may be missing: %s", name_of(self._group.uri), error)
             return 0

@@ -27,7 +27,7 @@ from raycheck.errors import NotFoundError, StoreError
 from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
 from raycheck.storage_settings import kind_of
-from raycheck.train.log import logger
+from raycheck.train.log import logger, name_of
 from raycheck.train.ray_calls import results
 
 
@@ -54,14 +54,16 @@ class Exports:
         except Exception as error:  # noqa: BLE001  the checkpoint is committed, whatever becomes of its export
             problem = str(error)
         if entry is None:
-            logger.warning("run %s: %s was not exported: %s", self._store.uri, key, problem)
+            logger.warning("%s: %s was not exported: %s", name_of(self._store.uri), key, problem)
             return
         with self._lock:
             if key in self._begun:
                 return
             for earlier, (future, _) in self._begun.items():
                 if not future.cancelled() and future.cancel():
-                    logger.warning("run %s: %s is not exported: the next one is due already", self._store.uri, earlier)
+                    logger.warning(
+                        "%s: %s is not exported: the next one is due already", name_of(self._store.uri), earlier
+                    )
             self._begun[key] = self._thread.submit(self._export, entry, progress, settings), entry.refs
 
     @property
@@ -92,16 +94,16 @@ class Exports:
         began = time.monotonic()
         try:
             if job.is_done():
-                logger.info("run %s: %s is there already, and stays as it is", self._store.uri, job.prefix)
+                logger.info("%s: %s is there already, and stays as it is", name_of(self._store.uri), job.prefix)
                 return
             (size,) = results([_on(job.nodes[0], _export).remote(job)])
         except Exception as error:  # noqa: BLE001  whatever it was, it is this export that failed, and nothing else
             cause = getattr(error, "cause", None) or error  # of Ray's error for what is none of raycheck's
             text = f"{type(cause).__name__}: {cause}"
-            logger.warning("run %s: %s was not exported to %s: %s", self._store.uri, entry.key, job.prefix, text)
+            logger.warning("%s: %s was not exported to %s: %s", name_of(self._store.uri), entry.key, job.prefix, text)
         else:
             text = f"{size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s"
-            logger.info("run %s: exported %s to %s, %s", self._store.uri, entry.key, job.prefix, text)
+            logger.info("%s: exported %s to %s, %s", name_of(self._store.uri), entry.key, job.prefix, text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

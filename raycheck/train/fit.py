@@ -1,12 +1,13 @@
 """`raycheck.fit`: trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
 
 import os
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 import ray
 from ray.exceptions import ActorDiedError
-from ray.train import FailureConfig, TrainingFailedError
+from ray.train import FailureConfig, Result, TrainingFailedError
 
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.commit import check_resume
@@ -19,10 +20,13 @@ from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_calls import call
 from raycheck.train.ray_names import (
+    causes_of,
     final_error,
     guards,
     keep_collectives_whole,
+    mistake_behind,
     refuse_unsupported,
+    release_nodes_of,
 )
 from raycheck.train.ray_storage import ray_storage, storage_uri
 from raycheck.train.signals import saves_on_signals
@@ -31,9 +35,10 @@ MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
 COLLECTIVE_TIMEOUT_S = 1800
 SAVE_NOW_S = 600.0
+PUT_DOWN_S = 30.0
 
 
-def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None) -> Any:
+def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None) -> Result:
     """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
 
     resume: "auto" goes on from the run's head, or starts; "never" refuses a run that has checkpoints; "must" refuses
@@ -47,7 +52,8 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     three times the last save at most. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is
     started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume,
     FencedError when another driver has taken the run over, and Ray's TrainingFailedError for everything else that ends
-    a run.
+    a run; but a mistake in the program (`ray_names.MISTAKES`: AttributeError, TypeError, ImportError and the like) is
+    raised as it is and at once when this call has not completed a step by then, since another try would end alike.
     """
     show_log()
     refuse_unsupported(trainer)
@@ -66,14 +72,24 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     try:
         with ray_storage(config, where), saves_on_signals(lambda: _save_now(coordinator)):
             return _fit_again(trainer)
-    except TrainingFailedError as error:
-        final = final_error(error)
+    except BaseException as error:
+        final = (final_error(error) or mistake_behind(error)) if isinstance(error, TrainingFailedError) else None
+        _put_down(coordinator, error, final)
         if final is not None:
             raise final from error
         raise
     finally:
         config.callbacks = callbacks
         ray.kill(coordinator)
+
+
+def _put_down(coordinator: Any, error: BaseException, final: BaseException | None) -> None:
+    """Why this driver gives the run up goes into the attempt's record: else nobody could tell it from one that died."""
+    said = final or error
+    lines = causes_of(getattr(said, "worker_failures", {}))
+    cause = "; ".join(lines) or f"{type(said).__name__}: {said}".partition("\n")[0]
+    with suppress(Exception):
+        call(coordinator.failed, cause, final is not None, timeout_s=PUT_DOWN_S)
 
 
 def _save_now(coordinator: Any) -> bool:
@@ -97,15 +113,18 @@ def checked_resume(resume: str | int, store: Store, storage: StorageSettings | N
     return resume
 
 
-def _fit_again(trainer: Any) -> Any:
+def _fit_again(trainer: Any) -> Result:
     """The controller is never restarted by Ray, and its death is not a TrainingFailedError."""
     for left in reversed(range(CONTROLLER_RETRIES + 1)):
         try:
-            return trainer.fit()
-        except ActorDiedError:
+            result: Result = trainer.fit()
+        except ActorDiedError as error:
+            release_nodes_of(str(error.actor_id))
             if not left:
                 raise
             logger.warning("Ray Train's controller died; starting it again (%d more times)", left)
+        else:
+            return result
     raise AssertionError("unreachable: the last round returns or raises")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from raycheck.bucket.latest import Attempt, Entry
-from raycheck.bucket.record import Resume
+from raycheck.bucket.record import Record, Resume
 from raycheck.train.meeting import Arrival
 
 MAX_CAUSE = 500
@@ -32,7 +32,9 @@ class Pulse:
 
 
 class Lifeline:
-    """Of one live group at a time. cause: why the attempt before it ended. pulse: its newest word."""
+    """Of one live group at a time. cause: why the attempt before it ended. pulse: its newest word. has_trained: whether
+    any group of this driver has completed a step, as far as this process can tell: a coordinator that was started again
+    takes it for granted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,28 +43,36 @@ class Lifeline:
         self._began = 0.0
         self._reached: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
+        self._has_lost_nothing = False
         self.cause = ""
         self._hurts: list[str] = []
         self.pulse: Pulse | None = None
+        self.has_trained = False
 
     @property
     def now(self) -> float:
         """By the store's clock, as far as the claim and this process's clock tell."""
         return self._began + self._clock()
 
-    def claimed(self, before: Attempt | None, attempt: Attempt, *, now: float) -> None:
-        """`attempt` is the live one, after `before` has ended. now: by the store's clock."""
+    def claimed(
+        self, before: Attempt | None, attempt: Attempt, *, now: float, record: Record | None = None, had_finished: bool
+    ) -> None:
+        """`attempt` is the live one, after `before` has ended. now: by the store's clock. record: what the driver of
+        `before` said about its end. had_finished: `before` had come to the end of training."""
         is_ours = self._attempt is not None and before is not None and before.group == self._attempt.group
+        self.has_trained |= self._attempt is None and before is not None and before.owner == attempt.owner
         # An attempt that ended before it had restored has lost nothing itself: what the one before lost is still lost.
         self._last = (self._reached or self._last) if is_ours else None
         self._reached = None
-        self.cause = _cause(before, attempt, self._hurts) if before else ""
+        self._has_lost_nothing = had_finished
+        self.cause = _cause(before, attempt, self._hurts, record, had_finished=had_finished) if before else ""
         self._attempt, self._before, self._began = attempt, before, now - self._clock()
         self.pulse, self._hurts = None, []
 
     def beat(self, group: str, pulse: Pulse) -> None:
         if self._attempt is not None and group == self._attempt.group:  # a word of a group that is gone may come late
             self.pulse = pulse
+            self.has_trained |= self._reached is None or pulse.step > self._reached[0]
             self._reached = pulse.step, pulse.trained_s
 
     def hurt(self, causes: Iterable[str]) -> None:
@@ -73,6 +83,8 @@ class Lifeline:
         """How the live attempt went on, once all its ranks have restored `entry`, by rank. None for a run's first."""
         first = arrivals[0] if arrivals else Arrival()
         last, self._reached = self._last, (first.step, first.trained_s)
+        if self._has_lost_nothing:
+            last = self._reached
         if self._attempt is None or self._before is None:
             return None
         return Resume(
@@ -92,9 +104,13 @@ class Lifeline:
         )
 
 
-def _cause(before: Attempt, by: Attempt, hurts: Sequence[str]) -> str:
+def _cause(before: Attempt, by: Attempt, hurts: Sequence[str], record: Record | None, *, had_finished: bool) -> str:
+    if had_finished:
+        return "it had finished"
     if before.owner != by.owner:
-        return "another driver took over" if before.world_size else "the run was rewound, repaired or copied"
+        if not before.world_size or not before.number:
+            return "the run was rewound, repaired or copied"
+        return f"its driver gave up: {record.cause}" if record else "its driver was killed or replaced by another one"
     if hurts:
         return "; ".join(hurts)[:MAX_CAUSE]
     if before.world_size != by.world_size:

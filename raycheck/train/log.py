@@ -5,6 +5,11 @@ import logging
 logger = logging.getLogger("raycheck")
 
 
+def name_of(uri: str) -> str:
+    """How log lines name a run: by its name alone. The line of a claim has the URI, and so do errors of the store."""
+    return f"run {uri.partition('?')[0].rstrip('/').rpartition('/')[2]}"
+
+
 def show_log() -> None:
     """Print INFO to stderr where nobody has configured logging at all, as in Ray's worker processes, whose output Ray
     hands on to the driver. Whoever configures `raycheck` or the root logger is left alone."""

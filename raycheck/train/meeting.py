@@ -21,13 +21,15 @@ OnCorrupt = Literal["previous", "raise"]
 class Claim:
     """The answer to a claim: the attempt's number, and the one checkpoint all ranks restore (None: start fresh).
     documents: Ray's reference to those of it, in a list; empty when each rank has to read them itself. claims: when the
-    run's listed attempts began, this one last. resume: how it goes on when there is nothing to restore."""
+    run's listed attempts began, this one last. resume: how it goes on when there is nothing to restore. is_finished:
+    with that checkpoint the run had come to its end."""
 
     attempt: int
     restore: Entry | None
     documents: list[Any]
     claims: tuple[float, ...]
     resume: Resume | None = None
+    is_finished: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,28 @@ class PendingSave:
             then()
         except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
             self.outcome.set_exception(error)
+
+
+class End:
+    """The ranks that have come to the end of training, until all have and `latest` says so."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.put_down: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    def come(self, rank: int, world_size: int, put_down: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """put_down: called once, when this is the last rank."""
+        self.ranks.add(rank)
+        if len(self.ranks) == world_size and self._task is None:
+            self._task = asyncio.create_task(self._run(put_down()))
+
+    async def _run(self, put_down: Coroutine[Any, Any, None]) -> None:
+        try:
+            await put_down
+            self.put_down.set_result(None)
+        except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
+            self.put_down.set_exception(error)
 
 
 class Meeting:

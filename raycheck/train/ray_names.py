@@ -7,13 +7,14 @@ context's innards.
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 import ray.train
 import ray.util.client
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train import UserCallback
+from ray.train import TrainingFailedError, UserCallback
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.train.log import logger
@@ -25,12 +26,30 @@ except ImportError:
     ControllerCallback = object  # type: ignore[assignment,misc]
 
 MAX_FAREWELL_S = 600.0
+ASK_S = 30.0
 _DIED, _TAKEN = "its process died", "its node was taken away"
 T = TypeVar("T")
 
 
+MISTAKES = (
+    AttributeError,
+    ImportError,
+    IndentationError,
+    ModuleNotFoundError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TabError,
+    TypeError,
+    UnboundLocalError,
+)
+"""Errors that say that a program is wrong, whatever runs it: these types themselves, and no subclass that a library has
+made of them. A ValueError, KeyError, OSError or RuntimeError may as well come from data, the network or a device."""
+
+
 class RunGuard(UserCallback):
-    """In the controller: ends the run on errors that a restart cannot cure, which Ray would retry for ever.
+    """In the controller: ends the run on errors that a restart cannot cure, which Ray would retry for ever. These are
+    raycheck's own that say so, and under `raycheck.fit` a mistake in the user's program before any step was completed.
 
     Raising from a callback is Ray's only way to stop a run whatever `max_failures` says; this is the one place where
     raycheck wants that. It also carries the coordinator's handle and the run's URI from `fit` to the workers.
@@ -49,6 +68,15 @@ class RunGuard(UserCallback):
             final = final_error(error)
             if final is not None:
                 raise final
+        mistake = mistake_in(worker_exceptions)
+        if mistake is not None and self.coordinator is not None and not self._has_trained():
+            raise mistake
+
+    def _has_trained(self) -> bool:
+        """Taken for granted while the coordinator does not say."""
+        with suppress(Exception):
+            return bool(ray.get(self.coordinator.has_trained.remote(), timeout=ASK_S))
+        return True
 
 
 class ControllerGuard(ControllerCallback):
@@ -91,6 +119,39 @@ def _cause_of(rank: int, error: BaseException) -> str:
         return f"rank {rank}: {_TAKEN if getattr(inner, 'preempted', False) else _DIED}"
     text = str(inner).strip().partition("\n")[0][:200]
     return f"rank {rank}: {type(inner).__name__}: {text}"
+
+
+def mistake_in(errors: Mapping[int, BaseException]) -> Exception | None:
+    """The error of a rank that says that the user's program is wrong, in Ray's wrapper, which has its traceback. None
+    when there is none, and when a rank's process is gone: the others' errors may follow from that."""
+    if not all(hasattr(error, "_base_exc") for error in errors.values()):
+        return None
+    found = (error for error in errors.values() if type(getattr(error, "_base_exc", None)) in MISTAKES)
+    return cast("Exception | None", next(found, None))
+
+
+def mistake_behind(error: TrainingFailedError) -> BaseException | None:
+    """The user's own error, when it is for that mistake that the guard has ended the run."""
+    failure = getattr(error, "controller_failure", None)
+    mistake: BaseException | None = getattr(failure, "_base_exc", None)
+    return mistake if type(mistake) in MISTAKES else None
+
+
+def release_nodes_of(controller_id: str) -> None:
+    """Remove the placement groups of a controller that died. Ray's own cleaner of them asks the dashboard: where none
+    runs they would hold the nodes until the job ends, and the next controller would wait for ever."""
+    try:
+        from ray._private.state import state
+        from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]
+
+        accessor = state._connect_and_get_accessor()  # noqa: SLF001
+        table = [PlacementGroupTableData.FromString(row) for row in accessor.get_placement_group_table()]
+    except (ImportError, AttributeError, ray.exceptions.RayError) as error:
+        logger.warning("the nodes of Ray Train's dead controller may stay taken: %s", error)
+        return
+    for group in table:
+        if group.creator_actor_id.hex() == controller_id and group.state != PlacementGroupTableData.REMOVED:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
 def keep_collectives_whole(failures: Any) -> bool:

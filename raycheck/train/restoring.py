@@ -17,7 +17,7 @@ from raycheck.shards.restored import Restored, RestoreReport
 from raycheck.shards.selection import Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.group import Group
-from raycheck.train.log import logger
+from raycheck.train.log import logger, name_of
 from raycheck.train.meeting import Arrival, Claim, OnCorrupt, Ruling, Verdict
 
 RESTORE_TIMEOUT_S = 3600.0
@@ -32,7 +32,8 @@ class At:
     as `end_step` was told so far. checkpoint: the name of what was restored, None when fresh. attempt: this life of the
     worker group. saved_world_size: ranks that wrote it. seconds, bytes_fetched, tensors: of this rank's restore. rng:
     what was done about random state. report: what was restored, and what was not. resume: what the end of the attempt
-    before cost, None in a run's first.
+    before cost, None in a run's first. is_finished: the run had come to its end with what was restored, by leaving the
+    Checkpointer's block without an exception on all ranks; a loop that goes on from here trains more, or nothing.
     """
 
     step: int = 0
@@ -50,6 +51,7 @@ class At:
     rng: str = "untouched"
     report: RestoreReport = field(default_factory=RestoreReport)
     resume: Resume | None = None
+    is_finished: bool = False
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class At:
             rng=rng,
             report=done.report,
             resume=resume,
+            is_finished=claim.is_finished and not done.report.skipped,  # what was left out is to be trained anew
         )
 
 
@@ -112,7 +115,7 @@ def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -
     before, now = set(manifest.settings), set(settings.chosen)
     if before != now and not group.rank:
         texts = [", ".join(sorted(said)) or "defaults" for said in (now - before, before - now)]
-        logger.info("run %s: settings since %s: now %s, before %s", group.uri, manifest.key, *texts)
+        logger.info("%s: settings since %s: now %s, before %s", name_of(group.uri), manifest.key, *texts)
 
 
 def _arrival(done: Restored, seconds: float) -> Arrival:

@@ -18,7 +18,7 @@ from raycheck.train import ray_names
 from raycheck.train.group import Group
 from raycheck.train.interval import Interval
 from raycheck.train.leaving import Leaving
-from raycheck.train.log import logger
+from raycheck.train.log import logger, name_of
 
 RAY_REPORT_PAUSE_S = 5.0
 """Two of Ray's reports within 2 s block the training loop."""
@@ -210,7 +210,9 @@ class Rhythm:
             is_busy = not self._hear(word, step=step).save
         self.skipped += is_busy
         if is_busy and self._group.rank == 0:
-            logger.warning("run %s: step %d is not saved: the save before it is still under way", self._group.uri, step)
+            logger.warning(
+                "%s: step %d is not saved: the save before it is still under way", name_of(self._group.uri), step
+            )
         return not is_busy
 
     def _sync(self, step: int, *, is_busy: bool, busy_s: float) -> None:
@@ -251,7 +253,7 @@ class Rhythm:
             )
         save = self._leaving.fits(save_s=self._save_s, busy_s=busy_s)
         then = "saving" if save else "too little time for a save; one that is under way goes on"
-        logger.warning("run %s: a node of this group is about to go; step %d: %s", self._group.uri, step, then)
+        logger.warning("%s: a node of this group is about to go; step %d: %s", name_of(self._group.uri), step, then)
         return save
 
     def _time_due(self, *, is_busy: bool) -> Due | None:

@@ -24,7 +24,7 @@ from raycheck.shards.progress import Progress
 from raycheck.shards.report import Report
 from raycheck.shards.state import TrainState
 from raycheck.train.group import Group
-from raycheck.train.log import logger
+from raycheck.train.log import logger, name_of
 from raycheck.train.meeting import Outcome
 from raycheck.train.metrics import numbers_of
 from raycheck.train.rhythm import Due
@@ -229,7 +229,7 @@ class Saver:
             self.pointed = key
         except RaycheckError as error:
             logger.warning(
-                "run %s: %s is committed, but Ray's pointer was not written: %s", self._group.uri, key, error
+                "%s: %s is committed, but Ray's pointer was not written: %s", name_of(self._group.uri), key, error
             )
 
     def stop(self) -> None:
@@ -295,6 +295,6 @@ class Saver:
         if number == self.saves:  # else a later one is in flight
             self.saved_step = -1
         if self._group.rank == 0:  # all ranks are told the same outcome
-            logger.warning("run %s: save failed (%d in a row): %s", self._group.uri, self._failures, message)
+            logger.warning("%s: save failed (%d in a row): %s", name_of(self._group.uri), self._failures, message)
         if self._failures >= self._settings.max_failed_saves:
             raise SaveFailedError(f"{self._failures} failed save(s) in a row, the last: {message}")

@@ -7,7 +7,7 @@ from raycheck.bucket.register import Register
 from raycheck.bucket.sweep import GRACE_S, MAX_EVICTED, prune, sweep
 from raycheck.errors import RaycheckError
 from raycheck.train.exports import Exports
-from raycheck.train.log import logger
+from raycheck.train.log import logger, name_of
 
 
 class Tidier:
@@ -42,12 +42,12 @@ class Tidier:
         try:
             prune(self._register, spare=self._exports.keys)
         except RaycheckError as error:
-            logger.warning("run %s: dropped checkpoints could not be deleted yet: %s", store.uri, error)
+            logger.warning("%s: dropped checkpoints could not be deleted yet: %s", name_of(store.uri), error)
         if not self._must_sweep:
             return
         self._must_sweep = False
         try:
             for item in sweep(store):
-                logger.info("run %s: deleted %s (%s)", store.uri, item.name, item.reason)
+                logger.info("%s: deleted %s (%s)", name_of(store.uri), item.name, item.reason)
         except RaycheckError as error:
-            logger.warning("run %s: what torn saves left could not be deleted: %s", store.uri, error)
+            logger.warning("%s: what torn saves left could not be deleted: %s", name_of(store.uri), error)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import NoReturn, Self, get_args
 
-from raycheck.errors import ConfigError, SupersededError
+from ray.exceptions import RayError
+
+from raycheck.errors import ConfigError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
 from raycheck.shards.restored import Restored
 from raycheck.shards.selection import EVERYTHING, Selection
@@ -19,7 +21,7 @@ from raycheck.train.exporting import Exporting
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group
 from raycheck.train.heart import Heart, Watch
 from raycheck.train.lifeline import Pulse
-from raycheck.train.log import logger, show_log
+from raycheck.train.log import logger, name_of, show_log
 from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
@@ -113,9 +115,9 @@ class Checkpointer:
         if claim.restore is None:
             self._state.check_selection(selection)
             if selection != EVERYTHING:
-                logger.warning("run %s: restore %s: there is no checkpoint; starting fresh", group.uri, selection)
+                logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(group.uri), selection)
             self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
-            return At(attempt=claim.attempt, resume=claim.resume)
+            return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
         began = time.monotonic()
         claim, done, resume = restore_together(
             group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt
@@ -217,7 +219,8 @@ class Checkpointer:
         self._pace.skip(time.monotonic() - began)
 
     def close(self) -> None:
-        """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
+        """Save the last step if it is not saved, wait for the commit, and put down in `latest` that the run has
+        finished. Raises what kept the save from being committed."""
         if self.is_closed:
             return
         try:
@@ -234,8 +237,28 @@ class Checkpointer:
                 self._exporting.finish(self._saver.newest, self._position.progress)
             if self._watch.over is not None:
                 raise self._watch.over
+            if self._saver is not None:
+                self._finish()
         finally:
             self._stop()
+
+    def _finish(self) -> None:
+        """All that there was to save is committed: what keeps the end from being put down is a warning."""
+        group, wait_s = self._group, self.settings.save_timeout_s
+        deadline, missing = time.monotonic() + wait_s, [group.rank]
+        try:
+            while missing and time.monotonic() < deadline:
+                missing = group.ask(
+                    "finish", group.id, group.rank, group.world_size, timeout_s=wait_s, what="end of the run"
+                )
+        except (StoreError, RayError) as error:
+            logger.warning("%s: it has finished, which latest does not say: %s", name_of(group.uri), error)
+            return
+        if missing:
+            text = (
+                "latest does not say that it has finished: ranks %s have not come to the end of training within %.0f s"
+            )
+            logger.warning(f"%s: {text}", name_of(group.uri), missing, wait_s)
 
     def _leave(self, saver: Saver) -> NoReturn:
         """By on_preempt="restart": Ray starts the workers anew, on nodes that stay."""

@@ -128,6 +128,9 @@ class Driver:
         assert self.commit(manifest, keep_last=keep_last, **rules or {})
         return manifest
 
+    def finish(self, group: str) -> Latest:
+        return commit.finish(self.register, self.me, group=group)
+
     def look(self) -> Latest:
         found = self.register.read()
         assert found is not None

@@ -52,6 +52,13 @@ def current(wire: Wire) -> Driver:
     return driver
 
 
+def finished() -> World:
+    """The same when its live attempt has come to the end of training."""
+    world = old()
+    current(world.open()).finish("g2")
+    return world
+
+
 def lost() -> World:
     """`latest` was deleted."""
     world = old()

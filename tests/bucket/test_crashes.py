@@ -25,7 +25,20 @@ from raycheck.errors import ConfigError, ConflictError, SaveFailedError, StoreEr
 from tests.bucket.conftest import share
 from tests.bucket.crashing import Restarted, Scenario, claim, explore, only_train, restarting, restore, run
 from tests.bucket.helpers import Driver, write_checkpoint
-from tests.bucket.runs import GRACE_S, TORN, WHOLE, B, F, current, damaged, lost, new, old, rolled_back
+from tests.bucket.runs import (
+    GRACE_S,
+    TORN,
+    WHOLE,
+    B,
+    F,
+    current,
+    damaged,
+    finished,
+    lost,
+    new,
+    old,
+    rolled_back,
+)
 from tests.faulty import Mode, Wire, World
 from tests.invariants import assert_invariants, assert_write
 from tests.stepping import Clock, simulated
@@ -116,6 +129,15 @@ def goes_back(wire: Wire) -> tuple[str, ...]:
     return (manifest.key,)
 
 
+def finishes(wire: Wire) -> tuple[str, ...]:
+    """The live group is done; its coordinator was started again on the way."""
+    twice(lambda: current(wire).finish("g2"))
+    driver = Driver(wire, coordinator="c2")
+    twice(lambda: driver.take_over("g2"))
+    twice(lambda: driver.finish("g2"))
+    return ()
+
+
 def pins(wire: Wire) -> tuple[str, ...]:
     pin(Register(wire), F)
     pin(Register(wire), B, pinned=False)
@@ -180,6 +202,9 @@ OPERATIONS = {
     "sweep": (Scenario(world=old, work=sweeps, head=F), 150),
     "rewind": (Scenario(world=old, work=rewinds), 80),
     "going back": (Scenario(world=old, work=goes_back), 230),
+    "finish": (Scenario(world=old, work=finishes, head=F), 40),
+    "finish of what goes on": (Scenario(world=finished, work=lives, owners=("ann", "bob", "zoe")), 1100),
+    "rewind of what has finished": (Scenario(world=finished, work=rewinds), 80),
     "pin and unpin": (Scenario(world=old, work=pins, head=F), 35),
     "restore": (Scenario(world=old, work=reads, head=F), 2),
     "life": (Scenario(world=old, work=lives, owners=("ann", "bob", "zoe")), 1100),
@@ -193,7 +218,7 @@ OPERATIONS = {
 }
 
 
-SLOW = {"life", "first life"}
+SLOW = {"life", "first life", "finish of what goes on"}
 """What they consist of is enumerated by itself, and one of them on a real store."""
 
 
@@ -251,7 +276,7 @@ def test_a_repair_ends_with_the_error_of_a_store_that_failed_and_leaves_nothing_
 
 # --- twice, and on real stores ---
 
-TWICE = {name: operation for name, (operation, _) in OPERATIONS.items() if "life" not in name}
+TWICE = {name: operation for name, (operation, _) in OPERATIONS.items() if operation.work is not lives}
 
 
 @pytest.mark.slow

@@ -122,6 +122,11 @@ def pins_the_head(wire: Wire):
     return ()
 
 
+def finishes(wire: Wire):
+    current(wire).finish("g2")
+    return ()
+
+
 def rewinds(wire: Wire):
     rewind(Register(wire), B)
     return ()
@@ -149,6 +154,11 @@ PAIRS = {
     "commit and the next group's claim": (commits, next_group_claims, ENDED),
     "commit and take-over": (commits, restarted_coordinator_takes_over, ENDED),
     "a save and the one before it": (restarted_coordinator_commits_the_next_save, a_save_comes_late, ()),
+    "finish and another driver's claim": (finishes, bob_claims, ENDED),
+    "finish and the next group's claim": (finishes, next_group_claims, ENDED),
+    "finish and take-over": (finishes, restarted_coordinator_takes_over, ENDED),
+    "finish and prune": (finishes, unpins_and_prunes, ()),
+    "finish and rewind": (finishes, rewinds, ENDED),
     "commit and prune": (commits, prunes, ()),
     "commit with prune and prune": (commits_and_prunes, prunes, ()),
     "commit with a reference and its eviction": (
