@@ -6,7 +6,6 @@ coordinator id; whoever claims later has replaced the body, so an older one's sw
 again it finds itself fenced. Safety uses no clock.
 """
 
-import random
 import time
 from dataclasses import dataclass, replace
 
@@ -20,6 +19,7 @@ from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import dropped
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.chance import CHANCE
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -131,7 +131,7 @@ def put_once(store: Store, key: str, data: bytes) -> None:
         except StoreError:  # judged by effect: if it was applied, the next try finds these bytes
             if attempt == PUT_ONCE_ATTEMPTS:
                 raise
-            time.sleep(random.uniform(0.1, 0.2) * 3**attempt)
+            time.sleep(CHANCE.uniform(0.1, 0.2) * 3**attempt)
             continue
         return
 
