@@ -6,7 +6,6 @@ coordinator id; whoever claims later has replaced the body, so an older one's sw
 again it finds itself fenced. Safety uses no clock.
 """
 
-import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import dropped
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.chance import CHANCE
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -153,7 +153,7 @@ def put_once(store: Store, key: str, data: bytes) -> None:
         except StoreError:  # judged by effect: if it was applied, the next try finds these bytes
             if attempt == PUT_ONCE_ATTEMPTS:
                 raise
-            time.sleep(random.uniform(0.1, 0.2) * 3**attempt)
+            time.sleep(CHANCE.uniform(0.1, 0.2) * 3**attempt)
             continue
         return
 

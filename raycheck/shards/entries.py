@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
 from raycheck.shards.assets import FilesPart, has_files
+from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.loaders import LoaderPart, is_loader
 from raycheck.shards.modules import ModulePart
 from raycheck.shards.names import parameter_names
@@ -78,6 +79,8 @@ def _part(name: str, value: Any, parameters: ParameterNames, rank: int, world_si
         return ObjectPart(name, InPlace(value))
     if has_files(value):
         return FilesPart(name, value)
+    if is_generator(value):
+        return ObjectPart(name, GeneratorState(value))
     if _is_entry(value):
         return ObjectPart(name, value)
     raise ConfigError(
@@ -93,6 +96,7 @@ def _is_entry(value: object) -> bool:
         return any(_is_entry(item) for item in items)
     return (
         isinstance(value, PerRank | RankZero)
+        or is_generator(value)
         or has_files(value)
         or (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)))
     )

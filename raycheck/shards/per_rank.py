@@ -11,24 +11,27 @@ from torch.distributed.tensor import DTensor
 
 from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
+from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.parts import Named, Part, SavedPart, empty_for
 
 
 class PerRank:
     """Wrap an entry of the state whose value differs from rank to rank: `{"counters": raycheck.PerRank(counters)}`.
 
-    value: an object with state_dict/load_state_dict, or plain data (numbers, strings, lists, dicts, tensors), which a
-    restore replaces: read it from `.value`.
+    value: an object with state_dict/load_state_dict, a random generator, or plain data (numbers, strings, lists,
+    dicts, tensors), which a restore replaces: read it from `.value`.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     @property
-    def is_object(self) -> bool:
-        return callable(getattr(self.value, "state_dict", None)) and callable(
-            getattr(self.value, "load_state_dict", None)
-        )
+    def owner(self) -> Any:
+        """What has state_dict and load_state_dict; None for plain data."""
+        if is_generator(self.value):
+            return GeneratorState(self.value)
+        methods = (getattr(self.value, name, None) for name in ("state_dict", "load_state_dict"))
+        return self.value if all(map(callable, methods)) else None
 
 
 class PerRankPart(Part):
@@ -62,19 +65,24 @@ class PerRankPart(Part):
             (saved.fresh if saved.apart else saved.missing).append(self._at)
             return {}
         names: list[str] = []
-        decode(saved.values, names.append)
+        (value,) = decode(saved.values, names.append)
+        check = getattr(self._owner.owner, "check_state_dict", None)
+        if callable(check):  # lets an object refuse before anything was changed
+            check(value)
         return {name: empty_for(saved.tensors[name]) for name in names}
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is None:
             return
         (value,) = decode(saved.values, tensors.__getitem__)
-        if self._owner.is_object:
-            self._owner.value.load_state_dict(value)
+        owner = self._owner.owner
+        if owner is not None:
+            owner.load_state_dict(value)
         else:
             self._owner.value = value
 
     def _state(self) -> Any:
         if isinstance(self._owner.value, torch.nn.Module):
             raise ConfigError(f"state[{self.name!r}] is PerRank of a module; give modules to the state directly")
-        return self._owner.value.state_dict() if self._owner.is_object else self._owner.value
+        owner = self._owner.owner
+        return self._owner.value if owner is None else owner.state_dict()

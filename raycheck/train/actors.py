@@ -22,6 +22,7 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.shards.entries import InPlace
+from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.parts import ObjectPart
 from raycheck.shards.progress import Progress
 from raycheck.shards.rng import DriverRng
@@ -271,6 +272,8 @@ def _owner(name: str, value: Any) -> Any:
         return RemoteState(value, name)
     if type(value) is dict:
         return InPlace(value)
+    if is_generator(value):
+        return GeneratorState(value)
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return value
     raise ConfigError(

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from raycheck.errors import ConfigError
+from raycheck.shards.per_rank import PerRank
 from raycheck.shards.progress import Progress
 from raycheck.train.data import Batches
 
@@ -16,9 +17,12 @@ class Position:
     is_hurried = False
 
     def __init__(self, entries: Iterable[object]) -> None:
+        entries = list(entries)
         self.data = [value for value in entries if isinstance(value, Batches)]
         if len(self.data) > 1:
             raise ConfigError("the state holds two Batches; a run has one position in its data")
+        for data in self.data:
+            data.leave_to_state(value.value if isinstance(value, PerRank) else value for value in entries)
         self.progress = Progress()
 
     @property

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from raycheck.errors import ConfigError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
 from raycheck.shards.restored import Restored
+from raycheck.shards.rng import rng_values
 from raycheck.shards.selection import EVERYTHING, Selection
 from raycheck.shards.state import TrainState
 from raycheck.train.alone import be_the_only_one
@@ -303,10 +304,24 @@ class Checkpointer:
             self._stop()
 
     def _apply_rng(self, done: Restored) -> str:
-        """Now, and once more just before the first batch: building iterators in between may draw from it."""
-        for data in self._position.data:
-            data.before_first_batch(lambda: done.apply_rng(self._group.rank))
-        return done.apply_rng(self._group.rank)
+        """Now, and inside an epoch once more just before the first batch: what a script draws before it, a shuffle or
+        an iterator's seed, was drawn before the checkpoint in the run that is gone on with."""
+        rank = self._group.rank
+        said = done.apply_rng(rank)
+        applied = rng_values()
+
+        def again() -> None:
+            if rng_values() != applied:
+                logger.info(
+                    "rank %d: random numbers were drawn between restore() and the first batch; the checkpoint's random "
+                    "state is put back, as it was in the middle of the epoch",
+                    rank,
+                )
+            done.apply_rng(rank)
+
+        for data in self._position.data if done.rng_values else ():
+            data.before_first_batch(again)
+        return said
 
     def _stop(self) -> None:
         self._watch.end()

@@ -442,7 +442,7 @@ def test_a_token_that_cannot_be_renewed_is_a_configuration_error(gs, monkeypatch
     def refused(*_):
         raise HttpError({"code": 401, "message": "Invalid Credentials"})
 
-    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    monkeypatch.setattr(remote, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     gs.put("a", b"1")
     monkeypatch.setattr(gs._api._fs.credentials, "maybe_refresh", refused)
 

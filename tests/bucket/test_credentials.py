@@ -183,7 +183,7 @@ def test_a_role_that_is_refused_is_a_configuration_error_that_names_it(open_with
 
 
 def test_a_process_that_fails_is_an_error_of_the_store(open_with, tmp_path, monkeypatch):
-    monkeypatch.setattr("raycheck.bucket.store.remote.random.uniform", lambda *_: 0.0)
+    monkeypatch.setattr("raycheck.bucket.store.remote.CHANCE.uniform", lambda *_: 0.0)
     profile(tmp_path, "broken", credential_process=f"{sys.executable} -c 'raise SystemExit(3)'")
 
     with pytest.raises(StoreError, match="CredentialRetrievalError"):

@@ -107,7 +107,7 @@ def wire_and_store(
     engine: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[FaultProxy, Store]]:
     """The store holds one object, `a`."""
-    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    monkeypatch.setattr(remote, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     with before(engine, request, monkeypatch) as (proxy, uri):
         store = open_store(uri)
         if engine == "s3fs":

@@ -92,7 +92,7 @@ def test_the_keys_permissions_are_named_where_encryption_is_on(s3):
 
 
 def test_a_broken_network_is_an_error_of_the_store_that_names_the_node(s3, monkeypatch):
-    monkeypatch.setattr("raycheck.bucket.store.remote.random.uniform", lambda *_: 0.0)
+    monkeypatch.setattr("raycheck.bucket.store.remote.CHANCE.uniform", lambda *_: 0.0)
     with fault_proxy(s3) as proxy:
         proxy.rule("reset", "PUT", "probes/", times=100)
 

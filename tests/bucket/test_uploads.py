@@ -44,7 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fast(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> FastS3Store:
-    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    monkeypatch.setattr(remote, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     store = open_store(join_uri(wire.uri, uuid4().hex))
     assert isinstance(store, FastS3Store)
     return store

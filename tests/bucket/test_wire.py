@@ -235,7 +235,7 @@ def test_ca_bundle_is_whom_the_client_trusts(drive, tls, authority):
 
 @pytest.mark.parametrize("engine", ["s3fs", "obstore"])
 def test_without_the_ca_bundle_no_request_reaches_the_server(engine, tls, monkeypatch):
-    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    monkeypatch.setattr(remote, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     store = open_store(StorageSettings(endpoint=f"https://127.0.0.1:{tls.port}").into(join_uri(tls.uri, "run")))
 
     with pytest.raises((StoreError, obstore.exceptions.BaseError)):

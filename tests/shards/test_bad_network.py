@@ -30,7 +30,7 @@ SHAPE = (1024, 1500)  # 6 MB: two parts
 @pytest.fixture
 def wire(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=5 * 1024 * 1024, in_flight=2))
-    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    monkeypatch.setattr(remote, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     with fault_proxy(s3) as proxy:
         yield proxy
 

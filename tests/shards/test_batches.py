@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.data_loader import DataLoaderShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+import raycheck
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.train.data import Batches
+from raycheck.train.position import Position
 from tests.shards.saving import restore_state, save_state
 
 # torch warns of more loader workers than cores
@@ -289,7 +293,7 @@ def test_an_epoch_behind_the_position_is_refused():
     with pytest.raises(ConfigError, match=r"at epoch 2 and only goes forward"):
         batches.loader(1)
 
-    assert batches.samples == 2 * 20 + 5
+    assert batches.samples == 5, "epochs that were skipped were not consumed"
 
 
 @pytest.mark.parametrize(("batch", "world_size"), [(24, 1), (0, 1), (3, 4)])
@@ -298,7 +302,7 @@ def test_a_batch_that_leaves_a_rank_without_samples_is_refused(batch: int, world
         stream(batch=batch, world_size=world_size)
 
 
-def test_what_runs_before_the_first_batch_runs_once_and_just_before_the_fetch():
+def test_in_the_middle_of_an_epoch_what_runs_before_the_first_batch_runs_once_and_just_before_the_fetch():
     events: list[Any] = []
 
     class Telling(Dataset[int]):
@@ -310,6 +314,7 @@ def test_what_runs_before_the_first_batch_runs_once_and_just_before_the_fetch():
             return index
 
     batches = Batches(Telling(), global_batch=3, shuffle=False, rank=0, world_size=1)
+    batches.load_state_dict({**batches.state_dict(), "consumed": 3})
     batches.before_first_batch(lambda: events.append("called"))
 
     loader = batches.loader(0)
@@ -319,5 +324,326 @@ def test_what_runs_before_the_first_batch_runs_once_and_just_before_the_fetch():
             events.append(batch.tolist())
             batches.end_step()
 
-    one_epoch = ["fetched 0", "fetched 1", "fetched 2", [0, 1, 2], "fetched 3", "fetched 4", "fetched 5", [3, 4, 5]]
-    assert events == ["loader made", "called", *one_epoch, *one_epoch]
+    halves = ["fetched 0", "fetched 1", "fetched 2", [0, 1, 2]], ["fetched 3", "fetched 4", "fetched 5", [3, 4, 5]]
+    assert events == ["loader made", "called", *halves[1], *halves[0], *halves[1]]
+
+
+def test_at_the_beginning_of_an_epoch_the_draws_of_the_script_stand():
+    """A draw per epoch before the loader: in every run it comes between the end of an epoch and the next batch."""
+
+    def train(batches: Batches, epochs: range) -> list[float]:
+        drawn = []
+        for epoch in epochs:
+            drawn.append(random.random())
+            for _ in batches.loader(epoch):
+                drawn.append(random.random())
+                batches.end_step()
+            batches.end_epoch()
+        return drawn
+
+    random.seed(1)
+    whole = train(stream(), range(2))
+    random.seed(1)
+    first, second = stream(), stream()
+    before = train(first, range(1))
+    saved = first.state_dict(), random.getstate()
+
+    second.load_state_dict(saved[0])
+    random.setstate(saved[1])
+    second.before_first_batch(lambda: random.setstate(saved[1]))
+
+    assert before + train(second, range(1, 2)) == whole
+
+
+# --- loaders that frameworks make early, two of them, and those left half-way ---
+
+
+def at_step(steps: int, *, epoch: int = 0) -> dict[str, Any]:
+    batches = stream()
+    taken([batches], epoch, steps)
+    return batches.state_dict()
+
+
+def of_epoch(epoch: int) -> list[list[int]]:
+    return [joined(shares) for shares in taken([stream()], epoch)]
+
+
+@pytest.mark.parametrize("epoch", [0, None], ids=["loader(0)", "loader()"])
+@pytest.mark.parametrize("is_iter", [False, True], ids=["the loader", "iter of it"])
+def test_a_loader_made_before_a_restore_goes_on_where_the_restore_went(epoch: int | None, is_iter: bool):
+    batches = stream()
+    loader = batches.loader(epoch)
+    early = iter(loader) if is_iter else loader
+
+    batches.load_state_dict(at_step(2))
+
+    assert len(loader) == 2
+    assert [share.tolist() for share in early] == of_epoch(0)[2:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_begun_before_a_restore_is_refused_and_iterated_anew_it_follows(workers: int):
+    batches = stream()
+    loader = batches.loader(0, num_workers=workers)
+    early = iter(loader)
+    next(early)
+    batches.end_step()
+
+    batches.load_state_dict(at_step(2))
+
+    with pytest.raises(ConfigError, match=r"begun before a restore; .*epoch 0, batch 2.*Iterate a loader anew"):
+        next(early)
+    batches.end_step()
+    assert batches.epoch_step == 2, "a refused loader counts nothing"
+    assert [share.tolist() for share in loader] == of_epoch(0)[2:]
+
+
+def test_a_loader_of_an_epoch_that_a_restore_has_left_behind_is_refused():
+    batches = stream()
+    loader = batches.loader(0)
+
+    batches.load_state_dict(at_step(1, epoch=2))
+
+    with pytest.raises(ConfigError, match=r"at epoch 2 and only goes forward.*loader\(\) without an epoch"):
+        next(iter(loader))
+    assert [share.tolist() for share in batches.loader()] == of_epoch(2)[1:]
+
+
+def test_after_end_epoch_a_loader_in_use_is_refused_and_one_without_an_epoch_gives_the_next_one():
+    batches = stream()
+    named, following = batches.loader(0), batches.loader()
+    next(named)
+    batches.end_step()
+
+    batches.end_epoch()
+
+    for use in (lambda: next(named), lambda: next(iter(named))):
+        with pytest.raises(ConfigError, match=r"begun before end_epoch|only goes forward"):
+            use()
+    assert [share.tolist() for share in following] == of_epoch(1)
+    assert batches.epoch == 1
+
+
+def test_of_two_loaders_at_once_the_first_is_refused_and_the_second_counts_right():
+    batches = stream()
+    one, two = batches.loader(0), batches.loader(0)
+
+    next(one)
+    first_of_two = next(two).tolist()
+    with pytest.raises(ConfigError, match="begun before another loader of these Batches was begun"):
+        next(one)
+    batches.end_step()
+
+    assert first_of_two == of_epoch(0)[0]
+    assert batches.epoch_step == 1
+
+
+def test_one_loader_object_is_iterated_epoch_by_epoch():
+    batches = stream()
+    loader = batches.loader()
+    found = []
+
+    for _ in range(3):
+        assert len(loader) == 4
+        for share in loader:
+            found.append(share.tolist())
+            batches.end_step()
+
+    assert found == [*of_epoch(0), *of_epoch(1), *of_epoch(2)]
+    assert (batches.epoch, batches.samples) == (2, 60)
+
+
+def test_a_loader_that_has_given_its_epoch_says_so_when_it_is_iterated_again():
+    batches = stream()
+    loader = batches.loader(0)
+    list(loader)
+
+    with pytest.raises(ConfigError, match=r"given all of epoch 0; take loader\(1\)"):
+        list(loader)
+
+
+def test_an_epoch_left_half_way_counts_what_was_consumed_of_it():
+    batches = stream()
+    for number, _ in enumerate(batches.loader(0)):
+        batches.end_step()
+        if number == 1:
+            break
+    batches.end_epoch()
+    other = stream()
+    other.load_state_dict(batches.state_dict())
+
+    taken([other], 1, 1)
+
+    assert (other.epoch, other.samples) == (1, 15)
+
+
+def test_a_position_saved_without_a_count_of_samples_counts_whole_epochs():
+    batches = stream()
+    old = {name: value for name, value in at_step(1, epoch=2).items() if name != "samples"}
+
+    batches.load_state_dict(old)
+
+    assert batches.samples == 45
+
+
+# --- look-ahead ---
+
+
+def one_ahead(loader: Any) -> Iterator[Any]:
+    """As Accelerate's DataLoaderShard does, to know the last batch when it gives it."""
+    source = iter(loader)
+    batch = next(source)
+    for following in source:
+        yield batch
+        batch = following
+    yield batch
+
+
+def test_a_look_ahead_inside_the_loader_loses_no_batch_over_a_restore():
+    batches, other = stream(40), stream(40)
+    found = []
+    for share in batches.loader(0, through=one_ahead):
+        found.append(share.tolist())
+        batches.end_step()
+        if len(found) == 3:
+            break
+
+    other.load_state_dict(batches.state_dict())
+    found += [share.tolist() for share in other.loader(0, through=one_ahead)]
+
+    assert found == [joined(shares) for shares in taken([stream(40)], 0)]
+
+
+def test_a_look_ahead_around_the_loader_is_warned_of(caplog: pytest.LogCaptureFixture):
+    batches = stream(40)
+
+    for _ in one_ahead(batches.loader(0)):
+        batches.end_step()
+
+    (record,) = caplog.records
+    assert "2 batches for its first step and 1 for each later one" in record.message
+    assert "through=" in record.message
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 3])
+def test_gradient_accumulation_is_no_look_ahead(per_step: int, caplog: pytest.LogCaptureFixture):
+    batches = stream(60)
+
+    for number, _ in enumerate(batches.loader(0), start=1):
+        if number % per_step == 0:
+            batches.end_step()
+
+    assert not caplog.records
+
+
+def test_accelerates_own_loader_goes_inside():
+    """The object itself: it fetches one batch ahead."""
+    PartialState(cpu=True)
+    batches, other = stream(40), stream(40)
+
+    def shard(loader: Any) -> Any:
+        return DataLoaderShard(loader.dataset, batch_sampler=loader.batch_sampler, generator=loader.generator)
+
+    found = []
+    for share in batches.loader(0, through=shard):
+        found.append(share.tolist())
+        batches.end_step()
+        if len(found) == 3:
+            break
+    other.load_state_dict(batches.state_dict())
+
+    assert found + [share.tolist() for share in other.loader(0, through=shard)] == [
+        joined(shares) for shares in taken([stream(40)], 0)
+    ]
+
+
+# --- generators of a dataset's own ---
+
+
+class OwnGenerators(Dataset[list[float]]):
+    """As augmentation libraries keep them: in the dataset, and in what it applies."""
+
+    def __init__(self) -> None:
+        self.chance = np.random.default_rng(0)
+        self.transforms = [{"flip": random.Random(0)}, {"crop": torch.Generator().manual_seed(0)}]
+        self.old = np.random.RandomState(0)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [
+            index,
+            float(self.chance.random()),
+            self.transforms[0]["flip"].random(),
+            float(torch.rand((), generator=self.transforms[1]["crop"])),
+            float(self.old.rand()),
+        ]
+
+
+def own_generators() -> Batches:
+    return Batches(OwnGenerators(), global_batch=4, seed=3, rank=0, world_size=1)
+
+
+def test_generators_of_a_dataset_go_on_in_loader_workers_after_a_restore():
+    whole, first, second = own_generators(), own_generators(), own_generators()
+    expected = rows(whole.loader(1, num_workers=2), 6, whole)
+
+    before = rows(first.loader(1, num_workers=1), 2, first)
+    second.load_state_dict(first.state_dict())
+    after = rows(second.loader(1, num_workers=2), 4, second)
+
+    assert before + after == expected
+    assert all(len(set(column)) == 24 for column in zip(*expected, strict=True))
+
+
+def test_generators_of_a_dataset_in_the_training_process_are_named_unless_the_state_has_them(
+    caplog: pytest.LogCaptureFixture,
+):
+    warned, kept = own_generators(), own_generators()
+    dataset: Any = kept._dataset
+    Position([kept, dataset.chance, raycheck.PerRank(dataset.old), *dataset.transforms[0].values()])
+
+    for batches in (warned, kept):
+        next(batches.loader(0))
+
+    named = [record.message.split(" is a random generator")[0] for record in caplog.records]
+    assert named == [
+        "rank 0: dataset.chance",
+        "rank 0: dataset.transforms[0]['flip']",
+        "rank 0: dataset.transforms[1]['crop']",
+        "rank 0: dataset.old",
+        "rank 0: dataset.transforms[1]['crop']",
+    ]
+
+
+# --- what is no dataset ---
+
+
+class Streamed(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Unknown(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        raise NotImplementedError("a stream")
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [Streamed(), iter(range(10)), {1, 2, 3}, DataLoader([1, 2]), Unknown(), 7],
+    ids=["IterableDataset", "iterator", "set", "DataLoader", "no length", "number"],
+)
+def test_what_cannot_be_asked_for_one_sample_is_refused_with_advice(dataset: Any):
+    with pytest.raises(ConfigError, match=r"map-style.*StatefulDataLoader"):
+        Batches(dataset, global_batch=1, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("option", [{"global_batch": 2.5}, {"global_batch": 2, "seed": None}, {"global_batch": True}])
+def test_what_is_no_whole_number_is_refused_by_name(option: dict[str, Any]):
+    with pytest.raises(ConfigError, match=f"{next(reversed(option))}="):
+        Batches(range(10), rank=0, world_size=1, **option)

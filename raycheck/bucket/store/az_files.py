@@ -5,6 +5,7 @@
 
 from adlfs import AzureBlobFileSystem
 
+from raycheck.bucket.store.chance import draw_apart
 from raycheck.bucket.store.engines import adlfs_options, ca_file
 from raycheck.bucket.store.uri import parse_uri
 from raycheck.storage_settings import StorageSettings
@@ -16,6 +17,8 @@ class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped
     cachable = False  # two stores are two clients
 
     def __init__(self, uri: str, account: str | None, settings: StorageSettings) -> None:
+        for client in ("aiohttp", "azure"):
+            draw_apart(client)
         self._ca = str(ca_file(settings)) if settings.ca_bundle and not settings.is_plain_http else None
         super().__init__(**adlfs_options(uri, settings, account))
 

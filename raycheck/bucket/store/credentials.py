@@ -14,6 +14,7 @@ from botocore.credentials import AssumeRoleCredentialFetcher, Credentials, Defer
 from botocore.exceptions import NoCredentialsError
 from botocore.session import Session
 
+from raycheck.bucket.store.chance import draw_apart
 from raycheck.storage_settings import StorageSettings
 
 LEASE_S = 60
@@ -24,6 +25,7 @@ class Chain:
     """One store's way to credentials, found on first use. Raises botocore's errors; `problem` tells them apart."""
 
     def __init__(self, settings: StorageSettings) -> None:
+        draw_apart("botocore")
         self._settings = settings
         self._lock = threading.Lock()
         self._credentials: Credentials | None = None

@@ -9,6 +9,7 @@ import aiohttp
 from gcsfs.core import GCSFileSystem  # gcsfs's own default asks each bucket for its type by gRPC first
 from google.auth.exceptions import DefaultCredentialsError
 
+from raycheck.bucket.store.chance import draw_apart
 from raycheck.bucket.store.engines import gcsfs_options, trusted
 from raycheck.bucket.store.uri import parse_uri
 from raycheck.errors import ConfigError
@@ -22,6 +23,8 @@ class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
 
     def __init__(self, settings: StorageSettings) -> None:
         self._trusted = trusted(settings)
+        for client in ("aiohttp", "gcsfs"):
+            draw_apart(client)
         try:
             super().__init__(**gcsfs_options(settings))
         except DefaultCredentialsError as error:

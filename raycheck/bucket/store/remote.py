@@ -12,7 +12,6 @@ caller's buffer. It is faster than handing over a whole part, which asyncio woul
 import asyncio
 import email.utils
 import math
-import random
 import ssl
 import time
 from abc import abstractmethod
@@ -28,6 +27,7 @@ from typing import Any, Self, TypeVar
 from fsspec.asyn import get_loop
 
 from raycheck.bucket.store.base import Buffer, ChangedError, Store, check_length
+from raycheck.bucket.store.chance import CHANCE
 from raycheck.bucket.store.deadline import CLEAN_UP_S, deadline, ends_by
 from raycheck.errors import ConfigError, RaycheckError, StoreError
 
@@ -94,7 +94,7 @@ class RemoteStore(Store):
         is_conditional: bool,
     ) -> T:
         for attempt in range(1, attempts + 1):
-            pause_s = random.uniform(0.5, 1.0) * 0.1 * 3**attempt
+            pause_s = CHANCE.uniform(0.5, 1.0) * 0.1 * 3**attempt
             try:
                 async with asyncio.timeout(min(timeout_s, until - time.monotonic())):
                     return await call(await self._client())

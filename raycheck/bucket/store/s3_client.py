@@ -11,6 +11,7 @@ import s3fs
 from aiobotocore.credentials import AioCredentials
 from aiobotocore.session import AioSession
 
+from raycheck.bucket.store.chance import draw_apart
 from raycheck.bucket.store.credentials import Chain
 from raycheck.bucket.store.engines import s3fs_options
 from raycheck.bucket.store.uri import parse_uri
@@ -28,6 +29,7 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
 
 def session(settings: StorageSettings, chain: Chain) -> AioSession:
     """A session for s3fs. The profile still matters to it: regions and endpoints stand in profiles too."""
+    draw_apart("aiohttp")
     made = _Session(profile=settings.profile)
     made.chain = chain
     return made
