@@ -13,6 +13,8 @@ class Retention:
     """Which committed checkpoints stay: one stays when any rule keeps it, and all stay when there is none.
 
     keep_last: the newest so many commits. keep_every_steps: the first at or after each multiple of so many steps.
+    keep_every_seconds: the first commit of each span of so many seconds by the store's clock, spans counted from 1970:
+    3600 keeps one per hour of the day.
     keep_best: (metric, "min" or "max", how many), by the metrics given to `end_step`. rolling_keep_last: the newest so
     many of those saved as rolling, None for all; other rules do not count these. expire_after_s: seconds after its
     commit, by the store's clock, from which no rule keeps a checkpoint any more. The head and pinned ones always stay.
@@ -22,13 +24,14 @@ class Retention:
 
     keep_last: int | None = None
     keep_every_steps: int | None = None
+    keep_every_seconds: float | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
     expire_after_s: float | None = None
     rolling_keep_last: int | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, "keep_last", "keep_every_steps", "rolling_keep_last")
-        _check_seconds(self, "expire_after_s")
+        _check_seconds(self, "keep_every_seconds", "expire_after_s")
         match self.keep_best:
             case None:
                 pass
@@ -121,8 +124,9 @@ class SaveSettings:
     overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
         and how often the run was hurt (interval.py), and is never longer than every_seconds.
     exports: when and where the model is written as a Hugging Face directory too; None: never.
-    keep_last, keep_every_steps, keep_best, expire_after_s: which checkpoints stay, see Retention. The others leave
-        `latest` in the same swap that commits a newer one, and their objects are deleted after a grace for readers.
+    keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
+        The others leave `latest` in the same swap that commits a newer one, and their objects are deleted after a grace
+        for readers.
     buffers, when_busy: how many saves may be under way, each in host memory of its own; a trigger while all of them are
         has to "wait", which holds up training, or may "skip" (every_seconds: comes later). Preemption always waits.
     on_preempt: after the save that a preemption notice brings, "continue" until the node goes and Ray restarts the
@@ -144,6 +148,7 @@ class SaveSettings:
     exports: ExportSettings | None = None
     keep_last: int | None = 10
     keep_every_steps: int | None = None
+    keep_every_seconds: float | None = None
     keep_best: tuple[str, Literal["min", "max"], int] | None = None
     expire_after_s: float | None = None
     buffers: Literal[1, 2] = 1

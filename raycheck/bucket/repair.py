@@ -25,7 +25,7 @@ from raycheck.bucket.latest import (
 )
 from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.manifest import MAX_BYTES as MAX_MANIFEST
-from raycheck.bucket.manifest import load_manifest
+from raycheck.bucket.manifest import Manifest, load_manifest
 from raycheck.bucket.reading import again_if_corrupt, read_document
 from raycheck.bucket.record import MAX_BYTES as MAX_RECORD
 from raycheck.bucket.record import load_record
@@ -58,11 +58,13 @@ def repair(store: Store) -> Repaired:
     gone = {item.key for item in old.evicted} if old else set()
     live: list[Entry] = []
     left_out: list[tuple[str, str]] = []
+    now = 0.0
     for name in reversed(names):
         if str(name) in gone:
             continue
         try:
-            live.insert(0, _verified(store, name, old, is_head=not live))
+            entry, now = _verified(store, name, old, is_head=not live)
+            live.insert(0, entry)
         except NewerFormatError:
             raise
         except (NotFoundError, CorruptError) as error:  # nothing else is proof: a store that is away says nothing
@@ -80,7 +82,7 @@ def repair(store: Store) -> Repaired:
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
         proven=number,
         owners=tuple(owners),
-        attempts=(by_hand(owner, number, restore_key=head, now=live[-1].committed_at),),
+        attempts=(by_hand(owner, number, restore_key=head, now=now),),
         head=head,
         finished=old.finished if old and old.ends_with(head) else None,
         live=tuple(live),
@@ -123,16 +125,17 @@ def _has_its_head(store: Store, old: Latest) -> bool:
     return head is None or not any(finding.problem for finding in Checkpoint(store, head).verify(reads=False))
 
 
-def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> Entry:
-    """The entry behind a directory, pinned and expiring as the old body said. Raises for one that is not whole."""
-    entry = again_if_corrupt(lambda: _entry(store, name, old, is_head=is_head))
+def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
+    """The entry behind a directory, pinned and expiring as the old body said, and the bucket's time. Raises for one that
+    is not whole."""
+    entry, now = again_if_corrupt(lambda: _entry(store, name, old, is_head=is_head))
     for finding in Checkpoint(store, entry).verify(reads=is_head):
         if finding.problem:
             raise CorruptError(f"{finding.key}: {finding.problem}")
-    return entry
+    return entry, now
 
 
-def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> Entry:
+def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
     """The same unverified, but for the manifest: its bytes came twice alike."""
     key = layout.manifest_key(str(name))
     try:
@@ -145,7 +148,7 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
         key=manifest.key,
         refs=manifest.refs,
         step=manifest.step,
-        committed_at=got.at,
+        committed_at=before.committed_at if before else _committed_at(manifest, got.at),
         size_bytes=manifest.size_bytes,
         metrics=before.metrics if before else listed_metrics(manifest.metrics, needed=None),
         manifest_crc32=crc32(got.data),
@@ -157,7 +160,13 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")
     Checkpoint(store, entry).manifest()
-    return entry
+    return entry, got.at
+
+
+def _committed_at(manifest: Manifest, now: float) -> float:
+    """The earliest moment at which it can have been committed, where nobody knows more. With the moment of the repair
+    for all of them, keep_every_seconds would see one span, and drop the others at the next commit."""
+    return now if manifest.began_at is None else min(now, manifest.began_at + manifest.trained_s)
 
 
 def _ended_attempts(store: Store) -> Iterator[Attempt]:

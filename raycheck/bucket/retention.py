@@ -64,11 +64,15 @@ def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[t
         metric, mode, count = rules.keep_best
         best = _best(live, metric, mode, count)
         yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
-    if rules.keep_last is None and rules.keep_every_steps is None and not best:  # a metric that is nowhere is no rule
+    counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_seconds)
+    if counted == (None, None, None) and not best:  # a metric that is nowhere is no rule
         yield from ((entry.key, "no rule applies") for entry in live)
     if rules.keep_every_steps is not None:
         every = rules.keep_every_steps
         yield from ((entry.key, f"one per {every} steps") for entry in _milestones(live, every, left))
+    if rules.keep_every_seconds is not None:
+        every_s = rules.keep_every_seconds
+        yield from ((entry.key, f"one per {every_s:g} s") for entry in _first_by_time(live, every_s, left))
     if rules.keep_last is not None:
         line = [entry for entry in live if entry.key not in left]
         newest = (*live[-rules.keep_last :], *line[-rules.keep_last :])
@@ -113,4 +117,13 @@ def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry
         there = found.get(span)
         if span and (there is None or there.key in left or entry.step <= there.step):
             found[span] = entry
+    return list(found.values())
+
+
+def _first_by_time(live: Iterable[Entry], every_s: float, left: set[str]) -> list[Entry]:
+    """Of each span [k x every_s, (k + 1) x every_s) of the bucket's time its first commit, so that the choice for a
+    span stays as it is however many commits follow; what was left behind only where nothing else is."""
+    found: dict[float, Entry] = {}
+    for entry in sorted(live, key=lambda entry: entry.key in left):  # left behind last; else in order of commit
+        found.setdefault(entry.committed_at // every_s, entry)
     return list(found.values())

@@ -42,6 +42,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
     keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many commits.")] = None,
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep one per so many steps.")] = None,
+    keep_every_seconds: Annotated[float | None, typer.Option(help="Keep one per so many seconds.")] = None,
     keep_best: Annotated[str | None, typer.Option(help="METRIC:min:COUNT or METRIC:max:COUNT.")] = None,
     rolling_keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many rolling ones.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before objects go.")] = GRACE_S,
@@ -56,7 +57,13 @@ def prune(  # noqa: PLR0917  typer makes options of them
     """
     register = Register(open_store(uri, settings_of(storage)))
     body, got = register.look()
-    rules = _rules(body, keep_last, keep_every_steps, keep_best, rolling_keep_last)
+    rules = Retention(
+        keep_last=keep_last,
+        keep_every_steps=keep_every_steps,
+        keep_every_seconds=keep_every_seconds,
+        keep_best=_best(body, keep_best),
+        rolling_keep_last=rolling_keep_last,
+    )
     kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
@@ -108,25 +115,17 @@ def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) 
     out.print(Text(f"{checkpoint.entry.key} is {'pinned' if pinned else 'left to retention'}"))
 
 
-def _rules(
-    run: Latest,
-    keep_last: int | None,
-    keep_every_steps: int | None,
-    keep_best: str | None,
-    rolling_keep_last: int | None,
-) -> Retention:
-    best: Any = None
-    if keep_best is not None:
-        metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
-        if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
-            raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
-        known = sorted({name for entry in run.live for name in entry.metrics})
-        if metric not in known:  # then nothing would be the best, and all would go
-            raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
-        best = (metric, mode, int(count))
-    return Retention(
-        keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=best, rolling_keep_last=rolling_keep_last
-    )
+def _best(run: Latest, keep_best: str | None) -> Any:
+    """What --keep-best means, as Retention has it."""
+    if keep_best is None:
+        return None
+    metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
+    if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
+        raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
+    known = sorted({name for entry in run.live for name in entry.metrics})
+    if metric not in known:  # then nothing would be the best, and all would go
+        raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
+    return metric, mode, int(count)
 
 
 def _tell(

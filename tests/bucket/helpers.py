@@ -34,6 +34,8 @@ def write_checkpoint(
     world_size: int = 1,
     base: Manifest | None = None,
     rolling: bool = False,
+    began_at: float | None = None,
+    trained_s: float = 0.0,
 ) -> Manifest:
     """Steps 13 to 16 of one save: every object durable, nothing committed. `base`: its components are referred to."""
     step = 10 * save if step is None else step
@@ -61,6 +63,8 @@ def write_checkpoint(
         world_size=world_size,
         restored_from=None,
         rolling=rolling,
+        began_at=began_at,
+        trained_s=trained_s,
         metrics={"loss": 1.0 / (1 + step)},
         index=_put(store, layout.index_key(name), dump_index(tiny_index(component, world_size))),
         components=(own, *(base.components if base else ())),

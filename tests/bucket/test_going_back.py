@@ -1,15 +1,18 @@
 """Rewind and repair: going back on purpose, and getting a lost `latest` back from what the manifests say."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.edits import pin
+from raycheck.bucket.latest import dump_latest
 from raycheck.bucket.record import record_end
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair
+from raycheck.bucket.retention import dropped
 from raycheck.bucket.rewind import rewind
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.base import MAX_WHOLE_BYTES
@@ -23,6 +26,7 @@ from raycheck.errors import (
     StoreError,
     SupersededError,
 )
+from raycheck.settings import Retention
 from tests.bucket.helpers import Around, Driver, everything, latest_tree, put_latest_tree, write_checkpoint
 from tests.invariants import assert_invariants
 
@@ -284,6 +288,32 @@ def test_a_repair_keeps_the_pins_that_an_old_body_still_knows(store: Store) -> N
 
     assert [entry.pinned for entry in repaired.live] == [True, False, False, False]
     assert_invariants(store)
+
+
+def test_a_repair_leaves_one_checkpoint_per_hour_to_a_run_that_keeps_one_per_hour(store: Store) -> None:
+    """Else all of them would seem to be of the moment of the repair, and all but one would go at the next commit."""
+    ann, rule = Driver(store), Retention(keep_every_seconds=3600.0)
+    ann.claim("g1")
+    for save in (1, 2, 3):
+        ann.commit(write_checkpoint(store, attempt=1, save=save, began_at=7200.0, trained_s=3600.0 * save))
+    store.delete(layout.LATEST_KEY)
+
+    body = repair(store).latest
+
+    assert [entry.committed_at for entry in body.live] == [10800.0, 14400.0, 18000.0]
+    assert dropped(body, rule, now=store.get(layout.LATEST_KEY).at) == ()
+    assert body.attempt.claimed_at > 18000.0, "by the store's clock"
+    assert_invariants(store)
+
+
+def test_a_repair_keeps_the_commit_times_that_an_old_body_still_knows(store: Store) -> None:
+    before = run_of(store).look()
+    Driver(store).claim("g2")
+    write_checkpoint(store, attempt=2, save=1)
+    rolled_back = before.with_entry(replace(before.live[0], committed_at=77.5))
+    store.put(layout.LATEST_KEY, dump_latest(rolled_back))
+
+    assert repair(store).latest.live[0].committed_at == 77.5
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"format_version": 1}', b"\xff" * 100])

@@ -115,16 +115,19 @@ def entry(save: int, step: int, *, pinned: bool = False, expires_at: float | Non
 
 
 losses = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, -2.0]))
-entries = st.lists(st.tuples(st.integers(0, 60), st.booleans(), losses), min_size=1, max_size=12).map(
+entries = st.lists(
+    st.tuples(st.integers(0, 60), st.booleans(), losses, st.integers(0, 100)), min_size=1, max_size=12
+).map(
     lambda items: [
-        entry(save, step, pinned=pinned, **({} if loss is None else {"loss": loss}))
-        for save, (step, pinned, loss) in enumerate(items)
+        replace(entry(save, step, pinned=pinned, **({} if loss is None else {"loss": loss})), committed_at=float(at))
+        for save, (step, pinned, loss, at) in enumerate(items)
     ]
 )
 rules = st.builds(
     Retention,
     keep_last=st.none() | st.integers(1, 12),
     keep_every_steps=st.none() | st.integers(1, 30),
+    keep_every_seconds=st.none() | st.sampled_from([0.5, 7, 30.0]),
     keep_best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
 )
 
@@ -161,7 +164,8 @@ def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rule
 def test_an_entry_goes_only_when_every_rule_lets_it_go(live, given_rules):
     body = body_of(live, live[-1].key)
     given_rules = given_rules if any("loss" in item.metrics for item in live) else replace(given_rules, keep_best=None)
-    names = [name for name in ("keep_last", "keep_every_steps", "keep_best") if getattr(given_rules, name)]
+    names = ["keep_last", "keep_every_steps", "keep_every_seconds", "keep_best"]
+    names = [name for name in names if getattr(given_rules, name)]
     alone = [dropped(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
 
     gone = dropped(body, given_rules, now=0.0)
@@ -173,6 +177,38 @@ def test_one_checkpoint_stays_per_span_of_steps_the_lowest_at_or_after_its_multi
     live = [entry(save, step) for save, step in enumerate([90, 100, 110, 190, 203, 230, 290, 310])]
 
     assert steps_kept(live, Retention(keep_every_steps=100)) == [100, 203, 310]
+
+
+def test_one_checkpoint_stays_per_span_of_seconds_the_first_by_the_buckets_clock():
+    times = [3599.0, 3600.0, 3900.0, 7199.9, 7200.0, 20000.0, 20001.0]
+    live = [replace(entry(save, save), committed_at=at) for save, at in enumerate(times)]
+
+    assert steps_kept(live, Retention(keep_every_seconds=3600)) == [0, 1, 4, 5, 6]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), st.sampled_from([1, 9.5, 60]))
+def test_a_run_that_prunes_at_every_commit_keeps_what_one_that_never_did_would(times, every_s):
+    """The choice for a span never changes, so that keep_every_seconds holds however long a run is."""
+    rule, live = Retention(keep_every_seconds=every_s), []
+    commits = [replace(entry(save, save), committed_at=float(at)) for save, at in enumerate(times)]
+    for new in commits:
+        live.append(new)
+        gone = dropped(body_of(live, new.key), rule, now=0.0)
+        live = [item for item in live if item.key not in gone]
+
+    assert live == [item for item in commits if item.key not in dropped(body_of(commits, commits[-1].key), rule, now=0)]
+    assert {at // every_s for at in times} == {item.committed_at // every_s for item in live}, "no span is without one"
+
+
+def test_a_span_of_seconds_is_kept_on_the_new_branch_and_of_the_left_one_only_where_nothing_else_is():
+    old = [replace(entry(save, 10 * save), committed_at=at) for save, at in ((1, 10.0), (2, 110.0), (3, 210.0))]
+    new = replace(entry(1, 20), key="step-000000020-a2-s1", committed_at=250.0)
+    body = replace(gone_back([*old, new], to=old[0]), head=new.key)
+
+    kept = [item.entry.key for item in judge(body, Retention(keep_every_seconds=100), now=0.0) if item.is_kept]
+
+    assert kept == keys([old[0], old[1], new])
 
 
 def test_of_a_step_that_was_trained_twice_the_newer_branch_stays():
@@ -282,6 +318,9 @@ def test_a_commit_ranks_by_its_own_metric_too(store):
         {"keep_last": 0},
         {"keep_last": True},
         {"keep_every_steps": 1.5},
+        {"keep_every_seconds": 0},
+        {"keep_every_seconds": float("nan")},
+        {"keep_every_seconds": "3600"},
         {"expire_after_s": -1},
         {"expire_after_s": float("inf")},
         {"expire_after_s": float("nan")},

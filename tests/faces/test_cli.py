@@ -263,6 +263,18 @@ def test_prune_shows_bytes_and_reasons_first_and_deletes_after_the_grace(run) ->
     assert [entry.step for entry in assert_invariants(store).live] == [6]
 
 
+def test_prune_keeps_one_per_span_of_seconds(run) -> None:
+    uri, store = run
+    first = read_latest(store).live[0]
+
+    shown = raycheck("prune", uri, "--keep-every-seconds", "1e9", "--dry-run", "--json")
+    wrong = raycheck("prune", uri, "--keep-every-seconds", "0")
+
+    assert json.loads(shown.stdout)["kept"][first.key] == "one per 1e+09 s"
+    assert wrong.returncode == 2
+    assert "keep_every_seconds" in wrong.stderr
+
+
 def test_prune_without_a_rule_drops_nothing_and_a_wrong_one_is_named(run) -> None:
     uri, store = run
 
