@@ -126,8 +126,8 @@ def _has_its_head(store: Store, old: Latest) -> bool:
 
 
 def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
-    """The entry behind a directory, pinned and expiring as the old body said, and the bucket's time. Raises for one that
-    is not whole."""
+    """The entry behind a directory, pinned and expiring as the old body said, and the bucket's time. Raises for one
+    that is not whole."""
     entry, now = again_if_corrupt(lambda: _entry(store, name, old, is_head=is_head))
     for finding in Checkpoint(store, entry).verify(reads=is_head):
         if finding.problem:
