@@ -1,17 +1,19 @@
 """A run as people see it: what is in the bucket, putting it into live objects outside of any training, and writing
 it as a Hugging Face directory."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Latest
+from raycheck.bucket.pointer import MAX_BYTES as MAX_POINTER_BYTES
+from raycheck.bucket.pointer import Pointer, load_pointer
+from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.arrow import uri_of
 from raycheck.bucket.store.uri import is_same_place
-from raycheck.errors import ConfigError, NotFoundError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -83,18 +85,29 @@ def open_checkpoint(pointer: Any) -> Checkpoint:
 
     Raises ConfigError when it is not one of raycheck's pointers, NotFoundError when retention has dropped it.
     """
-    try:
-        with pointer.filesystem.open_input_stream(f"{pointer.path}/pointer.json") as stream:
-            body = json.loads(stream.read(1 << 16))
-        uri, key = str(body["uri"]), str(body["key"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{pointer}: not a checkpoint that raycheck reported ({error})") from None
-    here = uri_of(pointer.filesystem, pointer.path.removesuffix(f"/ray/{key}"))
-    if not is_same_place(uri, here):
+    found = _pointed_to(pointer)
+    here = uri_of(pointer.filesystem, pointer.path.removesuffix(f"/ray/{found.key}"))
+    if not is_same_place(found.uri, here):
         # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
         # settings are those the pointer was read with, not those it holds.
-        raise ConfigError(f"{pointer}: it points to {uri}, which is another run than the one it lies in")
-    return open_run(here).checkpoint(key)
+        raise ConfigError(f"{pointer}: it points to {found.uri}, which is another run than the one it lies in")
+    return open_run(here).checkpoint(found.key)
+
+
+def _pointed_to(pointer: Any) -> Pointer:
+    """What Ray's copy of a pointer says. Raises ConfigError when it cannot be read twice in a row."""
+    path = f"{pointer.path}/pointer.json"
+
+    def read() -> Pointer:
+        if not pointer.filesystem.get_file_info(path).is_file:  # a pipe would never be read to its end
+            raise FileNotFoundError(path)
+        with pointer.filesystem.open_input_stream(path) as stream:
+            return load_pointer(stream.read(MAX_POINTER_BYTES + 1), what=path)
+
+    try:
+        return again_if_corrupt(read)
+    except (OSError, ValueError, CorruptError) as error:
+        raise ConfigError(f"{pointer}: not a checkpoint that raycheck reported ({error})") from None
 
 
 def export_hf(

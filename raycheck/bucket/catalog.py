@@ -56,12 +56,12 @@ class Checkpoint:
             raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
         return manifest
 
-    def index(self, manifest: Manifest) -> Index:
-        """Read and checked against size and checksum in the manifest."""
+    def index(self, manifest: Manifest, *, values: bool = True) -> Index:
+        """Read and checked against size and checksum in the manifest. values: False leaves them out."""
         key = layout.index_key(self.entry.key)
         handed = self.documents.index if self.documents else None
         data = self._right(key, handed, manifest.index.size_bytes, manifest.index.crc32, who="the manifest")
-        return load_index(data, what=f"{self.store.uri}: {key}")
+        return load_index(data, what=f"{self.store.uri}: {key}", values=values)
 
     def verify(self, *, reads: bool = True) -> Iterator[Finding]:
         """Read every object of the checkpoint and compare size and checksum. Yields one finding per object.

@@ -7,7 +7,6 @@ function of what the index holds.
 
 import json
 import struct
-import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from typing import Any
 from raycheck.bucket.columns import little_endian
 from raycheck.bucket.document import FORMAT_VERSION, check_format_version
 from raycheck.bucket.index import Column, Index, Plan
-from raycheck.bucket.plan_file import MALFORMED, MAX_DECODED_BYTES, cut, dump_plan, inflated, load_plan
+from raycheck.bucket.inflating import Allowance, deflate
+from raycheck.bucket.plan_file import CRC_BYTES, MALFORMED, cut, dump_plan, load_plan
 from raycheck.errors import CorruptError
 
 MAGIC = b"RCIX"
+MAX_HEADER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +59,17 @@ def join_parts(parts: Parts) -> bytes:
 
 
 def dump_values(tree: Mapping[str, Any]) -> bytes:
-    return zlib.compress(json.dumps(tree, allow_nan=False, separators=(",", ":")).encode(), 1)
+    return deflate(json.dumps(tree, allow_nan=False, separators=(",", ":")).encode())
 
 
-def load_index(data: bytes, *, what: str) -> Index:
-    """Parse an index. Raises CorruptError, naming `what`, for anything that is not a well-formed one."""
+def load_index(data: bytes, *, what: str, values: bool = True) -> Index:
+    """Parse an index. values: False leaves them out, for those who look only at where things lie. Raises CorruptError,
+    naming `what`, for anything that is not a well-formed one."""
     try:
         parts = _split(data, what)
-        plan = load_plan(parts.plan, what=what)
+        plan = load_plan(parts.plan, what=what, num_crcs=len(parts.checksums) // CRC_BYTES)
         crcs = load_checksums(parts.checksums, plan)
-        shared, *own = _load_values(parts.values, what)
+        shared, *own = _load_values(parts.values, what) if values else [{}]
     except CorruptError:
         raise
     except MALFORMED as error:
@@ -88,7 +90,9 @@ def _split(data: bytes, what: str) -> Parts:
     if data[:4] != MAGIC:
         raise CorruptError(f"{what} is not an index: it does not begin with {MAGIC!r}")
     (length,) = struct.unpack_from("<Q", data, 4)
-    header = json.loads(data[12 : 12 + length])
+    if length > MAX_HEADER_BYTES:
+        raise CorruptError(f"{what} has a header of {length} bytes")
+    header = json.loads(cut(data, 12, length, what))
     check_format_version(header, what=what)
     found: dict[str, bytes] = {}
     at = 12 + length
@@ -105,9 +109,10 @@ def _split(data: bytes, what: str) -> Parts:
 
 def _load_values(streams: Sequence[bytes], what: str) -> list[dict[str, Any]]:
     trees = []
-    room = MAX_DECODED_BYTES
+    allowance = Allowance(sum(map(len, streams)), what=what)
     for stream in streams:
-        text = inflated(stream, what, room)
-        room -= len(text)
-        trees.append(dict(json.loads(text)))
+        tree = allowance.parse(allowance.inflate(stream))
+        if not isinstance(tree, dict):
+            raise CorruptError(f"{what} has values without names")
+        trees.append(tree)
     return trees

@@ -5,6 +5,7 @@ Hostile until it has passed `load_plan`, which guards the reader: it sizes buffe
 
 import json
 import struct
+import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,14 +17,26 @@ from typing import Any
 from raycheck.bucket.checksum import SUB_BLOCK
 from raycheck.bucket.columns import packed, spread, unpacked
 from raycheck.bucket.index import Column, Leaf, Object, Plan, Tensor
+from raycheck.bucket.inflating import MAX_DECODED_BYTES, Allowance, deflate
 from raycheck.errors import ConfigError, CorruptError
 
-MAX_DECODED_BYTES = 1 << 30
 MAX_DIMS = 64
+PLAN_ROOM_BYTES = 16 << 20
+TENSORS = 100_000
+TENSORS_PER_CHECKSUM = 16
+"""A tensor with elements has a checksum in the index for each of its chunks, but for names that share their bytes. So
+there are not many more tensors and chunks than checksums, which nothing makes smaller."""
+CRC_BYTES = 4
 
 
 def dump_plan(plan: Plan) -> bytes:
     """Raises ConfigError for a plan that is larger than a reader would take."""
+    num_crcs = sum(item.num_crcs for item in plan.objects)
+    if max(len(plan.tensors), len(plan.object)) > _most(num_crcs):
+        raise ConfigError(
+            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} pieces and {num_crcs} checksums: "
+            f"too many of them hold nothing, or share what they hold. Readers take {_most(num_crcs)}"
+        )
     lines = b"\n".join(
         json.dumps([t.name, t.dtype, t.shape, t.path], separators=(",", ":")).encode() for t in plan.tensors
     )
@@ -41,7 +54,11 @@ def dump_plan(plan: Plan) -> bytes:
             f"the index of {len(plan.tensors)} tensors in {len(plan.object)} pieces would have {len(whole)} bytes, and "
             f"readers take {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
         )
-    return zlib.compress(whole, 1)
+    return deflate(whole, came=CRC_BYTES * num_crcs)
+
+
+def _most(num_crcs: int) -> int:
+    return TENSORS + TENSORS_PER_CHECKSUM * num_crcs
 
 
 def _columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
@@ -90,10 +107,14 @@ class Known:
     columns: dict[tuple[bytes, int, str], "Column[int]"] = field(default_factory=dict)
 
 
-def load_plan(data: bytes, *, what: str, known: Known | None = None) -> Plan:
-    """Parse a plan. Raises CorruptError, naming `what`, for anything that is not a well-formed one."""
+def load_plan(data: bytes, *, what: str, known: Known | None = None, num_crcs: int | None = None) -> Plan:
+    """Parse a plan. num_crcs: the checksums that came with it; None for what a rank reports.
+
+    Raises CorruptError, naming `what`, for anything that is not a well-formed one.
+    """
+    came = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
     try:
-        return _load_plan(data, what, known)
+        return _load_plan(data, what, known or Known(), Allowance(came, what=what, room=PLAN_ROOM_BYTES), num_crcs)
     except CorruptError:
         raise
     except MALFORMED as error:
@@ -107,37 +128,26 @@ def cut(data: bytes, at: int, size: int, what: str) -> bytes:
     return part
 
 
-def inflated(data: bytes, what: str, room: int = MAX_DECODED_BYTES) -> bytes:
-    stream = zlib.decompressobj()
-    raw = stream.decompress(data, max(1, room))
-    if not stream.eof:
-        raise CorruptError(f"{what} is cut short, or holds more than {room} bytes")
-    return raw
-
-
-def _load_plan(data: bytes, what: str, known: Known | None) -> Plan:
-    raw = inflated(data, what)
+def _load_plan(data: bytes, what: str, known: Known, allowance: Allowance, num_crcs: int | None) -> Plan:
+    raw = allowance.inflate(data)
     (length,) = struct.unpack_from("<Q", raw)
-    header = json.loads(raw[8 : 8 + length])
+    header = allowance.parse(cut(raw, 8, length, what))
+    objects = tuple(_object(item) for item in header["objects"])
+    if num_crcs is not None and sum(item.num_crcs for item in objects) != num_crcs:
+        raise CorruptError(f"{what} has {num_crcs} checksums, which is not what it says of its objects")
     num_tensors, size = header["tensors"]
-    tensors = _tensors(cut(raw, 8 + length, size, what), known or Known(), what)
-    if len(tensors) != num_tensors:
-        raise CorruptError(f"{what} has {len(tensors)} tensors, not {num_tensors}")
     slices = _slices(raw, 8 + length + size, header["columns"], what)
+    num_chunks = len(slices["object"][0]) // max(1, slices["object"][1])
+    if num_crcs is not None and max(num_tensors, num_chunks) > _most(num_crcs):
+        raise CorruptError(f"{what} has more tensors or chunks than {num_crcs} checksums can be of")
+    tensors = _tensors(cut(raw, 8 + length, size, what), num_tensors, known, allowance, what)
 
     def column(name: str, length: int) -> "Column[int]":
         if len(slices[name][0]) != length * slices[name][1]:
             raise CorruptError(f"{what} has a column {name!r} of another length")
-        return _column(slices[name], known.columns if known else {}, what)
+        return _column(slices[name], known.columns, what)
 
-    objects = tuple(
-        Object(component=str(component), rank=int(rank), num_crcs=int(count))
-        for component, rank, count in header["objects"]
-    )
-    leaves = tuple(
-        Leaf(name=name, path=tuple(path), component=component, rank=rank, record_offset=start, record_size=size)
-        for name, path, component, rank, start, size in header["leaves"]
-    )
+    leaves = tuple(_leaf(item) for item in header["leaves"])
     counts = column("rows", len(tensors))
     num, dims = sum(counts), range(max((len(tensor.shape) for tensor in tensors), default=0))
     if len(dims) > MAX_DIMS:
@@ -160,17 +170,54 @@ def _load_plan(data: bytes, what: str, known: Known | None) -> Plan:
     return plan
 
 
-def _tensors(lines: bytes, known: Known, what: str) -> tuple[Tensor, ...]:
+def _object(item: Any) -> Object:
+    component, rank, count = item
+    return Object(component=_text(component), rank=_number(rank), num_crcs=_number(count))
+
+
+def _leaf(item: Any) -> Leaf:
+    name, path, component, rank, start, size = item
+    return Leaf(
+        name=_text(name),
+        path=_path(path),
+        component=_text(component),
+        rank=_number(rank),
+        record_offset=_number(start),
+        record_size=_number(size),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:80]!r} is no text")
+    return value
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:80]!r} is no place, size or count")
+    return value
+
+
+def _path(value: object) -> tuple[str | int, ...]:
+    if not isinstance(value, list) or not set(map(type, value)) <= {str, int}:
+        raise TypeError(f"{str(value)[:80]!r} is no place in the state")
+    return tuple(value)
+
+
+def _tensors(lines: bytes, number: object, known: Known, allowance: Allowance, what: str) -> tuple[Tensor, ...]:
     """One JSON line each. A line that was seen before is not parsed again."""
     if lines in known.lines:
         return known.lines[lines]
+    if lines.count(b"\n") + bool(lines) != number:
+        raise CorruptError(f"{what} has not the {number} tensors that it says")
     rows = lines.split(b"\n") if lines else []
     fresh = [row for row in rows if row not in known.tensors]
-    parsed = json.loads(b"[" + b",".join(fresh) + b"]")
+    parsed = allowance.parse(b"[" + b",".join(fresh) + b"]")
     for row, (name, dtype, shape, path) in zip(fresh, parsed, strict=True):
-        tensor = Tensor(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)), path=tuple(path))
-        if min(tensor.shape, default=0) < 0:
-            raise CorruptError(f"{what}: {tensor.name} has the shape {tensor.shape}")
+        tensor = Tensor(
+            name=_text(name), dtype=sys.intern(_text(dtype)), shape=tuple(map(_number, shape)), path=_path(path)
+        )
         known.tensors[row] = tensor
     known.lines[lines] = tuple(map(known.tensors.__getitem__, rows))
     return known.lines[lines]
@@ -181,7 +228,7 @@ def _slices(raw: bytes, at: int, listed: Iterable[Any], what: str) -> dict[str, 
     found: dict[str, tuple[bytes, int, str]] = {}
     room = MAX_DECODED_BYTES
     for name, count, width, coding in listed:
-        found[name] = (cut(raw, at, count * width, what), width, coding)
+        found[name] = (cut(raw, at, _number(count) * _number(width), what), width, coding)
         at += count * width
         room -= 8 * count
         if room < 0:

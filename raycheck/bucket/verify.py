@@ -42,7 +42,7 @@ def verify(checkpoint: "Checkpoint", *, reads: bool) -> Iterator[Finding]:
         yield Finding(key=key, size_bytes=0, problem=str(error))
         return
     yield Finding(key=key, size_bytes=store.head(key))
-    index = cache(partial(checkpoint.index, manifest))
+    index = cache(partial(checkpoint.index, manifest, values=False))
     for key, record in manifest.objects():
         there, problem = _looked_at(store, key, record.size_bytes, record.crc32 if reads else None)
         where: tuple[str, ...] = ()

@@ -47,7 +47,11 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
 
 
 def time_of(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    """A time of the store's clock for people, whatever a bucket says that it is."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return f"no date ({at:.3g})"
 
 
 def print_json(value: object) -> None:

@@ -1,5 +1,6 @@
 """Looking at a run: what is committed, what is in it, is it whole. Writes nothing (I8)."""
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -8,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.index import Index
 from raycheck.bucket.record import Resume, resumes
 from raycheck.bucket.status import read_status
 from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size, time_of
@@ -15,6 +17,7 @@ from raycheck.errors import NotFoundError
 from raycheck.run import Run, open_run
 
 MAX_PLACES = 10
+_PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
 MAX_ATTEMPTS = 20
 """Of so many it is looked up how they began."""
 
@@ -145,7 +148,7 @@ def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _details(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest)
+    index = checkpoint.index(manifest, values=False)
     return {
         "epoch": manifest.epoch,
         "samples": manifest.samples,
@@ -154,12 +157,18 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
         "restored_from": manifest.restored_from,
         "trained_s": manifest.trained_s,
         "tensors": len(index.tensors),
-        "entries": sorted(set(index.values) - {"assets", "progress"}),
+        "entries": sorted(_entries(index)),
         "components": {part.name: part.checkpoint for part in manifest.components},
         "objects": sum(1 for _ in manifest.objects()) + 1,
         "blocked_s": max((rank.blocked_s for rank in manifest.ranks), default=0.0),
         "upload_s": max((rank.upload_s for rank in manifest.ranks), default=0.0),
     }
+
+
+def _entries(index: Index) -> set[str]:
+    """The entries of the state, by where its tensors and other values lie. What they are worth is not read."""
+    paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
+    return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}
 
 
 COMMANDS = (ls, show, verify)

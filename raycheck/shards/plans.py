@@ -14,13 +14,12 @@ from threading import Lock
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.index import Index, Plan
 from raycheck.bucket.index_file import Parts, join_parts, parts_of
+from raycheck.bucket.inflating import MAX_DECODED_BYTES
 from raycheck.bucket.manifest import Blob, Component
 from raycheck.bucket.merge import Merged, merge_plans, uncovered
-from raycheck.bucket.plan_file import MAX_DECODED_BYTES, Known, dump_plan, load_plan
+from raycheck.bucket.plan_file import CRC_BYTES, Known, dump_plan, load_plan
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.shards.dcp import dcp_metadata
-
-CRC_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

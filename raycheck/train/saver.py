@@ -4,7 +4,6 @@ No more saves are in flight than there are buffers, and they are uploaded one by
 makes a buffer safe to reuse: the thread ends a save only after every request that reads its buffer has ended.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 
 from raycheck.bucket import layout
+from raycheck.bucket.document import dump
+from raycheck.bucket.pointer import Pointer
 from raycheck.bucket.store.deadline import ends_by
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
@@ -223,9 +224,9 @@ class Saver:
         not told of, it would never delete it."""
         if self._group.rank or not self._group.is_ray_train or key == self.pointed:
             return
-        pointer = {"uri": self._group.uri, "key": key}
+        pointer = Pointer(uri=self._group.uri, key=key)
         try:
-            self._group.store.put(layout.pointer_key(key), json.dumps(pointer).encode())
+            self._group.store.put(layout.pointer_key(key), dump(pointer))
             self.pointed = key
         except RaycheckError as error:
             logger.warning(

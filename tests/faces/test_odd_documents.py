@@ -1,0 +1,267 @@
+"""Whatever stands in a document of a bucket, a command ends: with an answer, or with one sentence that says what is
+wrong with which object, and never with a traceback.
+
+The documents are those of a real run. Each is changed at one place, and all checksums above it are made right again, as
+somebody would who wants to be believed.
+"""
+
+import io
+import json
+import math
+import os
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raycheck.bucket import layout
+from raycheck.bucket.catalog import read_latest
+from raycheck.bucket.checksum import crc32
+from raycheck.bucket.index_file import MAGIC
+from raycheck.bucket.latest import Attempt
+from raycheck.bucket.record import Resume, record_end, record_resume
+from raycheck.bucket.store import Store, open_store
+from raycheck.cli import main
+from tests.bucket.helpers import sealed
+from tests.shards import hf
+from tests.shards.saving import Own, save_state
+
+SECONDS = 20.0
+STEP = 6
+DOCUMENTS = ("latest", "manifest", "end", "start", "index header", "plan header", "plan lines", "values")
+
+
+def answered(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command, in this process."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", ["raycheck", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+def a_run(store: Store) -> None:
+    """Two commits of a model that can be exported, values of all kinds, and both documents of an attempt."""
+    for number, step in enumerate((3, STEP), 1):
+        model = hf.llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(hf.IDS, labels=hf.IDS).loss.backward()
+        optimizer.step()
+        state = {
+            "model": model,
+            "optimizer": optimizer,
+            "tokenizer": hf.tokenizer(),
+            "data": Own({"position": 3, "seen": (1, 2.5, None), "tail": [True]}),
+        }
+        save_state(store, state, save_number=number, step=step, metrics={"loss": 1.0 / step})
+    body = read_latest(store)
+    ended = Attempt(
+        number=1, owner="o", coordinator="c", group="g", world_size=1, restore_key=None, last_save=1, claimed_at=1e9
+    )
+    assert record_end(store, ended, by=body.attempt, cause="a test")
+    resume = Resume(
+        attempt=body.attempt.number,
+        after=1,
+        cause="a test",
+        restored=body.head,
+        step=STEP,
+        world_size_before=1,
+        world_size=1,
+        lost_steps=2,
+        lost_s=1.5,
+        since_commit_s=2.5,
+        restore_s=0.5,
+        restore_bytes=100,
+        what="restored: model",
+    )
+    assert record_resume(store, resume)
+
+
+def tree_of(data: bytes) -> Any:
+    return json.loads(data)
+
+
+class Documents:
+    """The documents of the head of a run: to be changed one at a time, and put into the bucket consistently."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        body = read_latest(store)
+        assert body.head is not None
+        self._keys = {
+            "latest": layout.LATEST_KEY,
+            "manifest": layout.manifest_key(body.head),
+            "index": layout.index_key(body.head),
+            "end": layout.attempt_key(1),
+            "start": layout.resume_key(body.attempt.number),
+        }
+        self._whole = {name: store.get(key).data for name, key in self._keys.items()}
+
+    def restore(self) -> None:
+        for name, data in self._whole.items():
+            self.store.put(self._keys[name], data)
+
+    def change(self, name: str, edit: Callable[[Any], Any]) -> None:
+        """Put what `edit` makes of the tree of that document, and make right all checksums above it."""
+        if name in ("end", "start", "latest"):
+            self._put(name, as_body(edit(tree_of(self._whole[name]))))
+        elif name == "manifest":
+            self._put_manifest(edit(tree_of(self._whole["manifest"])))
+        else:
+            index = edited_index(self._whole["index"], name, edit)
+            self._put("index", index)
+            about = {"size_bytes": len(index), "crc32": crc32(index)}
+            self._put_manifest(tree_of(self._whole["manifest"]) | {"index": about})
+
+    def _put_manifest(self, tree: Any) -> None:
+        data = as_body(tree)
+        self._put("manifest", data)
+        latest = tree_of(self._whole["latest"])
+        latest["live"][-1]["manifest_crc32"] = crc32(data)
+        self._put("latest", sealed(latest))
+
+    def _put(self, name: str, data: bytes) -> None:
+        self.store.put(self._keys[name], data)
+
+
+def as_body(tree: Any) -> bytes:
+    return sealed(tree) if isinstance(tree, dict) else json.dumps(tree).encode()
+
+
+def edited_index(data: bytes, name: str, edit: Callable[[Any], Any]) -> bytes:
+    (length,) = struct.unpack_from("<Q", data, 4)
+    header, parts = json.loads(data[12 : 12 + length]), data[12 + length :]
+    if name == "index header":
+        return closed(edit(header), parts)
+    sizes = dict(header["parts"])
+    plan, checksums, values = (
+        parts[: sizes["plan"]],
+        parts[sizes["plan"] : -sizes["values"]],
+        parts[-sizes["values"] :],
+    )
+    if name == "values":
+        first = header["values"][0]
+        stream = zlib.compress(json.dumps(edit(json.loads(zlib.decompress(values[:first])))).encode())
+        header["values"][0], values = len(stream), stream + values[first:]
+    else:
+        plan = edited_plan(plan, name, edit)
+    header["parts"] = [["plan", len(plan)], ["checksums", len(checksums)], ["values", len(values)]]
+    return closed(header, plan + checksums + values)
+
+
+def edited_plan(data: bytes, name: str, edit: Callable[[Any], Any]) -> bytes:
+    raw = zlib.decompress(data)
+    (length,) = struct.unpack_from("<Q", raw)
+    header = json.loads(raw[8 : 8 + length])
+    end = 8 + length + header["tensors"][1]
+    lines, columns = raw[8 + length : end], raw[end:]
+    if name == "plan header":
+        header = edit(header)
+    else:
+        rows = edit([json.loads(line) for line in lines.split(b"\n")])
+        lines = b"\n".join(json.dumps(row).encode() for row in rows) if isinstance(rows, list) else b"x"
+        header["tensors"] = [len(rows) if isinstance(rows, list) else 1, len(lines)]
+    text = json.dumps(header).encode()
+    return zlib.compress(struct.pack("<Q", len(text)) + text + lines + columns)
+
+
+def closed(header: Any, parts: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return MAGIC + struct.pack("<Q", len(text)) + text + parts
+
+
+@pytest.fixture(scope="module")
+def documents() -> Documents:
+    store = open_store(f"memory://{uuid4().hex}")
+    a_run(store)
+    return Documents(store)
+
+
+ODD = [
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, -(2**63), 10**18, 10**30, 10**400),
+    *(0.5, -0.5, 1e18, 3.2e16, -1e15, 1e300, -1e300, 5e-324, math.nan, math.inf, -math.inf),
+    *("", "x", "../x", "/etc/passwd", "step-000000003-a1-s1", "1", "nan", "\x1b[2J", "a" * 5000, "$tuple", "."),
+    *([], {}, [[]], [None], [1, 2], {"": None}, {"x": 1}, {"$tuple": [1]}, {"$ndarray": ["<f4", [1 << 40], ""]}),
+]
+"""What a reader meets where it looks for something else."""
+
+
+def mutated(data: st.DataObject, tree: Any) -> Any:
+    """`tree` with one place in it removed, repeated or made odd."""
+    if not isinstance(tree, dict | list) or not tree or not data.draw(st.integers(0, 7)):
+        return data.draw(st.sampled_from(ODD))
+    key = data.draw(st.sampled_from(sorted(tree) if isinstance(tree, dict) else range(len(tree))))
+    copy = tree.copy()
+    what = data.draw(st.sampled_from(["go", "go", "go", "go", "remove", "repeat", "rename"]))
+    if what == "remove":
+        del copy[key]
+    elif what == "repeat" and isinstance(copy, list):
+        copy.append(copy[key])
+    elif what == "rename" and isinstance(copy, dict):
+        copy[data.draw(st.sampled_from(["", "x", "$tuple", "a.b"]))] = copy.pop(key)
+    else:
+        copy[key] = mutated(data, copy[key])
+    return copy
+
+
+COMMANDS = {
+    "ls": ("ls",),
+    "ls json": ("ls", "--json"),
+    "show": ("show",),
+    "show json": ("show", "--json"),
+    "verify": ("verify",),
+    "pin": ("pin", str(STEP)),
+    "prune": ("prune", "--keep-last", "1", "--dry-run"),
+    "prune best": ("prune", "--keep-best", "loss:min:1", "--keep-every-steps", "2", "--dry-run", "--json"),
+    "sweep": ("sweep", "--dry-run"),
+    "rewind": ("rewind", "3"),
+    "repair": ("repair",),
+    "export-hf": ("export-hf",),
+}
+
+
+def check(uri: str, command: str, folder: Path) -> tuple[int, str]:
+    """Run it; exit code and errors. Raises AssertionError for an ending that is none."""
+    verb, *options = COMMANDS[command]
+    dest = [f"{folder}/{uuid4().hex}"] if verb == "export-hf" else []
+    began = time.monotonic()
+    code, _, stderr = answered(verb, uri, *dest, *options)
+    assert time.monotonic() - began < SECONDS
+    assert code in (0, 1, 2)
+    assert "Traceback" not in stderr
+    if code == 2:
+        assert stderr.startswith("raycheck: ")
+    return code, stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", DOCUMENTS)
+@settings(
+    max_examples=int(os.environ.get("RAYCHECK_TEST_EXAMPLES", "15")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=st.data())
+def test_no_document_ends_a_command_with_a_traceback(
+    documents: Documents, tmp_path_factory: pytest.TempPathFactory, name: str, command: str, data: st.DataObject
+) -> None:
+    documents.change(name, lambda tree: mutated(data, tree))
+
+    try:
+        check(documents.store.uri, command, tmp_path_factory.getbasetemp())
+    finally:
+        documents.restore()
