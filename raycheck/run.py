@@ -54,16 +54,18 @@ class Run:
             raise NotFoundError(f"{self.store.uri}: checkpoint {key} is no longer live; open the run again")
         return Checkpoint(self.store, entry)
 
-    def restore(self, step: int | None = None, *, into: Mapping[str, object]) -> int:
+    def restore(self, step: int | None = None, *, into: Mapping[str, object], cast: bool = False) -> int:
         """Put those entries of a checkpoint (the head, or `step`) that `into` names into its live objects.
 
-        Needs torch, but neither Ray nor a process group. Other entries of the checkpoint are left alone. Returns the
-        restored step. Raises StateMismatchError when an entry of `into` differs; nothing is changed then.
+        Needs torch, but neither Ray nor a process group. Other entries of the checkpoint are left alone. Tensors on the
+        meta device get memory. cast: see Checkpointer.restore. Returns the restored step. Raises StateMismatchError
+        when an entry of `into` differs; nothing is changed then.
         """
         from raycheck.shards.selection import Selection
         from raycheck.shards.state import TrainState
 
-        restored = TrainState(into, rank=0, world_size=1).apply(self.head_or(step), Selection.of(into, ()))
+        state = TrainState(into, rank=0, world_size=1)
+        restored = state.apply(self.head_or(step), Selection.of(into, ()), cast=cast)
         return restored.manifest.step
 
     def head_or(self, step: int | None) -> Checkpoint:

@@ -11,14 +11,12 @@ from raycheck.shards.assets import FilesPart, has_files
 from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.loaders import LoaderPart, is_loader
 from raycheck.shards.modules import ModulePart
-from raycheck.shards.names import parameter_names
+from raycheck.shards.names import NamedParameters, ParameterNames, parameter_names
 from raycheck.shards.optimizer import OptimizerPart
 from raycheck.shards.parts import ObjectPart, Part
 from raycheck.shards.per_rank import PerRank, PerRankPart
 from raycheck.shards.rank_zero import RankZero, RankZeroPart
 from raycheck.shards.selection import ASSETS, OWN_ENTRIES
-
-ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
 
 
 def entries_of(state: Mapping[str, object]) -> dict[str, object]:
@@ -34,8 +32,35 @@ def entries_of(state: Mapping[str, object]) -> dict[str, object]:
 
 def parts_of(entries: Mapping[str, object], *, rank: int, world_size: int) -> list[Part]:
     """One part per entry."""
-    parameters = parameter_names({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
-    return [_part(name, value, parameters, rank, world_size) for name, value in entries.items()]
+    named = NamedParameters({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
+    return [_part(name, value, named, rank, world_size) for name, value in entries.items()]
+
+
+class Containers:
+    """The lists and dicts of entries in a state, and what they held when it was looked at first."""
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self._held = [(*found, _identities(found[1])) for item in state.items() for found in _containers(*item)]
+
+    def check(self) -> None:
+        """Raise ConfigError when one of them holds something else now: it would be left out of every save."""
+        for name, container, held in self._held:
+            if _identities(container) != held:
+                raise ConfigError(
+                    f"state[{name!r}] holds other objects than when the state was given, and the new ones would not be "
+                    "saved. Give the state once the list or dict is complete"
+                )
+
+
+def _containers(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    if type(value) in (dict, list, tuple) and _is_entry(value):
+        yield name, value
+        for key, item in value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value)):
+            yield from _containers(f"{name}.{key}", item)
+
+
+def _identities(container: Any) -> list[int]:
+    return [id(item) for item in (container.values() if isinstance(container, dict) else container)]
 
 
 def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -64,11 +89,11 @@ def _nested(name: str, value: object, parameters: ParameterNames) -> Iterator[tu
         yield from _nested(f"{name}.{step.replace('.', '_')}", item, parameters)
 
 
-def _part(name: str, value: Any, parameters: ParameterNames, rank: int, world_size: int) -> Part:
+def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> Part:
     if isinstance(value, torch.nn.Module):
         return ModulePart(name, value)
     if isinstance(value, Optimizer):
-        return OptimizerPart(name, value, parameters)
+        return OptimizerPart(name, value, named)
     if isinstance(value, PerRank):
         return PerRankPart(name, value, rank=rank)
     if isinstance(value, RankZero):

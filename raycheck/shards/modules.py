@@ -13,15 +13,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
+from raycheck.shards.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
 from raycheck.shards.names import plain_names, unwrapped
 from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
 from raycheck.shards.pieces import memory, piece_of
-from raycheck.shards.watch import Watch
+from raycheck.shards.proof import holds
+from raycheck.shards.watch import Watch, local_of
 
 _OWN_WAY = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dict, torch.nn.Module.get_extra_state)  # noqa: SLF001
 
@@ -42,14 +46,15 @@ class ModulePart(Part):
                 "Use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         self._plain = plain_names(self.module)
-        keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
-        self._parameters = {f"{name}.{self._plain(key)}" for key in keys}
+        self._parameters: set[str] = set()
         self._made_of: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
         self._last: tuple[Watch, Gathered] | None = None
         self._last_frozen: frozenset[str] = frozenset()
 
     def tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
+        keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
+        self._parameters = {f"{self.name}.{self._plain(key)}" for key in keys}  # some may have come since the last look
         self._made_of = {}
         state = self.module.state_dict()
         live = self._live() if any(map(_is_wrapper, state.values())) else {}
@@ -91,7 +96,37 @@ class ModulePart(Part):
 
     def _live(self) -> Named:
         module = self.module
-        return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        buffers = module.named_buffers(remove_duplicate=False)
+        return {**dict(module.named_parameters(remove_duplicate=False)), **dict(buffers)}
+
+    def _on_meta(self) -> Named:
+        """Parameters and buffers without memory, those that are not saved included."""
+        return {f"{self.name}.{self._plain(key)}": value for key, value in self._live().items() if is_on_meta(value)}
+
+    def left_on_meta(self, wanted: Named) -> list[str]:
+        live = self._on_meta()
+
+        def is_filled(name: str, tensor: torch.Tensor) -> bool:
+            inner = tensor.__tensor_flatten__()[0] if _is_wrapper(tensor) else ()  # type: ignore[attr-defined]
+            return all(f"{name}.{own}" in wanted for own in inner) if inner else name in wanted
+
+        filled = {id(tensor) for name, tensor in live.items() if is_filled(name, tensor)}
+        left = [name for name, tensor in live.items() if id(tensor) not in filled]
+        lines = [
+            f"{name} is on the meta device and would stay there, nothing is read for it; {ADVICE}" for name in left
+        ]
+        return [*lines, *untied_views(live)]
+
+    def give_memory(self) -> None:
+        """Give what is on the meta device memory to read into."""
+        if live := self._on_meta():
+            give_memory(live, self._live().values())
+
+    def lost(self, tensors: Named) -> list[str]:
+        tree = self.tree()
+        extra = _extra(tree)
+        live = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra}
+        return [name for name, read in tensors.items() if name in live and not holds(live[name], read)]
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         return {"extra": self.encode(_extra(tree), self.name, tensors), "flattened": self._made_of}
@@ -110,6 +145,8 @@ class ModulePart(Part):
         tree = self.tree()
         extra_here = _extra(tree)
         whole = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}
+        for name, tensor in whole.items():
+            _refuse_formless(name, tensor)
         live = {name: tensor for name, tensor in whole.items() if saved.takes(name)}
         if saved.values is None and not live:
             saved.missing.append(self.name)
@@ -176,6 +213,14 @@ class ModulePart(Part):
             here = self._made_of.get(key, form)
             if saved.takes(f"{self.name}.{key}") and here != form:
                 saved.mismatched.append(f"{self.name}.{key}: {here} here, {form} saved")
+
+
+def _refuse_formless(name: str, tensor: torch.Tensor) -> None:
+    """Raise ConfigError for a tensor that nothing can be read into, and that would not say so."""
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before it is restored")
+    if isinstance(local_of(tensor), FakeTensor):
+        raise ConfigError(f"{name} is a FakeTensor, which has no memory; build the module outside of FakeTensorMode")
 
 
 def _saved_values(saved: SavedPart, kind: str) -> dict[str, Any]:

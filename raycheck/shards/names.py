@@ -4,12 +4,14 @@ DDP and torch.compile around the module are taken off; layers that torch.compile
 in between vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
+"""The entry of the state and the plain name, by parameter."""
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
@@ -43,7 +45,7 @@ def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
     return plain
 
 
-def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor, tuple[str, str]]:
+def parameter_names(modules: Mapping[str, torch.nn.Module]) -> ParameterNames:
     """Entry and plain name of every parameter; a tied one has its first name."""
     named: dict[torch.Tensor, tuple[str, str]] = {}
     for entry, module in modules.items():
@@ -52,6 +54,20 @@ def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor
         for key, parameter in inside.named_parameters():
             named.setdefault(parameter, (entry, plain(key)))
     return named
+
+
+class NamedParameters:
+    """The parameters of a state's modules with their names, also of parameters that came later."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self._modules = modules
+        self._known = parameter_names(modules)
+
+    def of(self, parameters: Iterable[torch.Tensor]) -> ParameterNames:
+        """The names of these and of other parameters. Those that no module has are left out."""
+        if any(parameter not in self._known for parameter in parameters):
+            self._known = parameter_names(self._modules)
+        return self._known
 
 
 def _is_wrapper(module: torch.nn.Module, name: str) -> bool:

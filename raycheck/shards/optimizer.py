@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode
+from raycheck.shards.meta_tensors import ADVICE, is_on_meta
+from raycheck.shards.names import NamedParameters
 from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
+from raycheck.shards.proof import holds
 from raycheck.shards.watch import Watch
 
 _OWN_WAY = Optimizer.state_dict
@@ -26,13 +29,27 @@ class OptimizerPart(Part):
 
     may_differ = True
 
-    def __init__(self, name: str, optimizer: Optimizer, named: Mapping[torch.Tensor, tuple[str, str]]) -> None:
-        """named: entry and name of each parameter of the state's modules."""
+    def __init__(self, name: str, optimizer: Optimizer, named: NamedParameters) -> None:
+        """named: those of the state's modules."""
         super().__init__(name)
         self.optimizer = optimizer
-        groups = [group["params"] for group in optimizer.param_groups]
-        parts = {named[p][0] for group in groups for p in group if p in named}
+        self._named = named
         self._last: tuple[Watch, Gathered] | None = None
+        self._known: list[list[torch.Tensor]] = []
+        self._names: list[list[str]] = []
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._look_at_groups()
+
+    def _look_at_groups(self) -> None:
+        """Name the parameters anew when the groups hold others than at the last look: `add_param_group` may be called
+        at any time."""
+        groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        if [list(map(id, group)) for group in groups] == [list(map(id, group)) for group in self._known]:
+            return
+        named = self._named.of(p for group in groups for p in group)
+        parts = {named[p][0] for group in groups for p in group if p in named}
+        self._last = None
+        self._known = groups
         self._names = [
             [
                 (named[p][1] if len(parts) == 1 else ".".join(named[p])) if p in named else f"unnamed.{g}.{i}"
@@ -47,6 +64,7 @@ class OptimizerPart(Part):
         }
 
     def gather(self) -> Gathered:
+        self._look_at_groups()
         if self._last is not None:
             watch, found = self._last
             tensors = watch.look()
@@ -109,13 +127,41 @@ class OptimizerPart(Part):
         }
 
     def names(self) -> list[str]:
+        self._look_at_groups()
         return list(self._parameters)
+
+    def left_on_meta(self, wanted: Named) -> list[str]:
+        """Parameters of the state's modules get their memory there."""
+        self._look_at_groups()
+        known = self._named.of(self._parameters.values())
+        strange = [name for name, p in self._parameters.items() if p not in known and is_on_meta(p)]
+        slots = [
+            f"{self.name}.state.{name}.{slot}"
+            for name, p in self._parameters.items()
+            for slot, value in self.optimizer.state.get(p, _NOTHING).items()
+            if isinstance(value, torch.Tensor) and is_on_meta(value)
+        ]
+        return [
+            *(f"{self.name}: {name} is on the meta device and in no module of the state; {ADVICE}" for name in strange),
+            *(f"{name} is on the meta device, and nothing is read for it" for name in slots if name not in wanted),
+        ]
+
+    def lost(self, tensors: Named) -> list[str]:
+        start = f"{self.name}.state."
+        live = {
+            f"{start}{name}.{slot}": value
+            for name, p in self._parameters.items()
+            for slot, value in self.optimizer.state.get(p, _NOTHING).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return [name for name, tensor in live.items() if name in tensors and not holds(tensor, tensors[name])]
 
     def may_spread(self, name: str) -> bool:
         del name
         return True
 
     def prepare(self, saved: SavedPart) -> Named:
+        self._look_at_groups()
         if saved.values is None:
             saved.missing.append(f"{self.name} (the whole optimizer)")
             return {}
@@ -137,7 +183,7 @@ class OptimizerPart(Part):
                     own = live.get(slot)
                     if isinstance(own, torch.Tensor) and tuple(own.shape) != entry.shape:
                         saved.mismatched.append(f"{entry.name}: {list(own.shape)} here, {list(entry.shape)} saved")
-                    wanted[entry.name] = self._slot(parameter, slot, entry)
+                    wanted[entry.name] = self._slot(saved, parameter, slot, entry)
                 elif slot not in values["state"].get(name, {}):
                     saved.missing.append(f"{prefix}{name}.{slot}")
             saved.missing += [f"{prefix}{name}.{slot}" for slot in sorted(set(live) - set(slots.get(name, ())))]
@@ -152,15 +198,34 @@ class OptimizerPart(Part):
         if there != {frozenset(here & set(names)) for names in self._names} - {frozenset()}:
             saved.mismatched.append(f"{self.name}.param_groups: the parameters are grouped in another way")
 
-    def _slot(self, parameter: torch.Tensor, slot: str, entry: SavedTensor) -> torch.Tensor:
+    def _slot(self, saved: SavedPart, parameter: torch.Tensor, slot: str, entry: SavedTensor) -> torch.Tensor:
         """Where to read a slot: the live tensor, or a new one laid out as the parameter is."""
-        dtype = getattr(torch, entry.dtype)
         live = self.optimizer.state.get(parameter, {}).get(slot)
-        if isinstance(live, torch.Tensor) and tuple(live.shape) == entry.shape and live.dtype == dtype:
-            return live
+        dtype = self._dtype(saved, parameter, slot, entry, live)
+        is_there = isinstance(live, torch.Tensor) and not is_on_meta(live)
+        if is_there and (tuple(live.shape), live.dtype) == (entry.shape, dtype):
+            return cast("torch.Tensor", live)
         if tuple(parameter.shape) == entry.shape and slot != "step":
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return empty_for(entry)
+        return torch.empty(entry.shape, dtype=dtype)
+
+    def _dtype(
+        self, saved: SavedPart, parameter: torch.Tensor, slot: str, entry: SavedTensor, live: Any
+    ) -> torch.dtype:
+        """The saved one. With a cast the live slot's, and where there is none yet the parameter's, if the saved slot
+        had its parameter's: so torch's own optimizers make them."""
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if saved.dtypes is None or slot == "step":
+            return dtype
+        wanted = dtype
+        if isinstance(live, torch.Tensor):
+            wanted = live.dtype
+        elif saved.dtypes.get(".".join(self._named.of([parameter]).get(parameter, ()))) == entry.dtype:
+            wanted = parameter.dtype
+        if wanted == dtype or not saved.may_cast(entry.dtype, wanted):
+            return dtype
+        saved.cast.append(f"{entry.name}: {entry.dtype} saved, {str(wanted).removeprefix('torch.')} here")
+        return wanted
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is None:

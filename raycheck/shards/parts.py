@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # what stock tools name things by
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode, encode
 from raycheck.errors import ConfigError
+from raycheck.shards.meta_tensors import is_on_meta
+from raycheck.shards.proof import has_memory
 from raycheck.shards.watch import Form, form_of
 
 Named = dict[str, torch.Tensor]
@@ -72,6 +75,16 @@ class Part(ABC):
     def finish(self, saved: "SavedPart", tensors: Named) -> None:
         """Take over values and those tensors that were not read in place."""
 
+    def left_on_meta(self, wanted: Named) -> list[str]:
+        """Differences to report: what is on the meta device, and would still be once `wanted` was restored."""
+        del wanted
+        return []
+
+    def lost(self, tensors: Named) -> list[str]:
+        """Names of tensors that were read, and that the live objects do not hold after all."""
+        del tensors
+        return []
+
     def names(self) -> list[str]:
         """Places in it that a rank of a pipeline may hold without the others, and that a restore may name."""
         return [self.name]
@@ -122,10 +135,12 @@ class SavedPart:
 
     tensors: those of this part that are to be restored. values: the tree that all ranks share, None when the
     checkpoint has no such entry; apart: the trees of ranks that held other names. place: where a tensor's bytes lie;
-    equal for names that were saved tied. takes: whether a tensor's name is to be restored.
+    equal for names that were saved tied. takes: whether a tensor's name is to be restored. dtypes: of all saved
+    tensors, when floating-point ones may be cast to the live dtype.
 
     missing: here, but not in the checkpoint. unexpected: the other way round. mismatched: on both sides, but not alike.
     fresh: left as it is by a stated rule. unused: in the checkpoint and, by a stated rule, not for this rank.
+    cast: read into another dtype.
     """
 
     def __init__(
@@ -136,12 +151,15 @@ class SavedPart:
         apart: tuple[Any, ...] = (),
         place: Callable[[str], object],
         takes: Callable[[str], bool],
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
         self.tensors = {name: tensor for name, tensor in tensors.items() if takes(name)}
         self.values = values
         self.apart = apart
         self.place = place
         self.takes = takes
+        self.dtypes = dtypes
+        self.cast: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
@@ -159,8 +177,16 @@ class SavedPart:
         here = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if here == (saved.dtype, saved.shape):
             return True
+        if here[1] == saved.shape and self.may_cast(saved.dtype, tensor.dtype):
+            self.cast.append(f"{name}: {saved.dtype} saved, {here[0]} here")
+            return True
         self.mismatched.append(f"{name}: {here[0]}{list(here[1])} here, {saved.dtype}{list(saved.shape)} saved")
         return False
+
+    def may_cast(self, saved: str, here: torch.dtype) -> bool:
+        """Whether the caller wants the one dtype read into the other. Numbers that are no floats are never cast: what
+        does not fit would be another number."""
+        return self.dtypes is not None and here.is_floating_point and getattr(torch, saved).is_floating_point
 
 
 class ObjectPart(Part):
@@ -191,7 +217,10 @@ class ObjectPart(Part):
         self.encode(self.tree(), self.name, live)
         return {
             name: torch.empty_like(live[name])
-            if name in live and tuple(live[name].shape) == t.shape and str(live[name].dtype) == f"torch.{t.dtype}"
+            if name in live
+            and not is_on_meta(live[name])
+            and tuple(live[name].shape) == t.shape
+            and str(live[name].dtype) == f"torch.{t.dtype}"
             else empty_for(t)
             for name, t in saved.tensors.items()
         }
@@ -200,18 +229,29 @@ class ObjectPart(Part):
         if saved.values is not None:
             self.owner.load_state_dict(decode(saved.values, tensors.__getitem__))
 
+    def lost(self, tensors: Named) -> list[str]:
+        """What the owner does with its values is its own affair, but a copy into nothing is never meant."""
+        live: Named = {}
+        if tensors:
+            self.encode(self.tree(), self.name, live)
+        return [name for name, tensor in live.items() if is_on_meta(tensor)]
+
 
 def refuse_odd(name: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a tensor whose own bytes are not its value."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.layout != torch.strided or local.is_quantized or local.is_meta:
-        raise ConfigError(f"state at {name} is a {tensor.layout} tensor on {tensor.device}; only dense ones are saved")
     kind = type(local)
+    if isinstance(local, UninitializedTensorMixin):
+        raise ConfigError(f"state at {name} has no shape yet (a lazy module); run the module once before")
+    if local.layout != torch.strided or local.is_quantized:
+        raise ConfigError(f"state at {name} is a {tensor.layout} tensor on {tensor.device}; only dense ones are saved")
     if kind not in (torch.Tensor, torch.nn.Parameter):
         raise ConfigError(
             f"state at {name} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that raycheck cannot take "
             "apart here (__tensor_flatten__, in modules only); keep it as plain tensors"
         )
+    if not local.is_meta and not has_memory(local):  # on the meta device it may be until the restore
+        raise ConfigError(f"state at {name} has no memory on {tensor.device}: its storage was freed")
 
 
 def _no_tensor_yet(name: str) -> None:

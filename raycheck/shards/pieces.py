@@ -26,7 +26,7 @@ class Piece:
     aliases: further names of the same memory (tied weights), stored once. is_unique: no other rank writes this box;
     otherwise the agreement says who does. may_spread: equal on every holder by construction (parameters and optimizer
     state), so that any of them may write it; False for buffers, which only the first holder's forward defines.
-    component: the one it is saved in.
+    component: the one it is saved in. cast_from: the saved dtype, when it is read into another one.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Piece:
     is_first_replica: bool
     may_spread: bool
     component: str = TRAIN
+    cast_from: torch.dtype | None = None
 
     @property
     def dtype(self) -> str:
@@ -114,10 +115,11 @@ def tied(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def memory(piece: Piece) -> tuple[object, ...]:
-    """Equal for two pieces that are one: the same box of the same memory. Boxes without elements have no address;
-    they are known by their storage, so that ranks without rows of a tied weight judge as the others do."""
+    """Equal for two pieces that are one: the same box of the same memory. Boxes without elements, and those on the meta
+    device, have no address; they are known by their storage, so that ranks without rows of a tied weight judge as the
+    others do."""
     local = piece.local
-    address = local.data_ptr() if local.numel() else (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001
+    address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001
     return (address, local.device, local.dtype, local.stride(), piece.shape, piece.offsets, piece.sizes)
 
 

@@ -18,6 +18,7 @@ from raycheck.bucket.layout import shard_file
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError
 from raycheck.shards.pieces import Piece, strides_of
+from raycheck.shards.proof import Written, written_bytes
 
 REQUEST_BYTES = 16 * 1024 * 1024
 GAP_BYTES = 64 * 1024
@@ -60,17 +61,19 @@ def read_into(
     pieces: Sequence[Piece],
     *,
     request_bytes: int = REQUEST_BYTES,
+    written: Written | None = None,
 ) -> int:
     """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
-    one request fetches at most, a multiple of the sub-block.
+    one request fetches at most, a multiple of the sub-block. `written`: where the bytes of each piece are counted.
 
     Returns the bytes fetched. Raises DamagedError that names rank, component, tensor and sub-block, NotFoundError for
     a missing object. After an error the tensors hold a mixture and must not be used.
     """
     requests = list(_requests(prefixes, _reads(index, pieces, request_bytes), request_bytes))
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
-        for _ in pool.map(lambda request: _serve(store, request), requests):
-            pass
+        for counts in pool.map(lambda request: _serve(store, request), requests):
+            if written is not None:
+                written.add_all(counts)
     return sum(request.stop - request.start for request in requests)
 
 
@@ -99,7 +102,7 @@ def _reads_of_box(  # noqa: PLR0917
     """The reads for one box: cut at sub-blocks where it is one run of bytes on both sides, else at rows."""
     inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
     target = tuple(a - b for a, b in zip(low, piece.offsets, strict=True))
-    item = piece.local.element_size()
+    item = _saved_dtype(piece).itemsize
     if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
         raise CorruptError(f"{tensor.name}: a chunk of {chunk.sizes} has {chunk.payload_size} bytes")
 
@@ -168,21 +171,24 @@ def _stop_in_object(read: Read) -> int:
     return read.chunk.payload_offset + read.stop
 
 
-def _serve(store: Store, request: Request) -> None:
-    """Read again before anything counts as damaged: it may have been changed on its way."""
+def _serve(store: Store, request: Request) -> list[tuple[Piece, int]]:
+    """Read again before anything counts as damaged: it may have been changed on its way. Returns how many bytes of
+    each piece were written."""
     for attempt in range(1, READS + 1):
+        counts = []
         try:
             data = memoryview(store.get_range(request.key, request.start, request.stop))
             for read in request.reads:
                 begin = _start_in_object(read) - request.start
                 payload = data[begin : begin + read.stop - read.start]
                 _verify(payload, read)
-                _place(payload, read)
+                counts.append((read.piece, _place(payload, read)))
         except CorruptError as error:
             if attempt == READS:
                 raise _damaged(request, error) from None
         else:
-            return
+            return counts
+    raise AssertionError("the last reading returns or raises")
 
 
 def _verify(payload: memoryview, read: Read) -> None:
@@ -205,22 +211,30 @@ def _damaged(request: Request, error: CorruptError) -> DamagedError:
     )
 
 
-def _place(payload: memoryview, read: Read) -> None:
-    """Copy the box out of whole sub-blocks into the live tensor."""
-    local = read.piece.local.detach()
-    item = local.element_size()
+def _place(payload: memoryview, read: Read) -> int:
+    """Copy the box out of whole sub-blocks into the live tensor. Returns how many bytes of it were written."""
+    local, dtype = read.piece.local.detach(), _saved_dtype(read.piece)
+    item = dtype.itemsize
     skip = read.first - read.start // item
-    if len(read.sizes) == 1 and _is_plain(local):  # one run of bytes on both sides: straight from what was received
+    if (
+        len(read.sizes) == 1 and dtype == local.dtype and _is_plain(local)
+    ):  # one run of bytes on both sides: straight from what was received
         low, count = read.target_low[0] * item, read.sizes[0] * item
         target = local.view(-1).view(torch.uint8).numpy()
-        np.copyto(target[low : low + count], np.frombuffer(payload, np.uint8)[skip * item :][:count])
-        return
-    flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(local.dtype)
+        target = target[low : low + count]
+        np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
+        return int(target.nbytes)
+    flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
     box = flat.as_strided(read.sizes, read.strides, skip)
     target_box = local.view(-1) if len(read.sizes) != local.dim() else local
     for dim, (start, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
         target_box = target_box.narrow(dim, start, size)
     target_box.copy_(box)
+    return written_bytes(target_box)
+
+
+def _saved_dtype(piece: Piece) -> torch.dtype:
+    return piece.cast_from or piece.local.dtype
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

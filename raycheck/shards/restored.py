@@ -16,8 +16,9 @@ class RestoreReport:
 
     missing: live, but not in the checkpoint, and left as it was. unexpected: in the checkpoint, but not here. skipped:
     left as it was because the caller said so. fresh: the same, by a stated rule. unused: in the checkpoint and by a
-    stated rule not for this rank (another pipeline stage's, PerRank values of ranks that are gone). refused: newer
-    checkpoints that this rank was to restore, but which are damaged, each with the proof.
+    stated rule not for this rank (another pipeline stage's, PerRank values of ranks that are gone). cast: restored into
+    another floating-point type, because the caller said so. refused: newer checkpoints that this rank was to restore,
+    but which are damaged, each with the proof.
     """
 
     restored: tuple[str, ...] = ()
@@ -26,6 +27,7 @@ class RestoreReport:
     unexpected: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -53,7 +55,10 @@ def refuse_differences(key: str, report: RestoreReport, mismatched: Sequence[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a restore did on this rank. Random state is applied apart, as late as possible."""
+    """What a restore did on this rank. Random state is applied apart, as late as possible.
+
+    is_whole: the ranks hold what the checkpoint does, no more and no less; every rank says alike.
+    """
 
     manifest: Manifest
     progress: Progress
@@ -62,6 +67,7 @@ class Restored:
     tensors: int
     bytes_fetched: int
     report: RestoreReport
+    is_whole: bool
 
     @property
     def trained_s(self) -> float:

@@ -16,14 +16,18 @@ import torch.distributed as dist
 
 from raycheck.errors import RaycheckError, StoreError
 from raycheck.shards.pieces import Piece
+from raycheck.shards.proof import Written, written_bytes
 
 BUCKET_BYTES = 32 * 1024 * 1024
 ALIGN = 16
 Box = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
-def read_shared(read: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece], rank: int, world_size: int) -> int:
-    """Fill the live tensors of `pieces` by `read`, those that all ranks want by one of them. A collective.
+def read_shared(
+    read: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece], rank: int, world_size: int, *, written: Written
+) -> int:
+    """Fill the live tensors of `pieces` by `read`, those that all ranks want by one of them. A collective. `written`:
+    where the bytes are counted that other ranks have sent.
 
     Returns the bytes that this rank fetched. Raises what `read` raised on this rank, else on the lowest that failed.
     """
@@ -47,6 +51,8 @@ def read_shared(read: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece],
     for reader, group in groupby(ordered, itemgetter(0)):
         for bucket in _buckets([by_box[box] for _, box in group]):
             _hand_on(bucket, reader, rank)
+            if rank != reader:
+                written.add_all((piece, written_bytes(piece.local)) for piece in bucket)
     return fetched
 
 

@@ -4,7 +4,7 @@ The user's entries, plus what raycheck adds by itself: `rng` (per rank) and `pro
 whole checkpoint was compared with the live state; every difference is listed in one error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,15 +14,21 @@ import torch
 
 from raycheck.bucket.catalog import Checkpoint, missing
 from raycheck.bucket.index import Index, places
+from raycheck.bucket.manifest import Manifest
 from raycheck.errors import ConfigError, NotFoundError, StoreError, SupersededError
 from raycheck.shards.agreement import Agreement, Holdings
 from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.components import Components, StagedState, by_component, frozen_component
-from raycheck.shards.entries import entries_of, parts_of
+from raycheck.shards.entries import Containers, entries_of, parts_of
 from raycheck.shards.holdings import holdings_of
+from raycheck.shards.meta_tensors import ADVICE, is_on_meta
+from raycheck.shards.modules import ModulePart
+from raycheck.shards.overlap import overlapping, read_again, writable
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import TRAIN, Piece, mine, piece_of, tied, without_memory
 from raycheck.shards.progress import Progress
+from raycheck.shards.proof import Written, not_restored
+from raycheck.shards.rank_zero import RankZeroPart
 from raycheck.shards.reader import read_into
 from raycheck.shards.restored import Restored, RestoreReport, refuse_differences
 from raycheck.shards.rng import rng_values
@@ -44,6 +50,7 @@ class TrainState:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self.entries = entries_of(state)
+        self._containers = Containers(state)
         self._parts = parts_of(self.entries, rank=rank, world_size=world_size)
         self._assets = assets_of(self.entries)
         self._rank = rank
@@ -51,6 +58,7 @@ class TrainState:
         self._agreement = Agreement(writers={})
         self.components = Components(rank, buffers)
         self._plan: dict[str, tuple[list[Piece], list[tuple[int, str]]]] | None = None
+        self._is_on_meta = False
         self._restored: set[str] = set()  # entries and tensors that a restore has touched, or may have
 
     @property
@@ -58,9 +66,17 @@ class TrainState:
         """Entries that can be exported as they are: models with a Hugging Face configuration."""
         return [name for name, files in self._assets.items() if CONFIG in files]
 
-    def check(self) -> None:
-        """Raise ConfigError, naming the path, for what could not be saved."""
-        self._gather()
+    def check(self, *, is_before_restore: bool = False) -> None:
+        """Raise ConfigError, naming the path, for what could not be saved.
+
+        is_before_restore: what is on the meta device may still get memory.
+        """
+        self._gather(may_be_on_meta=is_before_restore)
+
+    def check_memory(self) -> None:
+        """After a restore, raise ConfigError, naming the path, for what was on the meta device and still is."""
+        if self._is_on_meta:
+            self._gather()
 
     def holdings(self) -> Holdings:
         """What this rank holds that others may hold too, with checksums: for agreement.agree."""
@@ -107,9 +123,11 @@ class TrainState:
         strict: bool = True,
         once: bool = False,
         share: bool = False,
+        cast: bool = False,
     ) -> "Restored":
-        """Put a checkpoint into the live objects, resharded to this rank.
+        """Put a checkpoint into the live objects, resharded to this rank. What is on the meta device gets memory.
 
+        cast: floating-point tensors of modules and optimizers may have been saved in another floating-point type.
         once: a checkpoint that descends from this very selection is restored whole. share: all ranks call this
         together, so that what all of them want may be read by one.
         strict: what is only here, or only in the checkpoint, is refused; else left alone and reported. What is on both
@@ -130,24 +148,31 @@ class TrainState:
                 saved_tensors = (tensor.name for tensor in index.tensors)
                 selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
             with corrupt_if_odd(checkpoint.entry.key):
-                saved = self._saved(index, selection)
-                wanted = {part: part.prepare(found) for part, found in saved.items()}
-                pieces = self._targets(wanted, saved)
+                saved, wanted, pieces = self._prepared(index, selection, cast=cast)
                 report = self._report(saved, wanted, selection, there)
                 progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
             mismatched = [line for found in saved.values() for line in found.mismatched]
+            left = [(part, part.left_on_meta(wanted.get(part, {}))) for part in self._parts]
+            mismatched += [line for _, lines in left for line in lines]
             touched = {*report.restored, *(name for piece in pieces for name in (piece.name, *dict(piece.aliases)))}
             self._refuse_leftovers(checkpoint.entry.key, touched)
             refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
+            if any(is_on_meta(tensor) for tensors in wanted.values() for tensor in tensors.values()):
+                for part in wanted:
+                    if isinstance(part, ModulePart):
+                        part.give_memory()
+                saved, wanted, pieces = self._prepared(index, selection, cast=cast)
         self._restored |= touched
         try:
-            read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
-            fetched = read_shared(read, pieces, self._rank, self._world_size) if share else read(pieces)
+            fetched = self._read(partial(read_into, checkpoint.store, manifest.prefixes(), index), pieces, share=share)
         except NotFoundError as error:
             raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
         self.components.restored(manifest, index, pieces)  # before anything else is done to them
         for part, tensors in wanted.items():
             part.finish(saved[part], tensors)
+        for part, tensors in wanted.items():
+            for name in part.lost(tensors):
+                raise not_restored(name, "it was read, and the live object holds something else")
         return Restored(
             manifest=manifest,
             progress=progress,
@@ -156,7 +181,38 @@ class TrainState:
             tensors=len(pieces),
             bytes_fetched=fetched,
             report=report,
+            is_whole=not cast and self._is_whole(manifest, index, selection, strict=strict),
         )
+
+    def _is_whole(self, manifest: Manifest, index: Index, selection: Selection, *, strict: bool) -> bool:
+        """Whether the ranks hold just what was saved. Judged by what all ranks know: they must decide alike."""
+        once = [part.name for part in self._parts if isinstance(part, RankZeroPart)]
+        return (
+            strict
+            and selection == EVERYTHING
+            and manifest.world_size == self._world_size
+            and all(name in index.values for name in once)
+        )
+
+    def _prepared(
+        self, index: Index, selection: Selection, *, cast: bool
+    ) -> tuple[dict[Part, SavedPart], dict[Part, Named], list[Piece]]:
+        """What the checkpoint holds, the live tensors that it goes into, and the boxes of them to read."""
+        saved = self._saved(index, selection, cast=cast)
+        wanted = {part: part.prepare(found) for part, found in saved.items()}
+        return saved, wanted, self._targets(wanted, saved)
+
+    def _read(self, read: Callable[..., int], pieces: Sequence[Piece], *, share: bool) -> int:
+        """Fill the live tensors, and prove that each of them was filled."""
+        written = Written()
+        targets = [writable(piece) for piece in pieces]
+        read_own = partial(read, written=written)
+        if share:
+            fetched = read_shared(read_own, targets, self._rank, self._world_size, written=written)
+        else:
+            fetched = read_own(targets)
+        written.check(targets)
+        return fetched + read_again(overlapping(pieces), read)
 
     def _refuse_leftovers(self, key: str, touched: set[str]) -> None:
         """What an earlier restore of this process has changed must be restored again, else it would be trained on."""
@@ -167,11 +223,20 @@ class TrainState:
                 "again"
             )
 
-    def _gather(self) -> list[Gathered]:
+    def _gather(self, *, may_be_on_meta: bool = False) -> list[Gathered]:
+        self._containers.check()
         plan, self._plan = self._plan, None  # when a part raises, the others have seen changes that no plan has
         gathered = [part.gather() for part in self._parts]
-        if all(found.is_as_before for found in gathered):
+        is_as_before = all(found.is_as_before for found in gathered)
+        if is_as_before:
             self._plan = plan
+        if not is_as_before or self._is_on_meta:
+            on_meta = [name for found in gathered for name, tensor in found.tensors.items() if is_on_meta(tensor)]
+            self._is_on_meta = bool(on_meta)
+            if on_meta and not may_be_on_meta:
+                raise ConfigError(
+                    f"state at {on_meta[0]} is on the meta device and has no memory to save; {ADVICE}, or restore it"
+                )
         return gathered
 
     def _own(self, gathered: Sequence[Gathered]) -> dict[str, tuple[list[Piece], list[torch.Tensor]]]:
@@ -206,9 +271,10 @@ class TrainState:
                     shared.append(piece)
         return [*tied(shared), *tied(own)]
 
-    def _saved(self, index: Index, selection: Selection) -> dict[Part, SavedPart]:
+    def _saved(self, index: Index, selection: Selection, *, cast: bool) -> dict[Part, SavedPart]:
         """What the checkpoint holds of each part that is to be restored."""
         there = places(index)
+        dtypes = {tensor.name: tensor.dtype for tensor in index.tensors} if cast else None
         saved = {}
         for part in self._parts:
             if not selection.touches(part.name):
@@ -230,6 +296,7 @@ class TrainState:
                 apart=tuple(ranks.values()),
                 place=there.get,
                 takes=selection.takes,
+                dtypes=dtypes,
             )
             if part.is_per_rank:
                 saved[part].unused += [f"{part.name}.rank{rank}" for rank in ranks if rank >= self._world_size]
@@ -273,6 +340,7 @@ class TrainState:
             unexpected=(*(line for found in saved.values() for line in found.unexpected), *unexpected),
             fresh=tuple(line for found in saved.values() for line in found.fresh),
             unused=tuple(line for found in saved.values() for line in found.unused),
+            cast=tuple(line for found in saved.values() for line in found.cast),
         )
 
     def _targets(self, wanted: Mapping[Part, Named], saved: Mapping[Part, SavedPart]) -> list[Piece]:
@@ -291,4 +359,9 @@ class TrainState:
                 for name, _ in piece.aliases
                 if found.place(name) != found.place(piece.name)
             ]
-        return [piece for piece in pieces if piece.local.numel()]
+        return [self._cast(piece, saved[of[piece.name]]) for piece in pieces if piece.local.numel()]
+
+    @staticmethod
+    def _cast(piece: Piece, found: SavedPart) -> Piece:
+        dtype: torch.dtype = getattr(torch, found.tensors[piece.name].dtype)
+        return piece if dtype == piece.local.dtype else replace(piece, cast_from=dtype)

@@ -115,6 +115,7 @@ class ActorCheckpointer:
         only: Iterable[str] | None = None,
         skip: Iterable[str] = (),
         on_corrupt: OnCorrupt = "previous",
+        cast: bool = False,
         then: Callable[[Any, At], object] | None = None,
     ) -> At:
         """Claim the run for these actors and put the newest checkpoint into them and into the driver's objects.
@@ -128,6 +129,7 @@ class ActorCheckpointer:
             "only": None if only is None else tuple(only),
             "skip": tuple(skip),
             "on_corrupt": on_corrupt,
+            "cast": cast,
         }
         for name, owner in self._owners.items():
             ObjectPart(name, owner).gather()  # what could not be saved later is said now

@@ -74,7 +74,14 @@ class At:
 
 
 def restore_together(
-    group: Group, state: TrainState, claim: Claim, selection: Selection, *, strict: bool, on_corrupt: OnCorrupt
+    group: Group,
+    state: TrainState,
+    claim: Claim,
+    selection: Selection,
+    *,
+    strict: bool,
+    on_corrupt: OnCorrupt,
+    cast: bool = False,
 ) -> tuple[Claim, Restored, Resume | None]:
     """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
 
@@ -94,7 +101,7 @@ def restore_together(
         checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
         done = None
         try:
-            done = state.apply(checkpoint, selection, strict=strict, once=True, share=True)
+            done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
             verdict = replace(verdict, arrival=_arrival(done, time.monotonic() - began))
         except DamagedError as error:
             verdict = replace(verdict, damage=str(error))

@@ -87,6 +87,7 @@ class Checkpointer:
         only: Iterable[str] | None = None,
         skip: Iterable[str] = (),
         on_corrupt: OnCorrupt = "previous",
+        cast: bool = False,
     ) -> At:
         """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
 
@@ -97,6 +98,10 @@ class Checkpointer:
         on_corrupt: what to do about a checkpoint that proves to be damaged. "previous": it is marked and kept for
         inspection, and all ranks take the newest good one that training came through before it, never step 0; the
         report's `refused` says so. "raise" leaves all as it is.
+        cast: floating-point tensors of modules and optimizers are converted where they were saved in another
+        floating-point type, as stock DCP does it; the report's `cast` names them. Without it that is refused.
+
+        Tensors on the meta device get memory, on their module's device, and stay the objects that they are.
 
         Returns all zero in a fresh run. Raises FencedError, StateMismatchError (nothing changed), DamagedError,
         CorruptError, and ConfigError for what could not be saved later.
@@ -106,7 +111,7 @@ class Checkpointer:
         if on_corrupt not in get_args(OnCorrupt):
             raise ConfigError(f"on_corrupt={on_corrupt!r}: give one of {', '.join(get_args(OnCorrupt))}")
         selection = Selection.of(only, skip)
-        self._state.check()
+        self._state.check(is_before_restore=True)
         group = self._group
         group.check_node()
         claim: Claim = group.ask(
@@ -114,6 +119,7 @@ class Checkpointer:
         )
         group.check_shared()
         if claim.restore is None:
+            self._state.check()
             self._state.check_selection(selection)
             if selection != EVERYTHING:
                 logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(group.uri), selection)
@@ -121,12 +127,15 @@ class Checkpointer:
             return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
         began = time.monotonic()
         claim, done, resume = restore_together(
-            group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt
+            group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt, cast=cast
         )
+        self._state.check_memory()
         rng = self._apply_rng(done)
         self._position.go_to(done.progress)
         # Only now: what a failed restore left behind must never be saved.
         self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
+        if done.is_whole:  # else nothing in the bucket holds what stands here, and save() must save it
+            self._begun = self._position.step, "roll" if done.manifest.rolling else "keep"
         say_what_changed(group, done.manifest, self.settings)
         where = self._position.progress
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
@@ -149,7 +158,6 @@ class Checkpointer:
             saved_step=self._position.step,
             began_at=self._began_at,
         )
-        self._begun = self._position.step, "keep"
         self._watch.start()
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
@@ -194,17 +202,20 @@ class Checkpointer:
     def save(
         self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
     ) -> None:
-        """Begin a save of the state as it stands. Does nothing when this step is saved so, or being saved, already.
+        """Begin a save of the state as it stands. Does nothing, and logs that, when this step is saved so already, is
+        being saved so, or was restored whole.
 
         is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only. export: write the model as a
         Hugging Face directory too, as `SaveSettings.exports` says."""
         self.save_as(due_of(self.settings, is_rolling=is_rolling, export=export), metrics)
 
     def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
-        """The same for who knows as what."""
+        """Like `save`, for callers that have already chosen the kind of save."""
         step, before = self._begun
         if step != self._position.step or strongest(before, due) != before:
             self._save(metrics or {}, due)
+        elif not self._group.rank:
+            logger.info("nothing to save: step=%d is saved already, run %s", step, self._group.uri)
 
     def _save(self, metrics: Mapping[str, object], due: Due) -> None:
         saver, progress, began = self._claimed(), self._position.progress, time.monotonic()

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError
+from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.shards.progress import Progress
 from raycheck.shards.state import TrainState
-from tests.shards.saving import restore_state, save_state
+from tests.shards.saving import agreed, restore_state, save, save_state
 
 State = dict[str, Any]
 
@@ -160,3 +161,68 @@ def assert_same(model: nn.Module, optimizers: Any, wanted_model: nn.Module, want
         for number, slots in other.items():
             assert slots.keys() == one[number].keys()
             assert all(torch.equal(one[number][slot], value) for slot, value in slots.items())
+
+
+@pytest.mark.parametrize("is_new_layer", [False, True], ids=["unfrozen layer", "layer added to the model"])
+def test_a_parameter_group_may_be_added_later(memory: Store, is_new_layer: bool):
+    def build(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = layers(seed)
+        return model, torch.optim.AdamW(model[0].parameters(), lr=0.01)
+
+    def add_group(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        if is_new_layer:
+            model.append(nn.Linear(4, 4))
+        optimizer.add_param_group({"params": model[-1].parameters(), "lr": 0.5})
+
+    one, ours = build(1)
+    saver = TrainState({"model": one, "optimizer": ours}, rank=0, world_size=1)
+    backward(one, 2, after=step_all(ours))
+    saver.stage(Progress(step=2))  # from now on it knows where everything lives
+    add_group(one, ours)
+    backward(one, 2, start=2, after=step_all(ours))
+
+    checkpoint = save(memory, [saver.stage(Progress(step=4))], progress=Progress(step=4))
+    two, theirs = build(2)
+    restorer = TrainState({"model": two, "optimizer": theirs}, rank=0, world_size=1)
+    add_group(two, theirs)
+    restorer.apply(checkpoint)
+
+    backward(one, 2, start=4, after=step_all(ours))
+    backward(two, 2, start=4, after=step_all(theirs))
+    assert_same(two, theirs, one, ours)
+    assert f"optimizer.state.{len(one) - 1}.weight.exp_avg" in {
+        t.name for t in checkpoint.index(checkpoint.manifest()).tensors
+    }
+
+
+def test_a_group_that_is_not_there_yet_is_missed_by_name(memory: Store):
+    one, two = layers(1), layers(2)
+    ours, theirs = torch.optim.AdamW(one.parameters()), torch.optim.AdamW(two[0].parameters())
+    backward(one, 2, after=step_all(ours))
+    checkpoint = save_state(memory, {"model": one, "optimizer": ours})
+
+    with pytest.raises(StateMismatchError, match=r"only in the checkpoint: optimizer\.state\.2\.weight"):
+        restore_state(checkpoint, {"model": two, "optimizer": theirs})
+
+
+def test_a_parameter_that_came_later_is_compared_between_ranks_like_the_others(memory: Store):
+    models = [layers(1), layers(1)]
+    ranks = [TrainState({"model": model}, rank=rank, world_size=2) for rank, model in enumerate(models)]
+    for number, model in enumerate(models):
+        model.append(nn.Linear(4, 4, bias=False))
+        nn.init.constant_(model[-1].weight, number)
+
+    with pytest.raises(ConfigError, match=r"model\.3\.weight is not the same on ranks 0 and 1"):
+        agreed(ranks)
+
+
+def test_an_optimizer_that_joins_a_list_later_is_not_left_out_silently(memory: Store):
+    model = layers(1)
+    optimizers = [torch.optim.AdamW(model[0].parameters())]
+    saver = TrainState({"model": model, "optimizer": optimizers}, rank=0, world_size=1)
+    saver.stage(Progress(step=1))
+
+    optimizers.append(torch.optim.AdamW(model[2].parameters()))
+
+    with pytest.raises(ConfigError, match=r"state\['optimizer'\] holds other objects"):
+        saver.stage(Progress(step=2))

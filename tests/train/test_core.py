@@ -389,3 +389,54 @@ def test_a_stream_of_batches_inside_a_dict_is_counted(cluster: None, s3: str) ->
     assert ray.get(holder.train_on.remote(2)) == (20, 20)
 
     assert_invariants(open_store(uri))
+
+
+def test_save_saves_at_step_0_and_after_a_restore_that_differs_but_not_what_is_saved_already(
+    cluster: None, s3: str
+) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+
+    def begin(group: str, **options):
+        more = {"added": {"x": 1}} if options else None
+        holder = Holder.remote(0, 1, group, uri, coordinator, more=more, rolling_every_steps=1)
+        return holder, ray.get(holder.restore.remote(**options))
+
+    def save_and_close(holder) -> list[str]:
+        ray.get(holder.train_and_save.remote(0))
+        ray.get(holder.close.remote())
+        return [entry.key for entry in assert_invariants(open_store(uri)).live]
+
+    fresh, _ = begin("fresh")
+    assert save_and_close(fresh) == ["step-000000000-a1-s1"]
+
+    whole, at = begin("whole")
+    assert at.checkpoint == "step-000000000-a1-s1"
+    assert save_and_close(whole) == ["step-000000000-a1-s1"], "it is what was restored"
+
+    added, at = begin("added", strict=False)
+    assert at.report.missing == ("added",)
+    assert save_and_close(added)[-1] == "step-000000000-a3-s1"
+
+    again, at = begin("again", only=["model"])
+    assert at.report.skipped
+    assert save_and_close(again)[-1] == "step-000000000-a4-s1"
+
+
+def test_save_keeps_what_was_restored_from_a_rolling_checkpoint(cluster: None, s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+    first = Holder.remote(0, 1, "first", uri, coordinator, rolling_every_steps=1)
+    ray.get(first.restore.remote())
+    ray.get(first.train.remote(1))
+    ray.get(first.wait.remote())
+    ray.kill(first)
+
+    second = Holder.remote(0, 1, "second", uri, coordinator)
+    at = ray.get(second.restore.remote())
+    ray.get(second.train_and_save.remote(0))
+    ray.get(second.wait.remote())
+
+    live = {entry.key: entry.rolling for entry in assert_invariants(open_store(uri)).live}
+    assert live[at.checkpoint]
+    assert live["step-000000001-a2-s1"] is False

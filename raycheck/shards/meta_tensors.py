@@ -1,0 +1,102 @@
+"""Tensors on torch's meta device: they have a shape and no memory, and a copy into them does nothing without a word.
+
+A restore gives them memory before it reads, under the very same objects, so that an optimizer or an FSDP2 layer that
+refers to a parameter goes on doing so. What no checkpoint can fill is named before anything is changed.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from raycheck.errors import ConfigError
+
+ADVICE = "give it memory before the optimizer and the state are made (module.to_empty(device=...)) and initialise it"
+
+
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or one that it is made of, has no memory."""
+    return tensor.is_meta or any(is_on_meta(inner) for inner in _inner(tensor).values())
+
+
+def untied_views(live: Mapping[str, torch.Tensor]) -> list[str]:
+    """Differences to report: tensors on meta that share memory without being one object. Each would get its own."""
+    found, lines = dict[int, tuple[str, torch.Tensor]](), []
+    for name, tensor in live.items():
+        for plain in _plain(tensor) if is_on_meta(tensor) else ():
+            other, known = found.setdefault(plain.untyped_storage()._cdata, (name, tensor))  # noqa: SLF001
+            if known is not tensor:
+                lines.append(f"{name} is on the meta device and shares its memory with {other}; {ADVICE}")
+    return lines
+
+
+def give_memory(tensors: Mapping[str, torch.Tensor], all_of_module: Iterable[torch.Tensor]) -> None:
+    """Give these tensors memory that is not initialised. They stay the objects that they are.
+
+    A DTensor gets it on its mesh's device, any other on the one device of the module's tensors, else on torch's default
+    device. Raises ConfigError that names a tensor for which torch does not allow it.
+    """
+    homes = {home for tensor in all_of_module if (home := _home(tensor)) is not None}
+    done = set()
+    for name, tensor in tensors.items():
+        if id(tensor) in done or not is_on_meta(tensor):
+            continue
+        done.add(id(tensor))
+        if _home(tensor) is None and len(homes) > 1:
+            raise ConfigError(
+                f"{name} is on the meta device, and its module is on {', '.join(sorted(map(str, homes)))}; {ADVICE}"
+            )
+        default = torch.get_default_device()
+        device = next(iter(homes), torch.device("cpu") if default.type == "meta" else default)
+        _swap(name, tensor, _with_memory(tensor, device))
+
+
+def _swap(name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
+    if hooks:  # they hang on what goes away
+        raise ConfigError(f"{name} is on the meta device and has hooks, which would be lost; {ADVICE}")
+    with torch.no_grad():
+        tensor.grad = None
+        if isinstance(tensor, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, requires_grad=False)
+        new.requires_grad_(tensor.requires_grad)
+        for key, value in vars(tensor).items():
+            vars(new).setdefault(key, value)
+        try:
+            torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{name} is on the meta device, and something holds it there ({error}); {ADVICE}"
+            ) from None
+
+
+def _home(tensor: torch.Tensor) -> torch.device | None:
+    """The device that a tensor is on or belongs to, if that is known."""
+    if isinstance(tensor, DTensor):
+        return torch.empty(0, device=tensor.device_mesh.device_type).device
+    return None if is_on_meta(tensor) else tensor.device
+
+
+def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    device = _home(tensor) or device
+    if inner := _inner(tensor):
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        made = {name: getattr(tensor, name) for name in names}  # of a DTensor its mesh too
+        made |= {name: _with_memory(part, device) for name, part in inner.items()}
+        return type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined,no-any-return]
+            made, context, tensor.size(), tensor.stride()
+        )
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that a tensor subclass, a DTensor included, is made of."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    inner = _inner(tensor)
+    return [plain for part in inner.values() for plain in _plain(part)] if inner else [tensor]
