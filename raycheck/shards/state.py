@@ -35,6 +35,7 @@ from raycheck.shards.selection import (
 )
 from raycheck.shards.sharing import read_shared, told_to_all
 from raycheck.shards.watch import local_of
+from raycheck.shards.wrappers import check_scalers
 
 
 class TrainState:
@@ -44,6 +45,7 @@ class TrainState:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self.entries = entries_of(state)
+        self._given = state
         self._parts = parts_of(self.entries, rank=rank, world_size=world_size)
         self._assets = assets_of(self.entries)
         self._rank = rank
@@ -60,6 +62,7 @@ class TrainState:
 
     def check(self) -> None:
         """Raise ConfigError, naming the path, for what could not be saved."""
+        check_scalers(self._given, self.entries.values())
         self._gather()
 
     def holdings(self) -> Holdings:
