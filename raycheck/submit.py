@@ -1,8 +1,9 @@
 """A training script as a Ray job that is submitted again after failures, for as long as it makes progress.
 
 The job's driver dies with its node, and nothing in Ray starts it again. The run goes on from its newest commit, so all
-that is needed is to submit the same script; and to stop when two failures have no commit between them, since then it
-fails for a reason that another try does not cure.
+that is needed is to submit the same script; and to stop when it fails for a reason that another try does not cure: its
+driver has said so in the bucket, the run has finished and what failed came after it, the script ended by itself at once
+and without having claimed the run, or two failures have no commit between them.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from uuid import uuid4
 import raycheck
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.latest import Entry
+from raycheck.bucket.status import read_status
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
@@ -29,6 +31,10 @@ STATE_S = 2.0
 LAST_LINES_S = 5.0
 AWAY_S = 600.0
 """How long job server and bucket may be away: a head node that comes back takes minutes."""
+AT_ONCE_S = 120.0
+"""A script that ends by itself so soon, before its workers have claimed the run, never got as far as to train."""
+KILLED = 128
+"""Exit codes from here on are those of a shell for a command that a signal has ended."""
 STARTING_S = 60.0
 """How long a cluster that has just been started may ask to try again later."""
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -54,8 +60,8 @@ def submit(
     the cluster, as for `ray job submit`. runtime_env: Ray's; see with_raycheck. retries: how often it is submitted
     again after it has FAILED. tell: takes the job's output as it comes, and raycheck's own lines.
 
-    Raises ConfigError for a cluster that does not answer or does not take the job; StoreError when job server or bucket
-    are away for ten minutes later on.
+    When another try cannot help it says why and ends; see the module. Raises ConfigError for a cluster that does not
+    answer or does not take the job; StoreError when job server or bucket are away for ten minutes later on.
     """
     store = open_store(uri, storage)
     newest = _newest(store)
@@ -67,18 +73,37 @@ def submit(
         "metadata": {METADATA_KEY: uri.partition("?")[0]},
     }
     for number in range(retries + 1):
-        job = _started(client, asked) if number else _first(client, asked)
-        tell(f"raycheck: submitted {job}, {_in_words(newest)}\n")
-        state = asyncio.run(_Job(client, job, store, tell).follow())
+        before = _patiently(lambda: _attempt(store), "the bucket")
+        name = _started(client, asked) if number else _first(client, asked)
+        tell(f"raycheck: submitted {name}, {_in_words(newest)}\n")
+        job = _Job(client, name, store, tell)
+        state = asyncio.run(job.follow())
         newest = _patiently(lambda: _newest(store), "the bucket")
-        tell(f"raycheck: {job} {state}, {_in_words(newest)}\n")
+        tell(f"raycheck: {name} {state}, {_in_words(newest)}\n")
         if state != "FAILED" or number == retries:
+            return state
+        if hopeless := _patiently(lambda: _hopeless(store, job, before), "the bucket"):  # noqa: B023  called at once
+            tell(f"raycheck: {hopeless}; it is not submitted again\n")
             return state
         if number and _key(newest) == at_last_failure:
             tell("raycheck: nothing was committed since the failure before; another try would fail as well\n")
             return state
         at_last_failure = _key(newest)
     raise AssertionError("unreachable: the last round returns")
+
+
+def _hopeless(store: Store, job: "_Job", before: int) -> str:
+    """Why another try would fail like this one; empty when it may not. before: number of the attempt before the job."""
+    attempt = _attempt(store)
+    if attempt == before:
+        seconds = job.seconds_of_itself
+        if seconds is not None and seconds <= AT_ONCE_S:
+            return f"the script ended by itself after {seconds:.0f} s, before it had claimed the run"
+        return ""
+    status = read_status(store)
+    if status.state == "finished":
+        return f"the run has {status.text}; what failed came after that"
+    return f"the run {status.text}; another try would fail as well" if status.is_final else ""
 
 
 def with_raycheck(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +121,7 @@ class _Job:
         self._store = store
         self._tell = tell
         self._told = 0
+        self._details: Any = None
         self._away_since: float | None = None
 
     async def follow(self) -> str:
@@ -117,6 +143,16 @@ class _Job:
         finally:
             watching.cancel()
             log.cancel()
+
+    @property
+    def seconds_of_itself(self) -> float | None:
+        """How long its script ran, once it has ended by itself. None when something else has ended it, or may have."""
+        code, began, ended = (
+            getattr(self._details, name, None) for name in ("driver_exit_code", "start_time", "end_time")
+        )
+        if code is None or began is None or ended is None or not 0 < code < KILLED:
+            return None
+        return float(ended - began) / 1000
 
     async def _hand_on_log(self) -> None:
         """A log that is followed anew comes from its beginning."""
@@ -141,14 +177,17 @@ class _Job:
     def _state(self) -> str:
         """Empty while the job server is away."""
         try:
-            found = [job.status.value for job in self._client.list_jobs() if job.submission_id == self._job]
+            found = [job for job in self._client.list_jobs() if job.submission_id == self._job]
         except (OSError, RuntimeError) as error:
             self._away_since = self._away_since or time.monotonic()
             if time.monotonic() - self._away_since > AWAY_S:
                 raise StoreError(f"job {self._job}: the job server is away for {AWAY_S:.0f} s: {error}") from error
             return ""
         self._away_since = None
-        return str(found[0]) if found else "FAILED"  # it went with a head that was started anew
+        if not found:
+            return "FAILED"  # it went with a head that was started anew
+        self._details = found[0]
+        return str(found[0].status.value)
 
 
 def _first(client: Any, asked: Mapping[str, Any]) -> str:
@@ -214,6 +253,14 @@ def _newest(store: Store) -> Entry | None:
     except NotFoundError:
         return None
     return live[-1] if live else None  # in the order of commits, whose times are whole seconds
+
+
+def _attempt(store: Store) -> int:
+    """The number of the live attempt; 0 while there is none."""
+    try:
+        return read_latest(store).attempt.number
+    except NotFoundError:
+        return 0
 
 
 def _key(newest: Entry | None) -> str | None:

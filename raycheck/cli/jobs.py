@@ -22,7 +22,8 @@ def submit(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Submit a training script as a Ray job, follow it, and submit it again when it fails.
 
-    It stops after --retries, and when nothing was committed between two failures. Exit codes: 0 it succeeded, 1 it
+    It stops after --retries, when nothing was committed between two failures, and when another try cannot help: the
+    run had finished, the driver said so, or the script ended at once. Exit codes: 0 it succeeded, 1 it
     failed or was stopped. Ctrl-C leaves the job running.
     """
     from raycheck.submit import submit as submit_job

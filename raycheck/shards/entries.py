@@ -17,11 +17,12 @@ from raycheck.shards.parts import ObjectPart, Part
 from raycheck.shards.per_rank import PerRank, PerRankPart
 from raycheck.shards.rank_zero import RankZero, RankZeroPart
 from raycheck.shards.selection import ASSETS, OWN_ENTRIES
+from raycheck.shards.wrappers import unwrapped
 
 
 def entries_of(state: Mapping[str, object]) -> dict[str, object]:
     """The state by entry; a dict or list of entries becomes entries with dotted names ("optimizer.0"). A dict of plain
-    values is an entry itself."""
+    values is an entry itself. Known wrappers are taken off."""
     entries: dict[str, object] = {}
     for name, value in _entries(state):
         if name in entries:
@@ -77,7 +78,7 @@ def _nested(name: str, value: object, parameters: ParameterNames) -> Iterator[tu
     if isinstance(value, list | tuple) and _is_entry(value):
         value = dict(enumerate(value))
     if type(value) is not dict or not any(_is_entry(item) for item in value.values()):
-        yield name, value
+        yield name, unwrapped(name, value)
         return
     for key, item in value.items():
         if isinstance(key, torch.Tensor) and key in parameters:  # optimizer in backward: one for each parameter

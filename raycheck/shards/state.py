@@ -41,6 +41,7 @@ from raycheck.shards.selection import (
 )
 from raycheck.shards.sharing import read_shared, told_to_all
 from raycheck.shards.watch import local_of
+from raycheck.shards.wrappers import check_scalers
 
 
 class TrainState:
@@ -51,6 +52,7 @@ class TrainState:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self.entries = entries_of(state)
         self._containers = Containers(state)
+        self._given = state
         self._parts = parts_of(self.entries, rank=rank, world_size=world_size)
         self._assets = assets_of(self.entries)
         self._rank = rank
@@ -71,6 +73,7 @@ class TrainState:
 
         is_before_restore: what is on the meta device may still get memory.
         """
+        check_scalers(self._given, self.entries.values())
         self._gather(may_be_on_meta=is_before_restore)
 
     def check_memory(self) -> None:

@@ -55,7 +55,7 @@ class Chronicle:
 
     def adopted(self, attempt: Attempt, newest: Entry | None, *, now: float) -> None:
         """Another start of the coordinator had `attempt` claimed. now: by the store's clock. In a thread."""
-        self._lifeline.claimed(None, attempt, now=now, had_finished=False)
+        self._lifeline.claimed(None, attempt, now=now)
         self._lifeline.has_trained = True
         self._telemetry.begin(attempt.number, newest, now=now, is_adopted=True)
 

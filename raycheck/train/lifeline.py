@@ -55,7 +55,13 @@ class Lifeline:
         return self._began + self._clock()
 
     def claimed(
-        self, before: Attempt | None, attempt: Attempt, *, now: float, record: Record | None = None, had_finished: bool
+        self,
+        before: Attempt | None,
+        attempt: Attempt,
+        *,
+        now: float,
+        record: Record | None = None,
+        had_finished: bool = False,
     ) -> None:
         """`attempt` is the live one, after `before` has ended. now: by the store's clock. record: what the driver of
         `before` said about its end. had_finished: `before` had come to the end of training."""

@@ -226,7 +226,7 @@ def test_a_driver_that_is_gone_is_started_again_and_the_run_goes_on(nodes: Arena
     goes_on(again, since=since, what="the driver killed and started again", row=row)
     ends_well(again, steps=60)
     resume = again.story.attempts[2].start["resume"]
-    assert resume["cause"] == "another driver took over"
+    assert resume["cause"] == "its driver was killed or replaced by another one"
     assert resume["lost_steps"] is None, "nobody knows, and it says so"
 
 
@@ -374,5 +374,5 @@ def test_of_two_drivers_on_one_name_the_second_goes_on_and_the_first_ends(nodes:
     goes_on(second, since=since, what="a second driver on the same name", row=row, most=10_000)
 
     assert "FencedError" in first.log
-    assert second.story.attempts[2].start["resume"]["cause"] == "another driver took over"
+    assert second.story.attempts[2].start["resume"]["cause"] == "its driver was killed or replaced by another one"
     assert_invariants(open_store(second.uri))

@@ -30,6 +30,21 @@ def server() -> Iterator[tuple[Arena, str]]:
         yield made, f"http://127.0.0.1:{port}"
 
 
+MISTAKEN = """
+import ray.train.torch, torch, raycheck
+from ray.train import RunConfig, ScalingConfig
+
+def train_fn():
+    model = torch.nn.Linear(2, 2)
+    with raycheck.Checkpointer({{"model": model}}) as ckpt:
+        ckpt.restore()
+        model.no_such_thing()
+
+raycheck.fit(ray.train.torch.TorchTrainer(train_fn, scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(name="run", storage_path="{storage}")))
+"""
+
+
 class Submitting:
     def __init__(self, folder: Path, address: str, uri: str, script: str, *args: str) -> None:
         work = folder / "work"
@@ -91,13 +106,64 @@ def test_a_driver_that_is_killed_is_submitted_again_and_the_run_goes_on(
 def test_a_script_that_commits_nothing_between_two_failures_is_not_tried_again(
     server: tuple[Arena, str], s3: str, tmp_path: Path
 ) -> None:
-    submitting = Submitting(tmp_path, server[1], join_uri(s3, tmp_path.name), "raise SystemExit('a mistake')")
+    """What kills it tells nothing about the script."""
+    script = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    submitting = Submitting(tmp_path, server[1], join_uri(s3, tmp_path.name), script)
 
     assert submitting.join(within_s=120) == 1, submitting.log
 
     assert submitting.log.count("raycheck: submitted") == 2
     assert "nothing was committed since the failure before" in submitting.log
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_that_ends_by_itself_before_it_claims_the_run_is_not_tried_again(
+    server: tuple[Arena, str], s3: str, tmp_path: Path
+) -> None:
+    submitting = Submitting(tmp_path, server[1], join_uri(s3, tmp_path.name), "raise SystemExit('a mistake')")
+
+    assert submitting.join(within_s=120) == 1, submitting.log
+
+    assert submitting.log.count("raycheck: submitted") == 1
+    assert "before it had claimed the run; it is not submitted again" in submitting.log
     assert "a mistake" in submitting.log, "the job's own output is handed on"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_that_fails_after_its_run_has_finished_is_not_submitted_again(
+    server: tuple[Arena, str], s3: str, tmp_path: Path
+) -> None:
+    storage = join_uri(s3, tmp_path.name)
+    config: dict[str, Any] = {"folder": str(tmp_path), "uri": storage, "name": "run", "workers": 2, "steps": 6}
+    script = SCRIPT + "raise SystemExit('the evaluation after it failed')"
+    submitting = Submitting(tmp_path, server[1], join_uri(storage, "run"), script, json.dumps(config))
+
+    assert submitting.join(within_s=240) == 1, submitting.log
+
+    assert submitting.log.count("raycheck: submitted") == 1
+    assert "the run has finished at step 6" in submitting.log
+    assert "it is not submitted again" in submitting.log
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_mistake_in_the_training_function_is_not_submitted_again(
+    server: tuple[Arena, str], s3: str, tmp_path: Path
+) -> None:
+    """It has claimed the run by then; the driver says in the bucket that it was final."""
+    storage = join_uri(s3, tmp_path.name)
+    submitting = Submitting(tmp_path, server[1], join_uri(storage, "run"), MISTAKEN.format(storage=storage))
+
+    assert submitting.join(within_s=240) == 1, submitting.log
+
+    assert submitting.log.count("raycheck: submitted") == 1, submitting.log
+    assert "its driver gave up: AttributeError: 'Linear' object has no attribute 'no_such_thing'" in submitting.log
+    assert "it is not submitted again" in submitting.log
 
 
 class WantsAToken(BaseHTTPRequestHandler):

@@ -26,6 +26,7 @@ def train_fn(config: dict) -> None:
                 optimizer.step()
                 ckpt.end_step({"loss": loss})
             scheduler.step()
+            ckpt.end_epoch()
 
 
 def dataset() -> Dataset:

@@ -48,6 +48,7 @@ def train_fn(config: dict) -> None:
                     early["bad"] = 0 if found < early["best"] else early["bad"] + 1
                     early["best"] = min(found, early["best"])
                 ckpt.end_step({"loss": loss})
+            ckpt.end_epoch()
 
 
 def evaluate(model: torch.nn.Module, device: torch.device) -> float:

@@ -17,7 +17,7 @@ from tests.faultproxy import fault_proxy
 from tests.invariants import assert_invariants
 from tests.train.in_thread import InThread
 
-MAX_CHANGED = 8
+MAX_CHANGED = 9
 README = Path(__file__).parents[2] / "README.md"
 PAIRS = {"ddp": (ddp, ddp_with_raycheck), "fsdp": (fsdp, fsdp_with_raycheck)}
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
@@ -37,7 +37,7 @@ def changes(before: ModuleType, after: ModuleType) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_raycheck_takes_at_most_eight_new_lines_and_the_readme_shows_them(name: str) -> None:
+def test_raycheck_takes_at_most_nine_new_lines_and_the_readme_shows_them(name: str) -> None:
     lines = changes(*PAIRS[name])
 
     added = [line for line in lines if line.startswith("+")]

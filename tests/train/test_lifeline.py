@@ -1,16 +1,18 @@
 """What a start of the workers says about the end of the ones before."""
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 
 from raycheck.bucket.latest import Attempt, Entry
-from raycheck.bucket.record import Resume, load_resume, record_resume, resumes
+from raycheck.bucket.record import Record, Resume, load_resume, record_resume, resumes
 from raycheck.bucket.store import open_store
 from raycheck.train.lifeline import Lifeline, Pulse
 from raycheck.train.meeting import Arrival
-from raycheck.train.ray_names import causes_of
+from raycheck.train.ray_names import causes_of, mistake_in
 
 FIRST = Attempt(
     number=1, owner="me", coordinator="c", group="g1", world_size=4, restore_key=None, last_save=3, claimed_at=1000.0
@@ -18,6 +20,9 @@ FIRST = Attempt(
 SECOND = replace(FIRST, number=2, group="g2", world_size=3, restore_key="step-000000120-a1-s3", claimed_at=1300.0)
 ENTRY = Entry(key="step-000000120-a1-s3", step=120, committed_at=1250.0, size_bytes=1, metrics={}, manifest_crc32=1)
 ARRIVALS = [Arrival(step=120, trained_s=200.0, seconds=2.0 + rank, bytes_fetched=500, what="all") for rank in range(3)]
+
+
+GONE = "its driver was killed or replaced by another one"
 
 
 class Clock:
@@ -59,8 +64,65 @@ def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_n
     resume = lifeline.resume(ENTRY, ARRIVALS)
 
     assert resume is not None
-    assert (resume.lost_steps, resume.lost_s, resume.cause) == (None, None, "another driver took over")
+    assert (resume.lost_steps, resume.lost_s, resume.cause) == (None, None, GONE)
     assert "unknown" in str(resume)
+
+
+def started_by(owner: str, *, before: Attempt = FIRST, **said: Any) -> Resume:
+    """A new driver's first start, with what the bucket says about the end of the one before."""
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(before, replace(SECOND, owner=owner), now=1300.0, **said)
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+    assert resume is not None
+    return resume
+
+
+def test_a_run_that_had_finished_was_not_taken_over_and_has_lost_nothing() -> None:
+    resume = started_by("another", had_finished=True)
+
+    assert (resume.cause, resume.lost_steps, resume.lost_s) == ("it had finished", 0, 0.0)
+    assert started_by("me", had_finished=True).cause == "it had finished"
+
+
+def test_what_a_driver_said_when_it_gave_up_is_the_cause() -> None:
+    record = Record(attempt=FIRST, ended_by_attempt=1, ended_at=1200.0, cause="rank 0: TypeError: x")
+
+    resume = started_by("another", record=record)
+
+    assert (resume.cause, resume.lost_steps) == ("its driver gave up: rank 0: TypeError: x", None)
+
+
+def test_a_copied_or_rewound_run_was_taken_from_nobody() -> None:
+    by_hand = "the run was rewound, repaired or copied"
+
+    assert started_by("another", before=replace(FIRST, number=0)).cause == by_hand
+    assert started_by("another", before=replace(FIRST, world_size=0)).cause == by_hand
+
+
+def test_only_a_step_that_was_completed_here_counts_as_training() -> None:
+    """The last word of a rank says where it stands, also when that is where it began."""
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+    lifeline.resume(ENTRY, ARRIVALS)
+    lifeline.beat("g1", Pulse(step=120, trained_s=200.0, began_at=1000.0))
+    assert not lifeline.has_trained
+
+    lifeline.beat("g1", Pulse(step=121, trained_s=201.0, began_at=1000.0))
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    lifeline.resume(ENTRY, ARRIVALS)
+
+    assert lifeline.has_trained, "a later start does not forget it"
+
+
+def test_a_coordinator_without_memory_takes_training_for_granted() -> None:
+    lifeline = Lifeline(Clock())
+
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+
+    assert lifeline.has_trained, "the same driver had an attempt before"
+    other = Lifeline(Clock())
+    other.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
+    assert not other.has_trained
 
 
 def test_what_was_lost_is_not_forgotten_by_a_start_that_never_restored() -> None:
@@ -121,6 +183,29 @@ def test_the_report_is_kept_once_and_read_back(tmp_path) -> None:
 
     assert resumes(store, [1, 2, 3]) == {2: resume}
     assert load_resume(store.get("attempts/000002.start.json").data, what="it") == resume
+
+
+def user(error: Exception) -> UserExceptionWithTraceback:
+    return UserExceptionWithTraceback(error, "Traceback ...")
+
+
+def test_only_what_says_that_a_program_is_wrong_is_a_mistake() -> None:
+    class OfALibraryError(TypeError):
+        pass
+
+    died = WorkerHealthCheckFailedError("A worker health check failed.", failure=RayActorError())
+    bad = user(AttributeError("no such attribute"))
+
+    assert mistake_in({0: bad}) is bad
+    assert mistake_in({0: user(RuntimeError("gloo: connection closed by peer")), 1: bad}) is bad, (
+        "the other one follows"
+    )
+    assert mistake_in({0: bad, 1: died}) is None, "it may follow from the process that is gone"
+    for error in (RuntimeError("NCCL"), OSError("no route"), ConnectionError("x"), ValueError("x"), KeyError("x"),
+                  OfALibraryError("x"), MemoryError(), torch.cuda.OutOfMemoryError("x")):  # fmt: skip
+        assert mistake_in({0: user(error)}) is None, error
+    for kind in (TypeError, NameError, ImportError, ModuleNotFoundError, SyntaxError, UnboundLocalError):
+        assert mistake_in({0: user(kind("x"))}) is not None, kind
 
 
 def test_a_process_that_is_gone_is_named_before_the_errors_that_follow_from_it() -> None:

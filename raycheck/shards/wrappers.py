@@ -1,0 +1,72 @@
+"""What Accelerate and Ray Train wrap optimizers, schedulers and loaders in: taken off here, or refused by name.
+
+A wrapper is known by module and name, without an import of its library: one that is not known may have state of its
+own (a Lookahead's slow weights, a sharded optimizer's master weights), which would be lost without a word.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from raycheck.errors import ConfigError
+
+INNER = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer",
+    ("accelerate.scheduler", "AcceleratedScheduler"): "scheduler",
+    ("ray.train.torch.train_loop_utils", "_WrappedOptimizer"): "optimizer",
+}
+"""Wrappers without state of their own, and the public attribute that has what they wrap."""
+LOADERS = "accelerate.data_loader"
+
+
+def unwrapped(name: str, value: Any) -> Any:
+    """What `value` wraps, or itself. Raises ConfigError, naming entry and class, for a wrapper that cannot be saved."""
+    while (inner := INNER.get(_kind(value))) is not None:
+        value = getattr(value, inner)
+    modules = [base.__module__ for base in type(value).__mro__]
+    what = f"state[{name!r}] is a {type(value).__module__}.{type(value).__qualname__}"
+    if LOADERS in modules:
+        raise ConfigError(
+            f"{what}, whose state does not say which epoch's order it is in. Give raycheck.Batches(dataset, "
+            "global_batch=..., seed=...) instead, take the batches from its loader(epoch), and do not prepare it"
+        )
+    if any(module == "accelerate" or module.startswith("accelerate.") for module in modules):
+        raise ConfigError(
+            f"{what}, which raycheck cannot see through. Give what Accelerate's prepare() was given: the model, the "
+            "optimizer, the scheduler, and accelerator.scaler where there is one"
+        )
+    if isinstance(value, Optimizer) and not hasattr(value, "_optimizer_state_dict_pre_hooks"):
+        raise ConfigError(
+            f"{what}, which is no torch optimizer in itself: it never called torch.optim.Optimizer's __init__. If it "
+            "wraps one and has no state of its own, give the one that it wraps"
+        )
+    return value
+
+
+def check_scalers(state: Mapping[str, object], entries: Iterable[object]) -> None:
+    """Raises ConfigError for an optimizer that steps through a gradient scaler which is no entry: its scale would begin
+    anew after each restart, unseen."""
+    known = list(entries)
+    for name, scaler in _scalers(state):
+        if not any(scaler is entry for entry in known):
+            raise ConfigError(
+                f"state[{name!r}] steps through a {type(scaler).__qualname__} that is not in the state; add it, with "
+                "Accelerate as accelerator.scaler"
+            )
+
+
+def _scalers(values: Mapping[Any, object]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _scalers({f"{name}.{key}": item for key, item in value.items()})
+        elif isinstance(value, list | tuple):
+            yield from _scalers({f"{name}.{number}": item for number, item in enumerate(value)})
+        elif INNER.get(_kind(value)) == "optimizer":
+            scaler = getattr(value, "scaler", None)
+            if scaler is not None and scaler.is_enabled():
+                yield str(name), scaler
+
+
+def _kind(value: object) -> tuple[str, str]:
+    return type(value).__module__, type(value).__qualname__
