@@ -148,31 +148,25 @@ class TrainState:
                 saved_tensors = (tensor.name for tensor in index.tensors)
                 selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
             with corrupt_if_odd(checkpoint.entry.key):
-                saved, wanted, pieces = self._prepared(index, selection, cast=cast)
+                prepare = partial(self._prepared, index, selection, cast=cast)
+                saved, wanted, pieces = prepare()
                 report = self._report(saved, wanted, selection, there)
                 progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
             mismatched = [line for found in saved.values() for line in found.mismatched]
-            left = [(part, part.left_on_meta(wanted.get(part, {}))) for part in self._parts]
-            mismatched += [line for _, lines in left for line in lines]
+            mismatched += [line for part in self._parts for line in part.left_on_meta(wanted.get(part, {}))]
             touched = {*report.restored, *(name for piece in pieces for name in (piece.name, *dict(piece.aliases)))}
             self._refuse_leftovers(checkpoint.entry.key, touched)
             refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
             if any(is_on_meta(tensor) for tensors in wanted.values() for tensor in tensors.values()):
-                for part in wanted:
-                    if isinstance(part, ModulePart):
-                        part.give_memory()
-                saved, wanted, pieces = self._prepared(index, selection, cast=cast)
+                _give_memory(wanted)
+                saved, wanted, pieces = prepare()
         self._restored |= touched
         try:
             fetched = self._read(partial(read_into, checkpoint.store, manifest.prefixes(), index), pieces, share=share)
         except NotFoundError as error:
             raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
         self.components.restored(manifest, index, pieces)  # before anything else is done to them
-        for part, tensors in wanted.items():
-            part.finish(saved[part], tensors)
-        for part, tensors in wanted.items():
-            for name in part.lost(tensors):
-                raise not_restored(name, "it was read, and the live object holds something else")
+        _finish(saved, wanted)
         return Restored(
             manifest=manifest,
             progress=progress,
@@ -365,3 +359,18 @@ class TrainState:
     def _cast(piece: Piece, found: SavedPart) -> Piece:
         dtype: torch.dtype = getattr(torch, found.tensors[piece.name].dtype)
         return piece if dtype == piece.local.dtype else replace(piece, cast_from=dtype)
+
+
+def _give_memory(wanted: Mapping[Part, Named]) -> None:
+    for part in wanted:
+        if isinstance(part, ModulePart):
+            part.give_memory()
+
+
+def _finish(saved: Mapping[Part, SavedPart], wanted: Mapping[Part, Named]) -> None:
+    """Hand over what was not read in place, and prove that the live objects hold it all."""
+    for part, tensors in wanted.items():
+        part.finish(saved[part], tensors)
+    for part, tensors in wanted.items():
+        for name in part.lost(tensors):
+            raise not_restored(name, "it was read, and the live object holds something else")
