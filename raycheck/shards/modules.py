@@ -24,7 +24,7 @@ from raycheck.shards.meta_tensors import ADVICE, give_memory, is_on_meta, untied
 from raycheck.shards.names import plain_names, unwrapped
 from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
 from raycheck.shards.pieces import memory, piece_of
-from raycheck.shards.proof import holds
+from raycheck.shards.proof import has_memory, holds
 from raycheck.shards.watch import Watch, local_of
 
 _OWN_WAY = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dict, torch.nn.Module.get_extra_state)  # noqa: SLF001
@@ -113,7 +113,8 @@ class ModulePart(Part):
         filled = {id(tensor) for name, tensor in live.items() if is_filled(name, tensor)}
         left = [name for name, tensor in live.items() if id(tensor) not in filled]
         lines = [
-            f"{name} is on the meta device and would stay there, nothing is read for it; {ADVICE}" for name in left
+            f"{name} is on the meta device and would stay there: no saved tensor goes into it; {ADVICE}"
+            for name in left
         ]
         return [*lines, *untied_views(live)]
 
@@ -186,17 +187,14 @@ class ModulePart(Part):
             for key, value in extra_there.items()
             if key in here and saved.takes(f"{self.name}.{key}")
         }
-        own = {
-            tensor.data_ptr()
-            for tensor in (*self.module.parameters(), *self.module.buffers())
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        }
+        live = map(local_of, (*self.module.parameters(), *self.module.buffers()))
+        own = {tensor.data_ptr() for tensor in live if type(tensor) in (torch.Tensor, torch.nn.Parameter)}
         given = {}
         for key in self.module.state_dict():
             tensor = tensors.get(f"{self.name}.{self._plain(key)}")
             if self._plain(key) in extra:
                 given[key] = extra[self._plain(key)]
-            elif type(tensor) is torch.Tensor and tensor.numel() and tensor.data_ptr() not in own:
+            elif tensor is not None and local_of(tensor).numel() and local_of(tensor).data_ptr() not in own:
                 given[key] = tensor  # a hook of state_dict made it
         if given:
             self.module.load_state_dict(given, strict=False)
@@ -219,8 +217,11 @@ def _refuse_formless(name: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a tensor that nothing can be read into, and that would not say so."""
     if isinstance(tensor, UninitializedTensorMixin):
         raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before it is restored")
-    if isinstance(local_of(tensor), FakeTensor):
+    local = local_of(tensor)
+    if isinstance(local, FakeTensor):
         raise ConfigError(f"{name} is a FakeTensor, which has no memory; build the module outside of FakeTensorMode")
+    if type(local) in (torch.Tensor, torch.nn.Parameter) and not local.is_meta and not has_memory(local):
+        raise ConfigError(f"{name} has no memory on {local.device}: its storage was freed")
 
 
 def _saved_values(saved: SavedPart, kind: str) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode
 from raycheck.shards.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.names import NamedParameters
+from raycheck.shards.overlap import overlaps_itself
 from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
 from raycheck.shards.proof import holds
-from raycheck.shards.watch import Watch
+from raycheck.shards.watch import Watch, local_of
 
 _OWN_WAY = Optimizer.state_dict
 _NOTHING: Mapping[Any, Any] = {}
@@ -143,15 +144,18 @@ class OptimizerPart(Part):
         ]
         return [
             *(f"{self.name}: {name} is on the meta device and in no module of the state; {ADVICE}" for name in strange),
-            *(f"{name} is on the meta device, and nothing is read for it" for name in slots if name not in wanted),
+            *(
+                f"{name} is on the meta device, and no saved tensor goes into it"
+                for name in slots
+                if name not in wanted
+            ),
         ]
 
     def lost(self, tensors: Named) -> list[str]:
-        start = f"{self.name}.state."
         live = {
-            f"{start}{name}.{slot}": value
-            for name, p in self._parameters.items()
-            for slot, value in self.optimizer.state.get(p, _NOTHING).items()
+            f"{self.name}.state.{name}.{slot}": value
+            for name, slots in self.tree()["state"].items()
+            for slot, value in slots.items()
             if isinstance(value, torch.Tensor)
         }
         return [name for name, tensor in live.items() if name in tensors and not holds(tensor, tensors[name])]
@@ -202,7 +206,7 @@ class OptimizerPart(Part):
         """Where to read a slot: the live tensor, or a new one laid out as the parameter is."""
         live = self.optimizer.state.get(parameter, {}).get(slot)
         dtype = self._dtype(saved, parameter, slot, entry, live)
-        is_there = isinstance(live, torch.Tensor) and not is_on_meta(live)
+        is_there = isinstance(live, torch.Tensor) and not is_on_meta(live) and not overlaps_itself(local_of(live))
         if is_there and (tuple(live.shape), live.dtype) == (entry.shape, dtype):
             return cast("torch.Tensor", live)
         if tuple(parameter.shape) == entry.shape and slot != "step":

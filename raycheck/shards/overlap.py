@@ -27,7 +27,7 @@ def writable(piece: Piece) -> Piece:
 def overlapping(pieces: Sequence[Piece]) -> list[Piece]:
     """Those that may share memory with themselves or another. Rows that only interleave count too: they cost a second
     reading, and nothing else."""
-    found = {id(piece): piece for piece in pieces if _overlaps_itself(piece.local)}
+    found = {id(piece): piece for piece in pieces if overlaps_itself(piece.local)}
     ends: dict[torch.device, tuple[int, Piece]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.local.data_ptr()):
         start, device = piece.local.data_ptr(), piece.local.device
@@ -38,6 +38,17 @@ def overlapping(pieces: Sequence[Piece]) -> list[Piece]:
         if before is None or end > before[0]:
             ends[device] = (end, piece)
     return list(found.values())
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether its elements may share memory, by its strides alone."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def read_again(pieces: Sequence[Piece], read: Callable[[Sequence[Piece]], int]) -> int:
@@ -54,17 +65,6 @@ def read_again(pieces: Sequence[Piece], read: Callable[[Sequence[Piece]], int]) 
             "different values. The state is a mixture now; give the tensors memory of their own with clone()"
         )
     return fetched
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether its elements may share memory, by its strides alone."""
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < reach:
-                return True
-            reach += (size - 1) * stride
-    return False
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -4,7 +4,7 @@ The user's entries, plus what raycheck adds by itself: `rng` (per rank) and `pro
 whole checkpoint was compared with the live state; every difference is listed in one error.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -147,35 +147,26 @@ class TrainState:
             there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
             if selection != EVERYTHING:
                 lineage = (*lineage, str(selection))
-                places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
-                saved_tensors = (tensor.name for tensor in index.tensors)
-                selection.check([*(part.name for part in self._parts), *places_in_it, *there, *saved_tensors])
+                self.check_selection(selection, [*there, *(tensor.name for tensor in index.tensors)])
             with corrupt_if_odd(checkpoint.entry.key):
-                saved, wanted, pieces = self._prepared(index, selection, cast=cast)
+                prepare = partial(self._prepared, index, selection, cast=cast)
+                saved, wanted, pieces = prepare()
                 report = self._report(saved, wanted, selection, there)
                 progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
             mismatched = [line for found in saved.values() for line in found.mismatched]
-            left = [(part, part.left_on_meta(wanted.get(part, {}))) for part in self._parts]
-            mismatched += [line for _, lines in left for line in lines]
+            mismatched += [line for part in self._parts for line in part.left_on_meta(wanted.get(part, {}))]
             touched = {*report.restored, *(name for piece in pieces for name in (piece.name, *dict(piece.aliases)))}
             self._refuse_leftovers(checkpoint.entry.key, touched)
             refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
             if any(is_on_meta(tensor) for tensors in wanted.values() for tensor in tensors.values()):
-                for part in wanted:
-                    if isinstance(part, ModulePart):
-                        part.give_memory()
-                saved, wanted, pieces = self._prepared(index, selection, cast=cast)
+                _give_memory(wanted)
+                saved, wanted, pieces = prepare()
         self._restored |= touched
-        try:
-            fetched = self._read(partial(read_into, checkpoint.store, manifest.prefixes(), index), pieces, share=share)
-        except NotFoundError as error:
-            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
+        fetched = self._read(
+            checkpoint, partial(read_into, checkpoint.store, manifest.prefixes(), index), pieces, share
+        )
         self.components.restored(manifest, index, pieces)  # before anything else is done to them
-        for part, tensors in wanted.items():
-            part.finish(saved[part], tensors)
-        for part, tensors in wanted.items():
-            for name in part.lost(tensors):
-                raise not_restored(name, "it was read, and the live object holds something else")
+        _finish(saved, wanted)
         return Restored(
             manifest=manifest,
             progress=progress,
@@ -205,17 +196,26 @@ class TrainState:
         wanted = {part: part.prepare(found) for part, found in saved.items()}
         return saved, wanted, self._targets(wanted, saved)
 
-    def _read(self, read: Callable[..., int], pieces: Sequence[Piece], *, share: bool) -> int:
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        read: Callable[..., int],
+        pieces: Sequence[Piece],
+        share: bool,
+    ) -> int:
         """Fill the live tensors, and prove that each of them was filled."""
         written = Written()
         targets = [writable(piece) for piece in pieces]
         read_own = partial(read, written=written)
-        if share:
-            fetched = read_shared(read_own, targets, self._rank, self._world_size, written=written)
-        else:
-            fetched = read_own(targets)
-        written.check(targets)
-        return fetched + read_again(overlapping(pieces), read)
+        try:
+            if share:
+                fetched = read_shared(read_own, targets, self._rank, self._world_size, written=written)
+            else:
+                fetched = read_own(targets)
+            written.check(targets)
+            return fetched + read_again(overlapping(pieces), read)
+        except NotFoundError as error:
+            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
 
     def _refuse_leftovers(self, key: str, touched: set[str]) -> None:
         """What an earlier restore of this process has changed must be restored again, else it would be trained on."""
@@ -305,11 +305,10 @@ class TrainState:
                 saved[part].unused += [f"{part.name}.rank{rank}" for rank in ranks if rank >= self._world_size]
         return saved
 
-    def check_selection(self, selection: Selection) -> None:
-        """Raise ConfigError for a name that is nowhere in the live state; in a fresh run there is no other place."""
-        selection.check(
-            [*(part.name for part in self._parts), *(name for part in self._parts for name in part.names())]
-        )
+    def check_selection(self, selection: Selection, saved: Iterable[str] = ()) -> None:
+        """Raise ConfigError for a name that is nowhere in the live state, nor among the saved names."""
+        places_in_it = [name for part in self._parts if part.can_split for name in part.names()]
+        selection.check([*(part.name for part in self._parts), *places_in_it, *saved])
 
     def _report(
         self,
@@ -368,3 +367,18 @@ class TrainState:
     def _cast(piece: Piece, found: SavedPart) -> Piece:
         dtype: torch.dtype = getattr(torch, found.tensors[piece.name].dtype)
         return piece if dtype == piece.local.dtype else replace(piece, cast_from=dtype)
+
+
+def _give_memory(wanted: Mapping[Part, Named]) -> None:
+    for part in wanted:
+        if isinstance(part, ModulePart):
+            part.give_memory()
+
+
+def _finish(saved: Mapping[Part, SavedPart], wanted: Mapping[Part, Named]) -> None:
+    """Hand over what was not read in place, and prove that the live objects hold it all."""
+    for part, tensors in wanted.items():
+        part.finish(saved[part], tensors)
+    for part, tensors in wanted.items():
+        for name in part.lost(tensors):
+            raise not_restored(name, "it was read, and the live object holds something else")
