@@ -174,6 +174,7 @@ def assert_follows(before: Latest | None, after: Latest) -> None:
     assert not forgotten & after.held(), "a name was forgotten whose objects a live entry holds"
     if after.finished != before.finished:
         _assert_finished_or_moved(before, after)
+    assert after.head == before.head or after.finished is None, "an end that lies behind the head is still there"
     if after.attempt.number == before.attempt.number:
         _assert_same_attempt(before, after, new, gone)
     else:

@@ -92,7 +92,7 @@ def read_record(store: Store, number: int) -> Record | None:
     """The record of an attempt; None when it has none that can be read. Raises StoreError."""
     key = layout.attempt_key(number)
     try:
-        return load_record(store.get(key).data, what=f"{store.uri}: {key}")
+        return read_document(store, key, load_record, max_bytes=MAX_BYTES)[0]
     except (NotFoundError, CorruptError):
         return None
 

@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Literal
 
 from raycheck.bucket import layout
-from raycheck.bucket.latest import Latest, load_latest
+from raycheck.bucket.latest import MAX_BYTES, Latest, load_latest
 from raycheck.bucket.layout import CheckpointName
+from raycheck.bucket.reading import read_document
 from raycheck.bucket.record import Record, read_record
 from raycheck.bucket.store import Store
 
@@ -38,8 +39,7 @@ class Status:
 
 def read_status(store: Store) -> Status:
     """Of the run in `store`. Raises NotFoundError when there is none."""
-    got = store.get(layout.LATEST_KEY)
-    body = load_latest(got.data, what=f"{store.uri}: latest")
+    body, got = read_document(store, layout.LATEST_KEY, load_latest, max_bytes=MAX_BYTES)
     return status_of(body, read_record(store, body.attempt.number), now=got.at)
 
 

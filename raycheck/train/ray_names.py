@@ -21,9 +21,9 @@ from raycheck.train.log import logger
 from raycheck.train.ray_calls import run_in
 
 try:
-    from ray.train.v2._internal.execution.callback import ControllerCallback
+    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 except ImportError:
-    ControllerCallback = object  # type: ignore[assignment,misc]
+    ControllerCallback = WorkerGroupCallback = object  # type: ignore[assignment,misc]
 
 MAX_FAREWELL_S = 600.0
 ASK_S = 30.0
@@ -48,8 +48,7 @@ made of them. A ValueError, KeyError, OSError or RuntimeError may as well come f
 
 
 class RunGuard(UserCallback):
-    """In the controller: ends the run on errors that a restart cannot cure, which Ray would retry for ever. These are
-    raycheck's own that say so, and under `raycheck.fit` a mistake in the user's program before any step was completed.
+    """In the controller: ends the run on errors that a restart cannot cure, which Ray would retry for ever.
 
     Raising from a callback is Ray's only way to stop a run whatever `max_failures` says; this is the one place where
     raycheck wants that. It also carries the coordinator's handle and the run's URI from `fit` to the workers.
@@ -68,14 +67,26 @@ class RunGuard(UserCallback):
             final = final_error(error)
             if final is not None:
                 raise final
-        mistake = mistake_in(worker_exceptions)
-        if mistake is not None and self.coordinator is not None and not self._has_trained():
+
+
+class MistakeGuard(WorkerGroupCallback):
+    """In the controller: ends the run on a mistake in the user's program before any step was completed. A UserCallback
+    is told of the error too, but without the worker's traceback."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        statuses = getattr(worker_group_status, "worker_statuses", {})
+        errors = {rank: status.error for rank, status in statuses.items() if status.error is not None}
+        mistake = mistake_in(errors)
+        if mistake is not None and not self._has_trained():
             raise mistake
 
     def _has_trained(self) -> bool:
         """Taken for granted while the coordinator does not say."""
         with suppress(Exception):
-            return bool(ray.get(self.coordinator.has_trained.remote(), timeout=ASK_S))
+            return bool(ray.get(self._coordinator.has_trained.remote(), timeout=ASK_S))
         return True
 
 
@@ -103,7 +114,10 @@ class ControllerGuard(ControllerCallback):
 def guards(coordinator: Any, uri: str) -> list[Any]:
     """raycheck's callbacks for a RunConfig."""
     has_hook = ControllerCallback is not object
-    return [RunGuard(coordinator, uri), *([ControllerGuard(coordinator)] if has_hook else [])]
+    return [
+        RunGuard(coordinator, uri),
+        *([ControllerGuard(coordinator), MistakeGuard(coordinator)] if has_hook else []),
+    ]
 
 
 def causes_of(errors: Mapping[int, BaseException]) -> list[str]:

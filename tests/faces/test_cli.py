@@ -14,7 +14,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.damage import go_back
 from raycheck.bucket.latest import Latest
-from raycheck.bucket.record import Resume, record_resume
+from raycheck.bucket.record import Resume, record_failure, record_resume
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
@@ -62,6 +62,27 @@ def test_show_tells_attempts_and_what_is_in_a_checkpoint(run) -> None:
     assert "fresh start" in text.stdout
     facts = json.loads(data.stdout)["checkpoint"]
     assert (facts["step"], facts["tensors"], facts["components"]) == (3, 2, {"train": facts["key"]})
+
+
+def test_ls_and_show_say_how_the_run_stands(run) -> None:
+    uri, store = run
+    driver = Driver(store)
+    driver.claim("g")
+
+    running = [raycheck(command, uri).stdout for command in ("ls", "show")]
+    driver.finish("g")
+    finished = [raycheck(command, uri).stdout for command in ("ls", "show")]
+    facts = json.loads(raycheck("show", uri, "--json").stdout)
+
+    assert all("running, as far as the bucket tells: it was claimed" in text for text in running)
+    assert all("\nfinished at step 6, " in text for text in finished)
+    assert facts["state"] == "finished"
+    assert facts["state_text"].startswith("finished at step 6")
+    attempt = driver.claim("g2")[0]
+    record_failure(store, attempt, at=attempt.claimed_at, cause="rank 0: \x1b[31mOops", is_final=False)
+    died = raycheck("show", uri).stdout
+    assert "its driver gave up: rank 0: " in died
+    assert_invariants(store)
 
 
 def test_verify_is_content_with_a_whole_run(run) -> None:

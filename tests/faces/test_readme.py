@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import raycheck
+from raycheck.bucket.status import read_status
 from raycheck.bucket.store import open_store
 from tests.invariants import assert_invariants
 
@@ -28,15 +29,21 @@ def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
     path.write_text(script.replace("s3://bucket/runs", storage))
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
 
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=200, env=environment
-    )
+    heads = []
+    for _ in range(2):  # the second time it is a finished run that somebody submits again
+        done = subprocess.run(
+            [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=200, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        heads.append(raycheck.open_run(f"{storage}/my-run").head.entry)
 
-    assert done.returncode == 0, done.stderr
-    head = raycheck.open_run(f"{storage}/my-run").head.entry
-    assert head.step == 32
-    assert head.metrics.keys() == {"loss"}, "the save at the end has its step's metrics, too"
+    assert heads[0] == heads[1], "the second had nothing to save"
+    assert heads[0].step == 32
+    assert heads[0].metrics.keys() == {"loss"}, "the save at the end has its step's metrics, too"
+    assert read_status(open_store(f"{storage}/my-run")).state == "finished"
     assert_invariants(open_store(f"{storage}/my-run"))
+    log = [line for line in done.stderr.splitlines() if "raycheck" in line]
+    assert not [line for line in log if line.count(f"{storage}/my-run") > 1], "a line names the run's URI twice"
 
 
 def given(code: str) -> dict[str, object]:
