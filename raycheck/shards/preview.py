@@ -107,7 +107,7 @@ class Preview:
         """Raise ConfigError when a restore of `selection` would come to another step than this says."""
         if not self.is_fresh and self.keeps_position(selection) != self.keeps_position(self.selection):
             raise ConfigError(
-                f"peek() answered step {self.step}, which restore(only=..., skip=...) would not come to: one of them "
+                f"peek() answered step {self.step}, which this restore would not come to: one of them "
                 'takes "progress" and the other does not. Give peek() the same only and skip'
             )
 
