@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -89,7 +90,23 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
     if name not in _HOME_OF:
         raise AttributeError(f"module 'raycheck' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)
+
+
+def _version() -> str:
+    """The version that is installed. A package that `raycheck submit` sends along is not."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("raycheck")
+    except PackageNotFoundError:
+        return "0+unknown"

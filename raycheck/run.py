@@ -1,12 +1,13 @@
 """A run as people see it: what is in the bucket, putting it into live objects outside of any training, and writing
 it as a Hugging Face directory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Latest
+from raycheck.bucket.layout import CheckpointName
 from raycheck.bucket.pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.pointer import Pointer, load_pointer
 from raycheck.bucket.reading import again_if_corrupt
@@ -48,24 +49,40 @@ class Run:
         return Checkpoint(self.store, found[-1])
 
     def checkpoint(self, key: str) -> Checkpoint:
-        """The live checkpoint with this name. Raises NotFoundError."""
+        """The live checkpoint with this name. Raises NotFoundError that says why there is none."""
         entry = self.latest.entry(key)
-        if entry is None:
-            raise NotFoundError(f"{self.store.uri}: checkpoint {key} is no longer live; open the run again")
-        return Checkpoint(self.store, entry)
+        if entry is not None:
+            return Checkpoint(self.store, entry)
+        if CheckpointName.parse(key) is None:
+            raise NotFoundError(
+                f"{self.store.uri}: {key!r} is no checkpoint's name. Names are like "
+                f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
+            )
+        is_dropped = any(item.key == key for item in self.latest.evicted)
+        why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
+        raise NotFoundError(f"{self.store.uri}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
 
-    def restore(self, step: int | None = None, *, into: Mapping[str, object], cast: bool = False) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: Mapping[str, object],
+        strict: bool = True,
+        skip: Iterable[str] = (),
+        cast: bool = False,
+    ) -> int:
         """Put those entries of a checkpoint (the head, or `step`) that `into` names into its live objects.
 
         Needs torch, but neither Ray nor a process group. Other entries of the checkpoint are left alone. Tensors on the
-        meta device get memory. cast: see Checkpointer.restore. Returns the restored step. Raises StateMismatchError
-        when an entry of `into` differs; nothing is changed then.
+        meta device get memory. strict, skip, cast: as Checkpointer.restore has them; skip reaches into modules
+        ("model.head"). Returns the restored step. Raises StateMismatchError when an entry of `into` differs; nothing is
+        changed then.
         """
         from raycheck.shards.selection import Selection
         from raycheck.shards.state import TrainState
 
         state = TrainState(into, rank=0, world_size=1)
-        restored = state.apply(self.head_or(step), Selection.of(into, ()), cast=cast)
+        restored = state.apply(self.head_or(step), Selection.of(into, skip), strict=strict, cast=cast)
         return restored.manifest.step
 
     def head_or(self, step: int | None) -> Checkpoint:

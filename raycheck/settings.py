@@ -1,7 +1,7 @@
 """When a user's training saves and exports, and what stays: plain data, checked whole at construction."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -115,10 +115,17 @@ _NAME_ADVICE = (
 class SaveSettings:
     """When to save, what to keep, and how long to wait.
 
+    enabled: False turns a Checkpointer off: it neither touches the bucket nor needs a coordinator, `restore` begins at
+        step 0, and `end_step` counts.
     every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. every_tokens:
         once so many were trained on since then, as `end_step(tokens=...)` says. every_epochs: at every so many calls
         of `end_epoch`, or after the first step that Batches in the state give of the next epoch. None: never.
-        every_steps is 100 where no trigger is given, else None.
+        every_steps is 100 where none of these, at_steps, when or overhead is given, else None.
+    at_steps: save after these optimizer steps. at_start: save at step 0 too, at the end of a `restore` that finds
+        nothing, or takes only a part and begins at step 0.
+    when: is called at the end of each step with the step and rank 0's metrics of `end_step`, and says whether to save
+        now. It is asked on rank 0 alone, whose answer all ranks are told in a small broadcast at each step. What it
+        raises, and an answer that is no bool, ends the run with a ConfigError that names it.
     rolling_every_steps, rolling_every_seconds: save at these moments too, cheaply to keep: of the checkpoints that only
         these asked for the newest rolling_keep_last stay, and older ones go once a newer one is committed.
     overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
@@ -137,10 +144,14 @@ class SaveSettings:
     Raises ConfigError when a value cannot work.
     """
 
+    enabled: bool = True
     every_steps: int | Literal["default"] | None = "default"
     every_seconds: float | None = None
     every_tokens: int | None = None
     every_epochs: int | None = None
+    at_steps: Sequence[int] = ()
+    at_start: bool = False
+    when: Callable[[int, Mapping[str, object]], bool] | None = None
     rolling_every_steps: int | None = None
     rolling_every_seconds: float | None = None
     rolling_keep_last: int = 1
@@ -167,6 +178,12 @@ class SaveSettings:
         _check_choice(self, "when_busy", "wait", "skip")
         _check_choice(self, "buffers", 1, 2)
         _check_choice(self, "on_preempt", "continue", "restart")
+        for name in ("enabled", "at_start"):
+            if type(getattr(self, name)) is not bool:  # the text "false" would count as true
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
+        object.__setattr__(self, "at_steps", _steps(self.at_steps))
+        if self.when is not None and not callable(self.when):
+            raise ConfigError(f"when={self.when!r}: give a function of (step, metrics) that returns True or False")
         if not isinstance(self.exports, ExportSettings | None):
             raise ConfigError(f"exports={self.exports!r}: give ExportSettings")
         _ = self.retention
@@ -181,8 +198,8 @@ class SaveSettings:
         """`every_steps`, or what it is where nothing is said."""
         if self.every_steps != "default":
             return self.every_steps
-        others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead)
-        return 100 if others == (None, None, None, None) else None
+        others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead, self.when)
+        return 100 if not self.at_steps and all(trigger is None for trigger in others) else None
 
     @property
     def without_triggers(self) -> "SaveSettings":
@@ -193,6 +210,9 @@ class SaveSettings:
             every_seconds=None,
             every_tokens=None,
             every_epochs=None,
+            at_steps=(),
+            at_start=False,
+            when=None,
             rolling_every_steps=None,
             rolling_every_seconds=None,
             overhead=None,
@@ -211,9 +231,26 @@ def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
         value = getattr(settings, spec.name)
         if isinstance(value, ExportSettings):
             texts.append(f"{spec.name}=ExportSettings({', '.join(_chosen(value))})")
+        elif callable(value):  # its repr would be another one in each process
+            texts.append(f"{spec.name}={function_name(value)}")
         elif value != spec.default:
             texts.append(f"{spec.name}={value!r}")
     return tuple(texts)
+
+
+def function_name(function: object) -> str:
+    """The name of a function or of the class of a callable object, the same in each process."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _steps(given: object) -> tuple[int, ...]:
+    if isinstance(given, Sequence | set | frozenset) and not isinstance(given, str | bytes):
+        steps = tuple(given)
+        if all(type(step) is int and step >= 1 for step in steps):
+            return tuple(sorted(set(steps)))
+    raise ConfigError(
+        f"at_steps={given!r}: give whole numbers of at least 1: [100, 250]; at_start=True saves at step 0"
+    )
 
 
 def _check_choice(settings: object, name: str, *choices: object) -> None:

@@ -29,11 +29,12 @@ class Status:
     another start would end alike. running: there was a claim or commit lately. silent: there was none for long: it
     died, or is between commits. idle: no worker group has claimed it since it was rewound, repaired or copied.
 
-    at: when that was, or the newest sign of life. text: all of it in words."""
+    at: when that was, or the newest sign of life. now: when it was asked. text: all of it in words."""
 
     state: State
     text: str
     at: float
+    now: float
     is_final: bool = False
 
 
@@ -49,22 +50,22 @@ def status_of(body: Latest, record: Record | None, *, now: float) -> Status:
     if body.finished is not None and body.is_finished:
         head = body.entry(body.head or "")
         what = f"at step {head.step}" if head else "with nothing committed"
-        text = f"finished {what}, {_ago(now - body.finished.at)} ago"
-        return Status(state="finished", text=text, at=body.finished.at)
+        text = f"finished {what}, {ago(now - body.finished.at)} ago"
+        return Status(state="finished", text=text, at=body.finished.at, now=now)
     if not attempt.world_size or not attempt.number:
         text = "idle: nobody has started it since it was rewound, repaired or copied"
-        return Status(state="idle", text=text, at=attempt.claimed_at)
+        return Status(state="idle", text=text, at=attempt.claimed_at, now=now)
     if record is not None:
-        text = f"died {_ago(now - record.ended_at)} ago, its driver gave up: {record.cause}"
-        return Status(state="died", text=text, at=record.ended_at, is_final=record.is_final)
+        text = f"died {ago(now - record.ended_at)} ago, its driver gave up: {record.cause}"
+        return Status(state="died", text=text, at=record.ended_at, is_final=record.is_final, now=now)
     commits = [entry.committed_at for entry in body.live if _attempt_of(entry.key) == attempt.number]
     signs = [attempt.claimed_at, *sorted(commits)]
     silent_s = now - signs[-1]
-    last = f"{'last commit' if commits else 'it was claimed'} {_ago(silent_s)} ago"
+    last = f"{'last commit' if commits else 'it was claimed'} {ago(silent_s)} ago"
     if silent_s > max(SILENT_S, SILENT_GAPS * max((b - a for a, b in pairwise(signs)), default=0.0)):
-        text = f"no sign of life for {_ago(silent_s)} (died, or between commits)"
-        return Status(state="silent", text=text, at=signs[-1])
-    return Status(state="running", text=f"running, as far as the bucket tells: {last}", at=signs[-1])
+        text = f"no sign of life for {ago(silent_s)} (died, or between commits)"
+        return Status(state="silent", text=text, at=signs[-1], now=now)
+    return Status(state="running", text=f"running, as far as the bucket tells: {last}", at=signs[-1], now=now)
 
 
 def _attempt_of(key: str) -> int | None:
@@ -72,7 +73,7 @@ def _attempt_of(key: str) -> int | None:
     return None if name is None else name.attempt
 
 
-def _ago(seconds: float) -> str:
+def ago(seconds: float) -> str:
     """Whole units are enough for people."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:

@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size
+import raycheck
+from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size, with_flags
 from raycheck.cli.jobs import COMMANDS as SUBMITTING
 from raycheck.cli.keep import COMMANDS as KEEPING
 from raycheck.cli.look import COMMANDS as LOOKING
@@ -27,7 +28,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in LOOKING + KEEPING + MEASURING + SUBMITTING + WATCHING:
-    app.command()(command)
+    app.command()(with_flags(command))
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        out.print(Text(f"raycheck {raycheck.__version__}"))
+        raise typer.Exit
 
 
 def main() -> None:
@@ -39,12 +46,25 @@ def main() -> None:
         sys.exit(2)
 
 
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command("export-hf")
+@with_flags
 def export_hf(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
     dest: Annotated[str, typer.Argument(help="A new or empty folder, or a free place in a bucket.")],
     step: Step = None,
     entry: Annotated[str | None, typer.Option(help="The model's name in the state, when there are several.")] = None,
+    files: Annotated[
+        list[str] | None, typer.Option(help="A tokenizer or processor to go along, by its name; may be repeated.")
+    ] = None,
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Merge a LoRA adapter into its model.")] = False,
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. bfloat16.")] = None,
     config_from: Annotated[str | None, typer.Option(help="A folder with config.json, for a model without one.")] = None,
@@ -61,6 +81,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
         storage=settings_of(storage),
         step=step,
         entry=entry,
+        files=files or None,
         merge_lora=merge_lora,
         dtype=dtype,
         config_from=config_from,

@@ -1,17 +1,25 @@
 """What the commands share: their common arguments, and how they print."""
 
+import inspect
 import json
+import re
+import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from raycheck.bucket.status import ago
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
 
-out = Console(highlight=False)
+UNCUT = 1_000_000
+out = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else UNCUT)
+"""Without a terminal a row is one line, however long: a program that reads it needs whole names."""
 Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
@@ -47,11 +55,41 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
 
 
 def time_of(at: float) -> str:
-    """A time of the store's clock for people, whatever a bucket says that it is."""
+    """A time of the store's clock for people and programs, whatever a bucket says that it is: 2026-08-01T12:00:00Z."""
     try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
         return f"no date ({at:.3g})"
+
+
+def age(at: float, now: float) -> str:
+    """How long before or after `now`, in one unit: 3 min ago, in 2 d."""
+    return f"{ago(now - at)} ago" if at <= now else f"in {ago(at - now)}"
+
+
+def short_number(value: float) -> str:
+    """With at most six significant digits; a whole number as it is."""
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, whose errors name its options as they are written on the command line, also where they come
+    from functions that take arguments of these names."""
+    names = "|".join(inspect.signature(command).parameters)
+    argument = re.compile(rf"(?<![\w(?&/.])({names})=(?=(.?))")
+
+    def flag(found: re.Match[str]) -> str:
+        has_value = found[2] and (found[2].isalnum() or found[2] in "'\"-/")
+        return f"--{found[1].replace('_', '-')}{' ' if has_value else ''}"
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except ConfigError as error:
+            raise type(error)(argument.sub(flag, str(error))) from None
+
+    return run
 
 
 def print_json(value: object) -> None:

@@ -12,7 +12,7 @@ from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.index import Index
 from raycheck.bucket.record import Resume, resumes
 from raycheck.bucket.status import read_status
-from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size, time_of
+from raycheck.cli.common import Json, Step, Storage, Uri, age, out, print_json, settings_of, short_number, size, time_of
 from raycheck.errors import NotFoundError
 from raycheck.run import Run, open_run
 
@@ -28,15 +28,17 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
     if as_json:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
         return
-    table = Table("", "step", "checkpoint", "size", "committed (UTC)", "metrics", box=None, pad_edge=False)
+    status = read_status(run.store)
+    table = Table("", "step", "checkpoint", "size", "committed", "age", "metrics", box=None, pad_edge=False)
     for checkpoint in run.checkpoints:
         entry = checkpoint.entry
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(entry.metrics.items()))
         mark = " ".join(_marks(run, checkpoint))
-        row = (mark, str(entry.step), entry.key, size(entry.size_bytes), time_of(entry.committed_at), metrics)
+        when = time_of(entry.committed_at), age(entry.committed_at, status.now)
+        row = (mark, str(entry.step), entry.key, size(entry.size_bytes), *when, metrics)
         table.add_row(*map(Text, row))
     out.print(table)
-    out.print(Text(f"\n{read_status(run.store).text}"), soft_wrap=True)
+    out.print(Text(f"\n{status.text}"), soft_wrap=True)
 
 
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
@@ -59,10 +61,11 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         return
     out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
     out.print(Text(f"{status.text}\n"), soft_wrap=True)
-    table = Table("attempt", "ranks", "restored", "saves", "claimed (UTC)", box=None, pad_edge=False)
+    table = Table("attempt", "ranks", "restored", "saves", "claimed", "age", box=None, pad_edge=False)
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"
-        row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, time_of(item.claimed_at))
+        when = time_of(item.claimed_at), age(item.claimed_at, status.now)
+        row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, *when)
         table.add_row(*(Text(str(cell)) for cell in row))
     out.print(table)
     for number, resume in began.items():
@@ -70,7 +73,8 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
         for name, value in facts["checkpoint"].items():
-            out.print(Text(f"  {name:<14} {_in_words(value)}"))
+            label = name.removesuffix("_at").removesuffix("_bytes").removesuffix("_s")
+            out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"), soft_wrap=True)
 
 
 def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
@@ -113,10 +117,22 @@ def _fields(resume: Resume) -> dict[str, Any]:
     return {name: value for name, value in asdict(resume).items() if name != "unknown"}
 
 
-def _in_words(value: object) -> str:
+def _in_words(name: str, value: object, *, now: float) -> str:
+    """A fact for people; its name says what a number is: a time (`_at`), bytes (`_bytes`) or seconds (`_s`). Names
+    inside it are the user's, and say nothing."""
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {item}" for name, item in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return ", ".join(f"{key}: {_in_words('', item, now=now)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return "-" if value is None else str(value)
+    if name.endswith("_at"):
+        return f"{time_of(value)}, {age(value, now)}"
+    if name.endswith("_bytes"):
+        return size(value)
+    return short_number(value) + (" s" if name.endswith("_s") else "")
 
 
 def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:

@@ -30,7 +30,7 @@ from raycheck.storage_settings import StorageSettings
 from raycheck.train.actor_state import RemoteState
 from raycheck.train.fit import checked_resume
 from raycheck.train.group import Group, same, start_coordinator
-from raycheck.train.log import show_log
+from raycheck.train.log import logger, show_log
 from raycheck.train.meeting import OnCorrupt
 from raycheck.train.member import Word, hear, join, leave, node_of, restore
 from raycheck.train.metrics import detached, numbers_of
@@ -85,6 +85,15 @@ class ActorCheckpointer:
         self._owners[DRIVER_RNG] = DriverRng()
         self._position = Position((state or {}).values())
         self._store = open_store(self._uri)
+        self._rhythm = Rhythm(self._settings, Group.alone())
+        self._pace = Pace()
+        self._standing = Standing()
+        self._told: list[Any] = []
+        self._metrics: Mapping[str, object] = {}
+        self._is_restored = self._is_closed = False
+        if not self._settings.enabled:
+            logger.warning("run %s: raycheck is turned off: nothing is saved, and nothing is restored", self._uri)
+            return
         group = uuid4().hex[:16]
         me = _owners.get((self._uri, resume))
         told = checked_resume(resume, self._store, storage) if me is None else "auto"
@@ -101,11 +110,6 @@ class ActorCheckpointer:
             notice=_Notices(nodes),
         )
         self._rhythm = Rhythm(self._settings, place)
-        self._pace = Pace()
-        self._standing = Standing()
-        self._told: list[Any] = []
-        self._metrics: Mapping[str, object] = {}
-        self._is_restored = self._is_closed = False
         self._join(place, nodes, state_of)
 
     def restore(
@@ -131,6 +135,8 @@ class ActorCheckpointer:
             "on_corrupt": on_corrupt,
             "cast": cast,
         }
+        if not self._settings.enabled:
+            return self._begin_without(then)
         for name, owner in self._owners.items():
             ObjectPart(name, owner).gather()  # what could not be saved later is said now
         found = results([run_in(actor, restore, self._uri, options) for actor in self._actors])
@@ -146,7 +152,17 @@ class ActorCheckpointer:
             results([run_in(actor, then, mine) for actor, (mine, _) in zip(self._actors, found, strict=True)])
         self._is_restored = True
         self._pace.go()
+        if self._settings.at_start and not self._position.step and (not at.checkpoint or at.report.skipped):
+            self._say("save", save="keep")
         return replace(at, **asdict(self._position.progress))
+
+    def _begin_without(self, then: Callable[[Any, At], object] | None) -> At:
+        """By SaveSettings(enabled=False), at step 0."""
+        at = At(**asdict(self._position.progress), attempt=1)
+        if then is not None:
+            results([run_in(actor, then, at) for actor in self._actors])
+        self._is_restored = True
+        return at
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """One optimizer step is complete on all actors. Saves when due. As Checkpointer.end_step."""
@@ -157,7 +173,11 @@ class ActorCheckpointer:
         self._rhythm.trained(self._pace.step_s, is_saving=now.busy_s is not None)
         self._position.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
-        due = self._rhythm.is_due(self._position.progress, is_busy=now.is_busy, busy_s=busy_s)
+        due = None
+        if self._settings.enabled:
+            due = self._rhythm.is_due(
+                self._position.progress, is_busy=now.is_busy, busy_s=busy_s, metrics=self._metrics
+            )
         self._say("step", save=due)
         self._pace.go()
 
@@ -173,6 +193,11 @@ class ActorCheckpointer:
         """Begin a save of the state as it stands. As Checkpointer.save."""
         self._metrics = detached(metrics or self._metrics)
         self._say("save", save=due_of(self._settings, is_rolling=is_rolling, export=export))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every save begun so far is committed. As Checkpointer.wait."""
+        self._say("wait", save=None, timeout_s=timeout_s)
+        self._hear()
 
     def close(self) -> None:
         """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
@@ -198,11 +223,25 @@ class ActorCheckpointer:
         # Nothing new is saved: the state may be half-way through a step.
         self._leave()
 
-    def _say(self, at: Literal["step", "epoch", "save", "close"], *, save: Due | None) -> None:
+    def _say(
+        self,
+        at: Literal["step", "epoch", "save", "wait", "close"],
+        *,
+        save: Due | None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
+        if not self._settings.enabled:
+            return
         self._hear()
         began = time.monotonic()
-        word = Word(at=at, progress=self._position.progress, save=save, is_hurried=self._rhythm.is_hurried)
+        word = Word(
+            at=at,
+            progress=self._position.progress,
+            save=save,
+            is_hurried=self._rhythm.is_hurried,
+            timeout_s=timeout_s,
+        )
         states: dict[str, Any] = {}
         if save:
             word = replace(word, metrics=numbers_of(self._metrics))
@@ -223,14 +262,15 @@ class ActorCheckpointer:
 
     def _leave(self) -> None:
         """What is in flight is whole, and may end."""
-        if not self._is_closed:
+        if not self._is_closed and self._settings.enabled:
             leaving = [run_in(actor, leave, self._uri) for actor in self._actors]
             ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
             self._end()
 
     def _end(self) -> None:
         self._is_closed = True
-        ray.kill(self._coordinator)
+        if self._settings.enabled:
+            ray.kill(self._coordinator)
 
     def _join(self, place: Group, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
         joining = []

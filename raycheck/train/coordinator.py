@@ -22,6 +22,7 @@ from raycheck.bucket.probe import probe
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import (
+    ConfigError,
     CorruptError,
     FencedError,
     RaycheckError,
@@ -62,7 +63,7 @@ class Coordinator:
         self._adopted: dict[str, int] = {}  # group taken over -> last save committed before
         self._saves: dict[tuple[str, int], PendingSave] = {}
         self._agreements: dict[tuple[str, int], Meeting] = {}
-        self._restorings: dict[tuple[str, str], Restoring] = {}
+        self._restorings: dict[tuple[str, str, bool], Restoring] = {}
         self._ends: dict[str, End] = {}
         self._plans = Plans()
         self._probed = False
@@ -88,20 +89,22 @@ class Coordinator:
             return self._claims[group]
 
     async def restored(self, verdict: Verdict) -> Ruling:
-        """Take what a rank's restore came to, and wait a while for the ruling on all of them."""
+        """Take what a rank's restore, or its peek, came to, and wait a while for the ruling on all of them."""
         await self._adopt(verdict.group)
         if verdict.group in self._adopted:  # who of the others was told what is forgotten
             raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
-        claim, at = self._claims[verdict.group], (verdict.group, verdict.key)
+        claim, at = self._claims[verdict.group], (verdict.group, verdict.key, verdict.is_peek)
         if at not in self._restorings and claim.restore and claim.restore.key != verdict.key:
             return Ruling(kind="again", claim=claim, message="found damaged before")
         restoring = self._restorings.setdefault(at, Restoring())
         restoring.come(verdict, lambda: self._rule(verdict), lambda arrivals: self._go_on(verdict, arrivals))
+        self._refuse_mixed(verdict)
         await asyncio.wait([restoring.ruling], timeout=WAIT_S)
         if restoring.ruling.done():
             return restoring.ruling.result()
         missing = sorted(set(range(verdict.world_size)) - set(restoring.arrivals))
-        return Ruling(kind="pending", message=f"ranks {missing} have not restored it")
+        done = "peeked at" if verdict.is_peek else "restored"
+        return Ruling(kind="pending", message=f"ranks {missing} have not {done} it")
 
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome:
         """Take a rank's report and wait a while, at most patience_s, for the outcome of its save."""
@@ -216,7 +219,22 @@ class Coordinator:
         self._claims[verdict.group] = claim
         return Ruling(kind="again", claim=claim, message=problem)
 
+    def _refuse_mixed(self, verdict: Verdict) -> None:
+        """Ranks that peek and ranks that restore at once would wait for each other."""
+        peek, restore = (self._restorings.get((verdict.group, verdict.key, is_peek)) for is_peek in (True, False))
+        if peek is None or restore is None or peek.ruling.done():
+            return
+        if ahead := sorted(set(restore.arrivals) - set(peek.arrivals)):
+            here = sorted(peek.arrivals)
+            error = ConfigError(
+                f"ranks {here} call peek(), and ranks {ahead} restore(): all ranks must call peek(), or none"
+            )
+            for waiting in (peek, restore):
+                waiting.fail(error)
+
     def _go_on(self, verdict: Verdict, arrivals: list[Arrival]) -> Ruling:
+        if verdict.is_peek:
+            return Ruling(kind="done")
         return Ruling(kind="done", resume=self._chronicle.resumed(self._claims[verdict.group].restore, arrivals))
 
     async def _finish(self, group: str) -> None:

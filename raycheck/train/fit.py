@@ -20,6 +20,7 @@ from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_calls import call
 from raycheck.train.ray_names import (
+    RunGuard,
     causes_of,
     final_error,
     guards,
@@ -38,7 +39,9 @@ SAVE_NOW_S = 600.0
 PUT_DOWN_S = 30.0
 
 
-def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None) -> Result:
+def fit(
+    trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None, enabled: bool = True
+) -> Result:
     """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
 
     resume: "auto" goes on from the run's head, or starts; "never" refuses a run that has checkpoints; "must" refuses
@@ -48,6 +51,9 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     storage: how the bucket is reached, over what the storage path's query says; also that of a run to begin from. It
     travels with the run's URI to the coordinator, the workers and Ray itself.
 
+    enabled: False is trainer.fit() as Ray has it, in whose workers every Checkpointer is off, as by
+    SaveSettings(enabled=False); nobody looks at resume and storage then.
+
     SIGUSR1 to this process asks for a save; SIGTERM too, and ends it after the commit, for which it waits 30 s and
     three times the last save at most. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is
     started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume,
@@ -56,6 +62,8 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     raised as it is and at once when this call has not completed a step by then, since another try would end alike.
     """
     show_log()
+    if not enabled:
+        return _fit_without(trainer)
     refuse_unsupported(trainer)
     config = trainer.run_config
     where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
@@ -81,6 +89,19 @@ def fit(trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | 
     finally:
         config.callbacks = callbacks
         ray.kill(coordinator)
+
+
+def _fit_without(trainer: Any) -> Result:
+    """Only word of it goes along, so that a training function need not be told, too."""
+    logger.warning("raycheck is turned off by fit(enabled=False): nothing is saved, and nothing is restored")
+    config = trainer.run_config
+    callbacks = list(config.callbacks or ())
+    config.callbacks = [*callbacks, RunGuard(is_off=True)]
+    try:
+        result: Result = trainer.fit()
+    finally:
+        config.callbacks = callbacks
+    return result
 
 
 def _put_down(coordinator: Any, error: BaseException, final: BaseException | None) -> None:

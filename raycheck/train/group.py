@@ -85,6 +85,12 @@ class Group:
             is_first_on_node=ray_names.is_first_on_node(),
         )
 
+    @classmethod
+    def alone(cls) -> "Group":
+        """This rank's place where nothing is saved: no coordinator, and no place in a bucket."""
+        rank, world_size = ray_names.rank_and_world_size()
+        return cls(id="", uri="", rank=rank, world_size=world_size, coordinator=None, broadcast=same)
+
     def check_node(self) -> None:
         """Find out, before anything depends on it, whether this node may do all that a run needs.
 

@@ -134,8 +134,8 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a rank's restore of checkpoint `key` came to. damage: the proof that it is damaged; failure: what else went
-    wrong. Neither: all is well, and it has arrived."""
+    """What a rank's restore of checkpoint `key` came to, or its peek at it. damage: the proof that it is damaged;
+    failure: what else went wrong. Neither: all is well, and it has arrived."""
 
     group: str
     rank: int
@@ -145,6 +145,7 @@ class Verdict:
     failure: RaycheckError | None = None
     arrival: Arrival = Arrival()
     on_corrupt: OnCorrupt = "previous"
+    is_peek: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +160,8 @@ class Ruling:
 
 
 class Restoring:
-    """The ranks' verdicts on one checkpoint, until they are ruled on. Lives in the coordinator's event loop."""
+    """The ranks' verdicts on one checkpoint, at a peek or at a restore, until they are ruled on. Lives in the
+    coordinator's event loop."""
 
     def __init__(self) -> None:
         self.arrivals: dict[int, Arrival] = {}
@@ -177,11 +179,11 @@ class Restoring:
         self.arrivals[verdict.rank] = verdict.arrival
         if self.ruling.done() or self._task is not None:
             return
-        whose = f"rank {verdict.rank}: restore of {verdict.key}: "
+        whose = f"rank {verdict.rank}: {'peek at' if verdict.is_peek else 'restore of'} {verdict.key}: "
         if verdict.failure:
-            self._fail(type(verdict.failure)(f"{whose}{verdict.failure}"))
+            self.fail(type(verdict.failure)(f"{whose}{verdict.failure}"))
         elif verdict.damage and verdict.on_corrupt == "raise":
-            self._fail(DamagedError(whose + verdict.damage))
+            self.fail(DamagedError(whose + verdict.damage))
         elif verdict.damage:
             self._task = asyncio.create_task(self._rule(go_back()))
         elif len(self.arrivals) == verdict.world_size:
@@ -189,10 +191,14 @@ class Restoring:
 
     async def _rule(self, ruling: Coroutine[Any, Any, Ruling]) -> None:
         try:
-            self.ruling.set_result(await ruling)
+            result = await ruling
+            if not self.ruling.done():
+                self.ruling.set_result(result)
         except Exception as error:  # noqa: BLE001  every waiting rank is told, whatever it was (I9)
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: Exception) -> None:
-        self.ruling.set_exception(error)
-        self.ruling.exception()  # looked at, so that asyncio does not report it when nobody else comes
+    def fail(self, error: Exception) -> None:
+        """Every rank is told this. What was ruled before stands."""
+        if not self.ruling.done():
+            self.ruling.set_exception(error)
+            self.ruling.exception()  # looked at, so that asyncio does not report it when nobody else comes

@@ -56,14 +56,15 @@ class _Told(Position):
 class Word:
     """The driver's, at one place of its loop. progress: where training is now. save: whether and as what to save.
     is_hurried: a node is about to go. metrics, states: for that save; the latter of what the driver holds, for rank
-    0."""
+    0. timeout_s: of a wait."""
 
-    at: Literal["step", "epoch", "save", "close"]
+    at: Literal["step", "epoch", "save", "wait", "close"]
     progress: Progress
     save: Due | None
     is_hurried: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
 
 
 class Member:
@@ -94,6 +95,8 @@ class Member:
             self._ckpt.end_epoch()
         if word.save:
             self._ckpt.save_as(word.save, word.metrics)
+        if word.at == "wait":
+            self._ckpt.wait(word.timeout_s)
         if word.at == "close":
             self._ckpt.close()
         self._let_go(word.states)

@@ -17,13 +17,17 @@ class Position:
     is_hurried = False
 
     def __init__(self, entries: Iterable[object]) -> None:
+        self.watch(entries)
+        self.progress = Progress()
+
+    def watch(self, entries: Iterable[object]) -> None:
+        """Count the epochs and samples of the Batches among these. Raises ConfigError for two of them."""
         entries = list(entries)
         self.data = [value for value in entries if isinstance(value, Batches)]
         if len(self.data) > 1:
             raise ConfigError("the state holds two Batches; a run has one position in its data")
         for data in self.data:
             data.leave_to_state(value.value if isinstance(value, PerRank) else value for value in entries)
-        self.progress = Progress()
 
     @property
     def step(self) -> int:

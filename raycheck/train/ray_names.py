@@ -54,9 +54,11 @@ class RunGuard(UserCallback):
     raycheck wants that. It also carries the coordinator's handle and the run's URI from `fit` to the workers.
     """
 
-    def __init__(self, coordinator: Any = None, uri: str = "") -> None:
+    def __init__(self, coordinator: Any = None, uri: str = "", *, is_off: bool = False) -> None:
+        """is_off: the workers are to save nothing."""
         self.coordinator = coordinator
         self.uri = uri
+        self.is_off = is_off
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         del run_context
@@ -251,6 +253,12 @@ def guard_from_fit() -> RunGuard | None:
         if isinstance(callback, RunGuard):
             return callback
     return None
+
+
+def is_turned_off() -> bool:
+    """Whether this worker was started by `raycheck.fit(enabled=False)`."""
+    guard = guard_from_fit() if in_ray_train() else None
+    return guard is not None and guard.is_off
 
 
 def guard_this_run() -> None:

@@ -5,13 +5,16 @@ The ranks' side; the coordinator's is in meeting.py.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from typing import Generic, TypeVar
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.record import Resume
-from raycheck.errors import DamagedError, RaycheckError, StoreError
+from raycheck.errors import DamagedError, RaycheckError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
+from raycheck.shards.preview import Preview
 from raycheck.shards.progress import Progress
 from raycheck.shards.restored import Restored, RestoreReport
 from raycheck.shards.selection import Selection
@@ -73,6 +76,36 @@ class At:
         )
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Agreed(Generic[T]):
+    """What all ranks have read of one checkpoint: `claim` as it stands in the end, and what this rank has got. refused:
+    newer ones that are damaged, each with the proof."""
+
+    claim: Claim
+    got: T
+    resume: Resume | None
+    refused: tuple[str, ...]
+
+
+def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrupt: OnCorrupt) -> tuple[Claim, Preview]:
+    """Read what the checkpoint of `claim` says of itself, or the newest good one before it, alike on all ranks.
+
+    Returns the claim as it stands in the end. Raises DamagedError when there is none, or by `on_corrupt`.
+    """
+
+    def read(checkpoint: Checkpoint, refused: tuple[str, ...]) -> Preview:
+        return Preview.of(checkpoint, selection, attempt=claim.attempt, rank=group.rank, refused=refused)
+
+    def arrival(preview: Preview, seconds: float) -> Arrival:
+        return Arrival(step=preview.step, seconds=seconds)
+
+    agreed = _together(group, claim, read, arrival, on_corrupt=on_corrupt, is_peek=True)
+    return agreed.claim, agreed.got
+
+
 def restore_together(
     group: Group,
     state: TrainState,
@@ -82,13 +115,36 @@ def restore_together(
     strict: bool,
     on_corrupt: OnCorrupt,
     cast: bool = False,
+    preview: Preview | None = None,
 ) -> tuple[Claim, Restored, Resume | None]:
     """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
 
-    Returns the claim as it stands in the end. Raises DamagedError when there is none, or by `on_corrupt`.
+    preview: what `peek_together` has answered. Returns the claim as it stands in the end. Raises DamagedError when
+    there is none, or by `on_corrupt`; SupersededError when it would be another one than was peeked at.
     """
+
+    def read(checkpoint: Checkpoint, refused: tuple[str, ...]) -> Restored:
+        done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
+        return replace(done, report=replace(done.report, refused=refused))
+
+    agreed = _together(
+        group, claim, read, _arrival, on_corrupt=on_corrupt, refused=preview.refused if preview else (), preview=preview
+    )
+    return agreed.claim, agreed.got, agreed.resume
+
+
+def _together(
+    group: Group,
+    claim: Claim,
+    read: Callable[[Checkpoint, tuple[str, ...]], T],
+    arrival: Callable[[T, float], Arrival],
+    *,
+    on_corrupt: OnCorrupt,
+    is_peek: bool = False,
+    refused: tuple[str, ...] = (),
+    preview: Preview | None = None,
+) -> _Agreed[T]:
     began = time.monotonic()
-    refused: list[str] = []
     while True:
         assert claim.restore is not None, "a fresh run restores nothing"
         verdict = Verdict(
@@ -97,12 +153,13 @@ def restore_together(
             world_size=group.world_size,
             key=claim.restore.key,
             on_corrupt=on_corrupt,
+            is_peek=is_peek,
         )
         checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
-        done = None
+        got: T | None = None
         try:
-            done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
-            verdict = replace(verdict, arrival=_arrival(done, time.monotonic() - began))
+            got = read(checkpoint, refused)
+            verdict = replace(verdict, arrival=arrival(got, time.monotonic() - began))
         except DamagedError as error:
             verdict = replace(verdict, damage=str(error))
         except Exception as error:
@@ -111,10 +168,16 @@ def restore_together(
             raise
         ruling = _ruling(group, verdict)
         if ruling.claim is None:
-            assert done is not None, "what is damaged here is not all well"
-            return claim, replace(done, report=replace(done.report, refused=tuple(refused))), ruling.resume
-        refused.append(f"{verdict.key} ({ruling.message})")
+            assert got is not None, "what is damaged here is not all well"
+            return _Agreed(claim=claim, got=got, resume=ruling.resume, refused=refused)
+        refused = (*refused, f"{verdict.key} ({ruling.message})")
         claim = ruling.claim
+        if preview is not None and claim.restore is not None:
+            # The script has acted on what peek() said of the other one. All ranks are told so, and all start again.
+            raise SupersededError(
+                f"rank {group.rank}: peek() answered for {verdict.key}, which is damaged ({ruling.message}); start the "
+                f"workers again: peek() will answer for {claim.restore.key}"
+            )
 
 
 def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -> None:
@@ -137,7 +200,7 @@ def _arrival(done: Restored, seconds: float) -> Arrival:
 
 def _ruling(group: Group, verdict: Verdict) -> Ruling:
     deadline = time.monotonic() + RESTORE_TIMEOUT_S
-    what = f"restore of {verdict.key}"
+    what = f"{'peek at' if verdict.is_peek else 'restore of'} {verdict.key}"
     while True:
         left = max(1.0, deadline - time.monotonic())
         ruling: Ruling = group.ask("restored", verdict, timeout_s=left, what=what)

@@ -1,21 +1,22 @@
 """When to save and when to tell Ray: decisions that come out the same on every rank.
 
 Step triggers are arithmetic. Time, preemption and news of commits are rank 0's word, handed to all ranks in one small
-broadcast every k steps, with k chosen so that it costs under 1 % of the step time. Whether a save is skipped because
-the one before is still under way is its word too, asked for at the trigger itself.
+broadcast every k steps, with k chosen so that it costs under 1 % of the step time; k is 1 where the user's own function
+is asked. Whether a save is skipped because the one before is still under way is its word too, asked for at the trigger
+itself.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from raycheck.bucket.layout import pointer_prefix
 from raycheck.errors import ConfigError
-from raycheck.settings import SaveSettings
+from raycheck.settings import SaveSettings, function_name
 from raycheck.shards.progress import Progress
 from raycheck.train import ray_names
-from raycheck.train.group import Group
+from raycheck.train.group import Group, same
 from raycheck.train.interval import Interval
 from raycheck.train.leaving import Leaving
 from raycheck.train.log import logger, name_of
@@ -51,7 +52,7 @@ class _Word:
     """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
 
     step: where rank 0 stands, None at the end of its loop. is_noticed: a node is about to go. leave: end the attempt
-    once what is under way is saved.
+    once what is under way is saved. problem: why the run ends here on all ranks.
     """
 
     step: int | None
@@ -60,6 +61,7 @@ class _Word:
     gap: int = 1
     is_noticed: bool = False
     leave: bool = False
+    problem: str = ""
 
 
 def _is_over(passed: float, every: float | None) -> bool:
@@ -78,16 +80,19 @@ class Rhythm:
         by_word = {
             "every_seconds=...": settings.every_seconds is not None,
             "every_tokens=...": settings.every_tokens is not None,
+            "when=...": settings.when is not None,
             "rolling_every_seconds=...": settings.rolling_every_seconds is not None,
             "overhead=...": settings.overhead is not None,
             "exports=ExportSettings(every_seconds=...)": settings.exports
             and settings.exports.every_seconds is not None,
             'when_busy="skip"': settings.when_busy == "skip",
         }
+        self._broadcast = same if group.broadcast is None and group.world_size == 1 else group.broadcast
         for name, is_set in by_word.items():
-            if is_set and group.broadcast is None and group.world_size > 1:
+            if is_set and self._broadcast is None:
                 raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must decide alike")
         self._settings = settings
+        self._at_steps = frozenset(settings.at_steps)
         self._group = group
         self._saved_at = self._rolled_at = self._exported_at = time.monotonic()
         self._saved_tokens = self._tokens = self._epoch = 0
@@ -98,6 +103,7 @@ class Rhythm:
         self._leaving = Leaving()
         self._interval = Interval(settings.overhead, at_most_s=settings.every_seconds) if settings.overhead else None
         self.skipped = 0
+        self._skipped_step = -1
         self.is_hurried = False
         self._is_wanted = False
         self._word = _Word(step=None)
@@ -125,20 +131,26 @@ class Rhythm:
         """Whether all ranks are to end this attempt, so that Ray restarts them elsewhere."""
         return self._word.leave
 
-    def is_due(self, progress: Progress, *, is_busy: bool = False, busy_s: float = 0.0) -> Due | None:
+    def is_due(
+        self,
+        progress: Progress,
+        *,
+        is_busy: bool = False,
+        busy_s: float = 0.0,
+        metrics: Mapping[str, object] | None = None,
+    ) -> Due | None:
         """Whether this step's end is a moment to save, and as what. is_busy: a save of this rank has to end before;
-        busy_s: how long those under way may still take. Rank 0's count."""
+        busy_s: how long those under way may still take; metrics: of the step. Rank 0's count. Raises ConfigError, on
+        all ranks, for what the user's own function raised."""
         self._word = _Word(step=None)
         step, self._tokens = progress.step, progress.tokens
-        if self._settings.every_tokens is not None and not self._tokens and not self._group.rank:
-            raise ConfigError("SaveSettings(every_tokens=...): no tokens were counted; give end_step(tokens=...)")
-        if self._group.broadcast is not None and step >= self._next_sync:
-            self._sync(step, is_busy=is_busy, busy_s=busy_s)
+        if self._broadcast is not None and step >= self._next_sync:
+            self._sync(step, is_busy=is_busy, busy_s=busy_s, metrics=metrics or {})
         settings = self._settings
         due = strongest(
             self._epoch_due(progress.epoch),
             "export" if settings.exports and is_multiple(step, settings.exports.every_steps) else None,
-            "keep" if is_multiple(step, settings.step_trigger) else None,
+            "keep" if is_multiple(step, settings.step_trigger) or step in self._at_steps else None,
             "roll" if is_multiple(step, settings.rolling_every_steps) else None,
         )
         if due is None or self._word.save:
@@ -199,7 +211,7 @@ class Rhythm:
 
     def tell_ray_at_end(self) -> None:
         """The same for the last commit, so that Result.checkpoint is the newest. Every rank calls it once."""
-        if self._group.is_ray_train and self._group.broadcast is not None:
+        if self._group.is_ray_train and self._broadcast is not None:
             self._word = self._hear(_Word(step=None, news=self._news), step=None)
             self.tell_ray()
 
@@ -208,26 +220,49 @@ class Rhythm:
         if self._group.world_size > 1:
             word = None if self._group.rank else _Word(step=step, save=None if is_busy else "keep")
             is_busy = not self._hear(word, step=step).save
-        self.skipped += is_busy
-        if is_busy and self._group.rank == 0:
+        if is_busy:
+            self._skip(step)
+        return not is_busy
+
+    def _skip(self, step: int) -> None:
+        """A step that several triggers ask for counts once."""
+        if step == self._skipped_step:
+            return
+        self.skipped, self._skipped_step = self.skipped + 1, step
+        if self._group.rank == 0:
             logger.warning(
                 "%s: step %d is not saved: the save before it is still under way", name_of(self._group.uri), step
             )
-        return not is_busy
 
-    def _sync(self, step: int, *, is_busy: bool, busy_s: float) -> None:
+    def _sync(self, step: int, *, is_busy: bool, busy_s: float, metrics: Mapping[str, object]) -> None:
         began = time.monotonic()
         notice = self._group.notice() if self._group.notice is not None else None
         word: _Word | None = None
+        problem: ConfigError | None = None
         if self._group.rank == 0:
+            asked: Due | None = None
+            try:
+                asked = self._asked_due(step, metrics, is_busy=is_busy)
+            except ConfigError as error:
+                problem = error  # the others wait for a word, and are told this one
             is_news = self._leaving.hear(notice)
             leaving = self._saves_before_leaving(step, is_news=is_news, busy_s=busy_s)
-            save: Due | None = "keep" if leaving else self._time_due(is_busy=is_busy)
+            save = strongest(asked, "keep" if leaving else self._time_due(is_busy=is_busy))
             leave = is_news and self._settings.on_preempt == "restart"
             news = self._fresh_news(began)
             gap, noticed = self._gap(step, began), self._leaving.is_noticed
-            word = _Word(step=step, save=save, news=news, gap=gap, is_noticed=noticed, leave=leave)
+            word = _Word(
+                step=step,
+                save=save,
+                news=news,
+                gap=gap,
+                is_noticed=noticed,
+                leave=leave,
+                problem=str(problem or ""),
+            )
         self._word = self._hear(word, step=step)
+        if self._word.problem:
+            raise ConfigError(self._word.problem) from (problem and problem.__cause__)
         self.is_hurried = self._word.is_noticed
         # The least seen: the rest is waiting for slower ranks, which talking less would not save.
         self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
@@ -235,8 +270,8 @@ class Rhythm:
 
     def _hear(self, word: _Word | None, *, step: int | None) -> _Word:
         """Rank 0's word, on every rank. Raises ConfigError when the ranks are not at the same point."""
-        assert self._group.broadcast is not None, "the callers have checked"
-        heard: _Word = self._group.broadcast(word)
+        assert self._broadcast is not None, "the callers have checked"
+        heard: _Word = self._broadcast(word)
         if heard.step != step:
             names = [f"step {at}" if at is not None else "the end of its loop" for at in (step, heard.step)]
             raise ConfigError(
@@ -244,6 +279,28 @@ class Rhythm:
                 "every rank must take the same number of steps"
             )
         return heard
+
+    def _asked_due(self, step: int, metrics: Mapping[str, object], *, is_busy: bool) -> Due | None:
+        """Rank 0: whether the user's own function asks for a save now. Raises ConfigError for what is wrong with a
+        trigger."""
+        if self._settings.every_tokens is not None and not self._tokens:
+            raise ConfigError("SaveSettings(every_tokens=...): no tokens were counted; give end_step(tokens=...)")
+        when = self._settings.when
+        if when is None:
+            return None
+        name = f"SaveSettings(when={function_name(when)})"
+        try:
+            answer: object = when(step, metrics)
+            item = getattr(answer, "item", None)  # of numpy and torch
+            answer = item() if callable(item) else answer
+        except Exception as error:
+            raise ConfigError(f"{name} raised at step {step}: {type(error).__name__}: {error}") from error
+        if not isinstance(answer, bool):
+            raise ConfigError(f"{name} returned {answer!r} at step {step}; it must return True or False")
+        if answer and is_busy and self._settings.when_busy == "skip":
+            self._skip(step)
+            return None
+        return "keep" if answer else None
 
     def _saves_before_leaving(self, step: int, *, is_news: bool, busy_s: float) -> bool:
         """Rank 0: whether a node that is about to go makes this a moment to save."""
@@ -284,5 +341,7 @@ class Rhythm:
         cheap = self._broadcast_s * steps / (COST_SHARE * seconds)
         gap_s = LEAVING_GAP_S if self._leaving.is_noticed else MAX_GAP_S
         gap = max(1, min(MAX_GAP, round(cheap), round(gap_s * steps / seconds)))
+        if self._settings.when is not None:
+            gap = 1
         self._again_s = gap * seconds / steps
         return gap

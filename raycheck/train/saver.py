@@ -89,6 +89,7 @@ class Saver:
         )
         self.saves = self.failed = self._failures = 0
         self._last_failure = ""
+        self._last_failed = 0  # the number of that save
         self._pending: deque[_UnderWay] = deque()
         self._known_plan = b""  # hash of the one that the coordinator has, if it was not started again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
@@ -204,10 +205,25 @@ class Saver:
                 newest = self.newest = outcome.key
         return newest
 
+    @property
+    def longest_s(self) -> float:
+        """How long to wait for what any save comes to."""
+        return self._settings.save_timeout_s + LAST_ANSWER_S
+
+    def problem_since(self, failed: int) -> str:
+        """Why, after `wait`, not every save begun so far is committed; "" when they are, but for such as failed while
+        no more than `failed` had, and were followed by another."""
+        if self._pending:
+            names = ", ".join(str(save.number) for save in self._pending)
+            return f"save(s) {names} of this attempt have not ended in time; they go on"
+        if self.failed > failed or (self.saves and self._last_failed == self.saves):
+            return f"not every save was committed: {self._last_failure}"
+        return ""
+
     def finish(self, step: int) -> None:
         """Wait for the last save, that of `step`. Raises SaveFailedError when it is not committed."""
         failures = self._failures
-        self.wait(self._settings.save_timeout_s + LAST_ANSWER_S)
+        self.wait(self.longest_s)
         if self._pending or self._failures > failures or self.saved_step != step:
             raise SaveFailedError(
                 f"rank {self._group.rank}: the last save, of step {step}, was not committed: "
@@ -291,7 +307,7 @@ class Saver:
         self._failures += 1
         self.failed += 1
         self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come
-        self._last_failure = message
+        self._last_failure, self._last_failed = message, max(number, self._last_failed)
         self._state.components.forget()
         if number == self.saves:  # else a later one is in flight
             self.saved_step = -1

@@ -6,13 +6,16 @@ triggers locally, everything else by rank 0's word.
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from types import TracebackType
 from typing import NoReturn, Self, get_args
 
 from ray.exceptions import RayError
 
-from raycheck.errors import ConfigError, StoreError, SupersededError
+from raycheck.errors import ConfigError, SaveFailedError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
+from raycheck.shards.entries import entries_of
+from raycheck.shards.preview import Preview
 from raycheck.shards.restored import Restored
 from raycheck.shards.rng import rng_values
 from raycheck.shards.selection import EVERYTHING, Selection
@@ -27,27 +30,31 @@ from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
 from raycheck.train.position import Position
-from raycheck.train.restoring import At, restore_together, say_what_changed
+from raycheck.train.ray_names import is_turned_off
+from raycheck.train.restoring import At, peek_together, restore_together, say_what_changed
 from raycheck.train.rhythm import Due, Rhythm, due_of, strongest
 from raycheck.train.saver import Saver
 from raycheck.train.standing import Standing
 
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
+_RESTORE_FIRST = "call restore() before the first step: it claims the run, also a fresh one"
 
 
 class Checkpointer:
     """Saves and restores `state`: name to module, optimizer, scheduler, Batches, or anything with
     state_dict/load_state_dict. Random state and progress are added by raycheck.
 
-    Use as a context manager. Every rank makes the same calls in the same order. group: given by hand outside Ray
-    Train. position: who counts, where it is not these calls. Raises ConfigError, naming the entry, for a state that
-    cannot be saved.
+    Use as a context manager. Every rank makes the same calls in the same order. state: what there is by now, `add`
+    takes the rest. group: given by hand outside Ray Train. position: who counts, where it is not these calls. Raises
+    ConfigError, naming the entry, for a state that cannot be saved.
+
+    With SaveSettings(enabled=False), and under fit(enabled=False), it counts steps and does nothing else.
     """
 
     def __init__(
         self,
-        state: Mapping[str, object],
+        state: Mapping[str, object] | None = None,
         settings: SaveSettings | None = None,
         *,
         group: Group | None = None,
@@ -55,21 +62,46 @@ class Checkpointer:
     ) -> None:
         show_log()
         self.settings = settings or SaveSettings()
-        group = self._group = group or Group.of_ray_train()
-        self._state = TrainState(state, rank=group.rank, world_size=group.world_size, buffers=self.settings.buffers)
-        self._position = position or Position(self._state.entries.values())
+        self._is_off = not self.settings.enabled or (group is None and is_turned_off())
+        group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
+        self._given: dict[str, object] = {}
+        self._state: TrainState | None = None
+        self._position = position or Position(())
+        self._take(state or {})
         self._watch = Watch(self._group)
-        self._exporting = Exporting(self.settings.exports, self._group, self._state.models, self._watch)
+        self._exporting: Exporting | None = None
         self._rhythm = Rhythm(self.settings if self._position.decides else self.settings.without_triggers, self._group)
         self._saver: Saver | None = None
         self._pace = Pace()
         self._heart = Heart(self._group)
         self._began_at = 0.0
-        self._is_prepared = False
+        self._is_restored = self._is_prepared = False
+        self._claim: Claim | None = None
+        self._preview: Preview | None = None
         self._metrics: dict[str, object] = {}
         self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
         self._blocked_s = 0.0
-        be_the_only_one(self, uri=group.uri, rank=group.rank)
+        if self._is_off:
+            logger.warning("rank %d: raycheck is turned off: nothing is saved, and nothing is restored", group.rank)
+        else:
+            be_the_only_one(self, uri=group.uri, rank=group.rank)
+
+    def add(self, name: str, value: object) -> None:
+        """Add an entry to the state, as it would stand in the constructor's. Before `restore`, which fills it. Raises
+        ConfigError, naming the entry, for what cannot be saved, and after `restore`."""
+        if self._is_restored:
+            raise ConfigError(f"add({name!r}) comes after restore(), which has filled the state; call it before")
+        if name in self._given:
+            raise ConfigError(f"add({name!r}): the state has an entry of this name already")
+        self._take({name: value})
+
+    def _take(self, more: Mapping[str, object]) -> None:
+        given = {**self._given, **more}
+        rank, world_size = self._group.rank, self._group.world_size
+        if given and not self._is_off:
+            self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
+        self._position.watch((self._state.entries if self._state else entries_of(given)).values())
+        self._given = given
 
     @property
     def is_closed(self) -> bool:
@@ -79,6 +111,33 @@ class Checkpointer:
     def standing(self) -> Standing:
         """How its saves stand."""
         return Standing.of(self._saver, self._blocked_s)
+
+    def peek(
+        self, *, only: Iterable[str] | None = None, skip: Iterable[str] = (), on_corrupt: OnCorrupt = "previous"
+    ) -> Preview:
+        """Claim the run for this worker group and say what `restore` will come to, before there is anything to fill.
+
+        Every rank calls it, or none. The restore takes the same checkpoint; should that prove to be damaged only then,
+        the attempt ends with SupersededError, and the next one's peek answers for another checkpoint. Asked again it
+        gives the same answer. only, skip, on_corrupt: as for `restore`. Raises FencedError, DamagedError, CorruptError.
+        """
+        selection = Selection.of(only, skip)
+        _check_choice(on_corrupt)
+        if self._preview is not None:
+            if selection != self._preview.selection:
+                raise ConfigError("peek() was asked with another only or skip before; ask for the same")
+            return self._preview
+        if self._is_restored:
+            raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
+        if self._is_off:
+            self._preview = Preview(attempt=1, selection=selection)
+            return self._preview
+        claim = self._claim_run()
+        if claim.restore is None:
+            self._preview = Preview(attempt=claim.attempt, selection=selection)
+        else:
+            self._claim, self._preview = peek_together(self._group, claim, selection, on_corrupt=on_corrupt)
+        return self._preview
 
     def restore(
         self,
@@ -106,30 +165,38 @@ class Checkpointer:
         Returns all zero in a fresh run. Raises FencedError, StateMismatchError (nothing changed), DamagedError,
         CorruptError, and ConfigError for what could not be saved later.
         """
-        if self._saver is not None:
+        if self._is_restored:
             raise ConfigError("restore() was called before; a Checkpointer restores once, at the start")
-        if on_corrupt not in get_args(OnCorrupt):
-            raise ConfigError(f"on_corrupt={on_corrupt!r}: give one of {', '.join(get_args(OnCorrupt))}")
+        _check_choice(on_corrupt)
         selection = Selection.of(only, skip)
-        self._state.check(is_before_restore=True)
+        if self._is_off:
+            self._is_restored = True
+            return At(**asdict(self._position.progress), attempt=1)
+        state = self._checked_state()
         group = self._group
-        group.check_node()
-        claim: Claim = group.ask(
-            "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
-        )
-        group.check_shared()
+        claim = self._claim_run()
+        if self._preview is not None:
+            self._preview.check(selection)
         if claim.restore is None:
-            self._state.check()
-            self._state.check_selection(selection)
+            state.check()
+            state.check_selection(selection)
             if selection != EVERYTHING:
                 logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(group.uri), selection)
             self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
+            self._save_at_start()
             return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
         began = time.monotonic()
         claim, done, resume = restore_together(
-            group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt, cast=cast
+            group,
+            state,
+            claim,
+            selection,
+            strict=strict,
+            on_corrupt=on_corrupt,
+            cast=cast,
+            preview=self._preview,
         )
-        self._state.check_memory()
+        state.check_memory()
         rng = self._apply_rng(done)
         self._position.go_to(done.progress)
         # Only now: what a failed restore left behind must never be saved.
@@ -141,11 +208,52 @@ class Checkpointer:
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
             logger.warning("rank %d: the checkpoint and the state differ: %s", group.rank, at.report)
+        self._say_where_it_differs(at)
+        self._save_at_start()
         return at
+
+    def _checked_state(self) -> TrainState:
+        """The whole state, before the run is claimed. Raises ConfigError for what could not be saved or exported."""
+        if self._state is None:
+            raise ConfigError("the state is empty; give at least the model and the optimizer")
+        self._exporting = Exporting(self.settings.exports, self._group, self._state.models, self._watch)
+        self._state.check(is_before_restore=True)
+        return self._state
+
+    def _claim_run(self) -> Claim:
+        """Done once, by `peek` or by `restore`."""
+        if self._claim is None:
+            group = self._group
+            group.check_node()
+            claim: Claim = group.ask(
+                "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
+            )
+            group.check_shared()
+            self._claim = claim
+        return self._claim
+
+    def _say_where_it_differs(self, at: At) -> None:
+        """A place in the data that is not the one which the script was told: its Batches were not restored."""
+        if self._preview is None:
+            return
+        there = {name: (getattr(self._preview, name), count) for name, count in asdict(self._position.progress).items()}
+        lines = [
+            f"{name}: peek() said {said}, restore() {count}" for name, (said, count) in there.items() if said != count
+        ]
+        if lines:
+            logger.warning("rank %d: restored %s; %s", self._group.rank, at.checkpoint, "; ".join(lines))
+
+    def _save_at_start(self) -> None:
+        """By SaveSettings(at_start=True), where training begins at step 0 in a state that no checkpoint has."""
+        is_saved = self._begun[0] == self._position.step
+        if self.settings.at_start and self._position.decides and not self._position.step and not is_saved:
+            self._save({}, "keep")
 
     def _begin(self, claim: Claim, lineage: tuple[str, ...], *, trained_s: float, began_at: float | None) -> None:
         """trained_s, began_at: as the restored manifest has them."""
         self._began_at = began_at or (claim.claims[-1] if claim.restore else claim.claims[0])
+        assert self._state is not None, "it was restored"
+        self._is_restored = True
         self._rhythm.start_at(self._position.progress, claim.claims)
         self._pace.go(trained_s)
         self._saver = Saver(
@@ -167,12 +275,15 @@ class Checkpointer:
         episodes: what this step added over all ranks, by rank 0's count; the sums are kept in the checkpoint. Raises
         FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
         """
+        if self._is_counting_only():
+            self._position.end_step(tokens=tokens, episodes=episodes)
+            return
         saver = self._claimed()
         self._pace.stop()
         self._rhythm.trained(self._pace.step_s, is_saving=saver.busy_s is not None)
         self._position.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
-        if not self._is_prepared:
+        if not self._is_prepared and self._state is not None:
             self._is_prepared = True
             self._state.prepare()
         self._hear_of(saver.poll())
@@ -180,7 +291,9 @@ class Checkpointer:
             raise self._watch.over
         if self._heart.is_save_wanted:
             self._rhythm.save_soon()
-        due = self._rhythm.is_due(self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0)
+        due = self._rhythm.is_due(
+            self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0, metrics=self._metrics
+        )
         if due:
             self.save_as(due, metrics)
         if self._rhythm.must_leave:
@@ -192,6 +305,9 @@ class Checkpointer:
     def end_epoch(self) -> None:
         """An epoch is complete, with what the script does at its end (evaluation, a scheduler's step). Saves when due,
         and what is saved from now on goes on in the next epoch. Raises as end_step does."""
+        if self._is_counting_only():
+            self._position.end_epoch()
+            return
         saver = self._claimed()
         self._position.end_epoch()
         saver.saved_step, self._begun = -1, (-1, "keep")  # what stands now is not what was saved at this step
@@ -211,6 +327,8 @@ class Checkpointer:
 
     def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
         """Like `save`, for callers that have already chosen the kind of save."""
+        if self._is_counting_only():
+            return
         step, before = self._begun
         if step != self._position.step or strongest(before, due) != before:
             self._save(metrics or {}, due)
@@ -226,9 +344,28 @@ class Checkpointer:
         self._blocked_s = time.monotonic() - began
         self._rhythm.saved(self._blocked_s, progress, due, began=began)
         hurry = self._rhythm.is_hurried or self._position.is_hurried
-        if due == "export":
+        if due == "export" and self._exporting is not None:
             self._hear_of(self._exporting.follow(saver, name, progress, is_hurried=hurry))
         self._pace.skip(time.monotonic() - began)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every save begun so far is committed; nothing is saved that is not under way. Every rank calls it.
+
+        timeout_s: how long at most; None: as long as a save may take. Raises SaveFailedError for a save that failed
+        meanwhile or has not ended then, and for a newest one that failed before; else as end_step does.
+        """
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
+            raise ConfigError(f"wait(timeout_s={timeout_s!r}): give a number of seconds")
+        if self._is_counting_only():
+            return
+        saver = self._claimed()
+        failed, began = saver.failed, time.monotonic()
+        self._hear_of(saver.wait(saver.longest_s if timeout_s is None else timeout_s))
+        self._pace.skip(time.monotonic() - began)
+        if self._watch.over is not None:
+            raise self._watch.over
+        if problem := saver.problem_since(failed):
+            raise SaveFailedError(f"rank {self._group.rank}: wait(): {problem}")
 
     def close(self) -> None:
         """Save the last step if it is not saved, wait for the commit, and put down in `latest` that the run has
@@ -246,7 +383,8 @@ class Checkpointer:
                 self._saver.point_ray_to_newest()
                 self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
-                self._exporting.finish(self._saver.newest, self._position.progress)
+                if self._exporting is not None:
+                    self._exporting.finish(self._saver.newest, self._position.progress)
             if self._watch.over is not None:
                 raise self._watch.over
             if self._saver is not None:
@@ -339,11 +477,22 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.stop()
 
+    def _is_counting_only(self) -> bool:
+        """Whether it is turned off. Raises ConfigError before a restore even then, as when it is on."""
+        if self._is_off and not self._is_restored:
+            raise ConfigError(_RESTORE_FIRST)
+        return self._is_off
+
     def _claimed(self) -> Saver:
         if self._saver is None:
-            raise ConfigError("call restore() before the first step: it claims the run, also a fresh one")
+            raise ConfigError(_RESTORE_FIRST)
         return self._saver
 
     def _hear_of(self, committed: str | None) -> None:
         if committed is not None:
             self._rhythm.committed(self._claimed().pointed, save_s=self._claimed().save_s)
+
+
+def _check_choice(on_corrupt: OnCorrupt) -> None:
+    if on_corrupt not in get_args(OnCorrupt):
+        raise ConfigError(f"on_corrupt={on_corrupt!r}: give one of {', '.join(get_args(OnCorrupt))}")

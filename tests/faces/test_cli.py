@@ -1,10 +1,13 @@
 """The command line, as a real process on a real run."""
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from raycheck.bucket.record import Resume, record_failure, record_resume
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
+from raycheck.cli.common import age
 from tests.bucket.helpers import Driver
 from tests.invariants import assert_invariants
 from tests.shards import hf
@@ -154,7 +158,11 @@ def test_export_hf_writes_what_others_load(run, tmp_path: Path) -> None:
 def test_export_hf_says_what_to_do_instead(run, tmp_path: Path) -> None:
     uri, _ = run
 
-    for args, text in (((), "config_from="), (("--merge-lora",), "config_from="), (("--step", "4"), "there are: 3, 6")):
+    for args, text in (
+        ((), "--config-from"),
+        (("--merge-lora",), "--config-from"),
+        (("--step", "4"), "there are: 3, 6"),
+    ):
         answer = raycheck("export-hf", uri, f"{tmp_path}/hf", *args)
 
         assert answer.returncode == 2
@@ -372,3 +380,85 @@ def test_settings_from_a_file_reach_the_store(s3: str, tmp_path) -> None:
     assert refused.returncode == 2
     assert "secret_key" in refused.stderr
     assert "hush-hush" not in refused.stderr
+
+
+LONG = "a-metric-whose-name-is-as-long-as-some-people-like-them-to-be-in-their-dashboards"
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> tuple[str, str]:
+    """A run of long names, and the name of its checkpoint."""
+    uri = f"file://{tmp_path}/runs/wide"
+    metrics = {LONG: 1 / 3, f"{LONG}-2": 123456789.125, "val_loss_at": 2.0, "took_s": 7.0}
+    saved = save_state(
+        open_store(uri), {"model": torch.nn.Linear(400, 300)}, save_number=1, step=10**8, metrics=metrics
+    )
+    return uri, saved.entry.key
+
+
+@pytest.mark.parametrize("columns", ["20", None])
+def test_without_a_terminal_a_row_is_one_line_with_whole_names(wide, columns: str | None, monkeypatch) -> None:
+    uri, key = wide
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+
+    listed, shown = raycheck("ls", uri), raycheck("show", uri)
+    pruned, pinned = raycheck("prune", uri, "--dry-run"), raycheck("pin", uri, key)
+
+    header, row, *_ = listed.stdout.splitlines()
+    assert header.split() == ["step", "checkpoint", "size", "committed", "age", "metrics"]
+    assert key in row.split()
+    assert f"{LONG} 0.3333" in row
+    assert any(LONG in line and f"{LONG}-2" in line for line in shown.stdout.splitlines())
+    assert any(line.split() == [key, "head", "stays"] for line in pruned.stdout.splitlines())
+    assert pinned.stdout == f"{key} is pinned\n"
+
+
+def test_show_speaks_to_people_and_json_is_exact(wide) -> None:
+    uri, _ = wide
+
+    shown, exact = raycheck("show", uri).stdout, json.loads(raycheck("show", uri, "--json").stdout)["checkpoint"]
+
+    assert exact["metrics"][LONG] == 1 / 3
+    assert exact["metrics"][f"{LONG}-2"] == 123456789.125
+    when = datetime.fromtimestamp(exact["committed_at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert re.search(rf"^  committed +{when}, \d+ (s|min) ago$", shown, re.MULTILINE)
+    assert re.search(r"^  size +\d+\.\d [kM]B$", shown, re.MULTILINE)
+    assert re.search(r"^  is_pinned +no$", shown, re.MULTILINE)
+    assert re.search(r"^  restored_from +-$", shown, re.MULTILINE)
+    for text in (f"{LONG}: 0.333333", f"{LONG}-2: 1.23457e+08", "val_loss_at: 2", "took_s: 7"):
+        assert re.search(rf"{re.escape(text)}(,|$)", shown, re.MULTILINE), "a user's name says no unit"
+    assert not re.search(r"\d\.\d{7}", shown)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s ago"), (119, "119 s ago"), (120, "2 min ago"), (7200, "2 h ago"), (3e6, "35 d ago"), (-90, "in 90 s")],
+)
+def test_an_age_has_one_unit(seconds: float, text: str) -> None:
+    assert age(1e9, 1e9 + seconds) == text
+
+
+def test_the_version_is_said_and_the_public_names_are_listed() -> None:
+    code = "import sys, raycheck; print(*dir(raycheck)); print(raycheck.__version__); print({'torch', 'ray'} & set(sys.modules))"
+
+    asked, found = (
+        raycheck("--version"),
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True),
+    )
+
+    names, version, loaded = found.stdout.splitlines()
+    assert {"Checkpointer", "fit", "open_run", "__version__"} <= set(names.split())
+    assert asked.stdout == f"raycheck {version}\n"
+    assert re.fullmatch(r"\d+\.\d+.*", version)
+    assert loaded == "set()"
+
+
+def test_a_copy_that_was_not_installed_has_a_version_too(tmp_path: Path) -> None:
+    package = Path(importlib.util.find_spec("raycheck").origin).parent
+    (tmp_path / "raycheck").symlink_to(package)
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import raycheck; print(raycheck.__version__)"
+
+    found = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+
+    assert found.stdout.strip() == "0+unknown"

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import raycheck
 from raycheck.errors import ConfigError
@@ -185,3 +187,122 @@ def test_a_rolling_save_does_not_put_off_a_kept_one():
         rhythm.saved(0.0, progress, due[-1], began=time.monotonic())
 
     assert due == ["roll", "roll", "keep", "roll"]
+
+
+def test_listed_steps_are_saved_and_nothing_else_is():
+    rhythm = Rhythm(SaveSettings(at_steps=[5, 2, 5]), group(1, 2, None))
+
+    assert [step for step in range(1, 300) if rhythm.is_due(Progress(step=step))] == [2, 5]
+
+
+def test_listed_steps_come_beside_other_triggers():
+    rhythm = Rhythm(SaveSettings(at_steps=range(5, 7), every_steps=4), group(1, 2, None))
+
+    assert [step for step in range(1, 10) if rhythm.is_due(Progress(step=step))] == [4, 5, 6, 8]
+
+
+@pytest.mark.parametrize("given", [[0], [1.0], [True], ["3"], "35", 7, None, {2: 3}])
+def test_what_is_no_list_of_steps_is_refused(given: Any):
+    with pytest.raises(ConfigError, match=r"at_steps=.*at_start=True"):
+        SaveSettings(at_steps=given)
+
+
+@pytest.mark.parametrize("wrong", [{"enabled": "false"}, {"at_start": 1}, {"when": "best"}])
+def test_a_switch_or_a_function_that_is_none_is_refused(wrong: dict[str, Any]):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
+        SaveSettings(**wrong)
+
+
+def of_all_ranks(settings: SaveSettings, losses: list[list[float]]) -> list[Any]:
+    """By rank, the steps at which it would save, or what it raised; losses: by rank and step."""
+    ranks = Ranks(len(losses))
+
+    def one(rank: int) -> Any:
+        rhythm = Rhythm(settings, group(rank, ranks.size, ranks.broadcast_of(rank)))
+        rhythm.start_at(Progress(), [0.0])
+        try:
+            return [
+                step
+                for step, loss in enumerate(losses[rank], 1)
+                if rhythm.is_due(Progress(step=step), metrics={"loss": loss})
+            ]
+        except ConfigError as error:
+            return error
+
+    return [thread.join() for thread in [InThread(lambda rank=rank: one(rank)) for rank in range(ranks.size)]]
+
+
+def test_a_function_of_the_user_decides_on_rank_0_at_each_step_for_all_ranks():
+    asked = []
+
+    def when(step: int, metrics: Any) -> bool:
+        asked.append((step, metrics["loss"]))
+        return metrics["loss"] < 0.5 or step == 7
+
+    found = of_all_ranks(SaveSettings(when=when), [[0.9, 0.4, 0.6, 0.1, 0.9, 0.9, 0.9, 0.9], [0.0] * 8, [1.0] * 8])
+
+    assert found == [[2, 4, 7]] * 3
+    assert asked == list(enumerate([0.9, 0.4, 0.6, 0.1, 0.9, 0.9, 0.9, 0.9], 1)), "on rank 0 alone, and never skipped"
+
+
+def test_what_a_function_of_the_user_raises_ends_the_run_on_all_ranks_by_name():
+    def best_so_far(step: int, metrics: Any) -> bool:
+        return metrics["los"] < 1
+
+    found = of_all_ranks(SaveSettings(when=best_so_far), [[1.0] * 3] * 3)
+
+    assert len(found) == 3
+    for error in found:
+        assert isinstance(error, ConfigError)
+        assert "when=" in str(error)
+        assert "best_so_far) raised at step 1: KeyError: 'los'" in str(error)
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes", torch.ones(2)])
+def test_an_answer_that_is_neither_yes_nor_no_ends_the_run(answer: Any):
+    (error,) = of_all_ranks(SaveSettings(when=lambda step, metrics: answer), [[1.0]])
+
+    assert isinstance(error, ConfigError)
+    assert "when=" in str(error)
+
+
+@pytest.mark.parametrize("answer", [np.bool_(True), torch.tensor(True), torch.tensor(2.0) > 1])
+def test_yes_may_come_from_numpy_or_torch(answer: Any):
+    assert of_all_ranks(SaveSettings(when=lambda step, metrics: answer), [[1.0], [1.0]]) == [[1], [1]]
+
+
+def test_a_function_that_asks_while_a_save_is_under_way_is_skipped_where_that_is_wished():
+    rhythm = Rhythm(SaveSettings(when=lambda step, metrics: True, when_busy="skip"), group(0, 1, None))
+
+    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
+    assert rhythm.skipped == 1
+
+
+def test_a_function_needs_a_way_to_decide_alike():
+    with pytest.raises(ConfigError, match=r"when=.*broadcast"):
+        Rhythm(SaveSettings(when=lambda step, metrics: True), group(0, 2, None))
+
+
+def test_tokens_that_nobody_counts_are_said_on_all_ranks():
+    """Rank 0 alone counts; the others would wait for its word."""
+    found = of_all_ranks(SaveSettings(every_tokens=5), [[1.0]] * 3)
+
+    assert ["end_step(tokens=...)" in str(error) for error in found] == [True] * 3
+
+
+def test_a_rank_alone_needs_no_broadcast_to_save_by_time():
+    rhythm = Rhythm(SaveSettings(every_seconds=1e-9), group(0, 1, None))
+
+    assert rhythm.is_due(Progress(step=1)) == "keep"
+
+
+def test_settings_are_told_alike_in_each_process():
+    settings = SaveSettings(when=lambda step, metrics: True, at_steps=[3])
+
+    assert settings.chosen == (
+        "at_steps=(3,)",
+        "when=test_settings_are_told_alike_in_each_process.<locals>.<lambda>",
+    )
+    assert settings.step_trigger is None
+    assert SaveSettings(at_start=True).step_trigger == 100
+    assert settings.without_triggers.chosen == ("every_steps=None",)
