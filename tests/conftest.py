@@ -1,8 +1,11 @@
 """Fixtures that all tests share: real stores, and a limit on how long a test may take."""
 
 import faulthandler
+import json
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -13,9 +16,13 @@ from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
 from tests.azurite import azurite
 from tests.faultproxy import FaultProxy, fault_proxy
-from tests.gcs_server import gcs_server
+from tests.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
 
 _STDERR = pytest.StashKey[int]()
+EMULATOR = os.environ.get("RAYCHECK_TEST_GCS", "").rstrip("/")
+GOOGLES = ["gs", "emulator"] if EMULATOR else ["gs"]
+"""The servers of the GCS API: ours, and beside it the one whose URL RAYCHECK_TEST_GCS names, Google's own
+storage-testbench for example. It is given a bucket."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +76,24 @@ def gcs() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def emulator() -> str:
+    """URI of a bucket on the server that RAYCHECK_TEST_GCS names."""
+    request = urllib.request.Request(
+        f"{EMULATOR}/storage/v1/b?project=raycheck",
+        json.dumps({"name": BUCKET}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        urllib.request.urlopen(request, timeout=START_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code != 409:  # it may be there already
+            raise
+    scheme, _, address = EMULATOR.partition("://")
+    return f"gs://{BUCKET}?endpoint_override={address}&scheme={scheme}&anonymous=true"
+
+
+@pytest.fixture(scope="session")
 def azure() -> Iterator[str]:
     """Connection string of an Azurite with one container; az:// URIs of this process lead there."""
     with azurite() as connection, pytest.MonkeyPatch.context() as patch:
@@ -82,7 +107,7 @@ def uri(request: pytest.FixtureRequest, tmp_path) -> str:
     return new_root(request, tmp_path)
 
 
-@pytest.fixture(params=["gs", pytest.param("az", marks=pytest.mark.slow)])
+@pytest.fixture(params=[*GOOGLES, pytest.param("az", marks=pytest.mark.slow)])
 def cloud_uri(request: pytest.FixtureRequest, tmp_path) -> str:
     return new_root(request, tmp_path)
 
@@ -97,7 +122,9 @@ def new_root(request: pytest.FixtureRequest, tmp_path) -> str:
         return join_uri(request.getfixturevalue("s3"), name)
     if request.param == "gs":
         request.getfixturevalue("gcs")
-        return f"gs://raycheck/{name}"
+        return f"gs://{BUCKET}/{name}"
+    if request.param == "emulator":
+        return join_uri(request.getfixturevalue("emulator"), name)
     request.getfixturevalue("azure")
     return f"az://raycheck/{name}?account_name=devstoreaccount1"
 

@@ -3,7 +3,7 @@
 Rules match a request by method and key. `hold` stops a request before it reaches the server until it is released and
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
 lets the server apply it and breaks the connection instead of answering, `short_answer` in the middle of the answer;
-`cut` breaks it in the middle of the body;
+`cut` breaks it in the middle of the body, `flip` changes the body's last byte but `back`;
 `delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does, `answer` what the rule says, `edit` what
 the rule makes of the server's body. It also keeps every request's head, so that a test can assert what was really sent.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy", "answer", "edit"]
+Kind = Literal["hold", "reset", "cut", "lose_answer", "short_answer", "delay", "deny", "busy", "answer", "edit", "flip"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Rule:
     key: str
     times: int = 1
     delay_s: float = 0.0
+    back: int = 0
     answer: Answer | None = None
     edit: Callable[[Head, bytes], bytes] | None = None
     reached: threading.Event = field(default_factory=threading.Event)
@@ -112,7 +113,7 @@ class FaultProxy:
         return self._base.replace(":".join(self._upstream), f"127.0.0.1:{self.port}")
 
     def rule(self, kind: Kind, method: str, key: str, **more: Any) -> Rule:
-        """`method` is a regular expression too. more: times, delay_s, answer, edit."""
+        """`method` is a regular expression too. more: times, delay_s, back, answer, edit."""
         rule = Rule(kind=kind, method=method, key=key, **more)
         self._rules.append(rule)
         return rule
@@ -192,7 +193,9 @@ class FaultProxy:
         up_reader, up_writer = await asyncio.open_connection(self._upstream[0], int(self._upstream[1]))
         head = re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", self._for_upstream(request, head))
         up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
-        sending = asyncio.ensure_future(_pump(reader, up_writer))
+        size = int(request.headers.get("content-length", 0))
+        flip = size - 1 - rule.back if rule is not None and rule.kind == "flip" else None
+        sending = asyncio.ensure_future(_pump(reader, up_writer, flip))
         try:
             if rule is not None and rule.kind in ("lose_answer", "short_answer", "edit"):
                 answer = b""
@@ -253,8 +256,13 @@ def _edited(rule: Rule, request: Head, answer: bytes) -> bytes:
     return head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flip: int | None = None) -> None:
+    """flip: the place of a byte that arrives as another."""
+    at = 0
     while data := await reader.read(65536):
+        if flip is not None and at <= flip < at + len(data):
+            data = data[: flip - at] + bytes([data[flip - at] ^ 1]) + data[flip - at + 1 :]
+        at += len(data)
         writer.write(data)
         await writer.drain()
 

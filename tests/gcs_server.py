@@ -3,6 +3,10 @@
 Runs as a child process on 127.0.0.1 (`gcs_server()`). What it is exact about: preconditions on the generation, also
 under concurrency (an object is judged and replaced without yielding in between), checksums, resumable uploads (nothing
 is visible before the last byte), ranges, listings and their pages. POST /_faults makes the next matching requests fail.
+
+In three things it answers as Google's own storage-testbench does, so that clients cannot lean on more: its JSON leaves
+out a size of zero, a checksum that does not match is refused with 412 and without a reason, and a missing bucket or
+object with a 404 that says in words only which of the two it is.
 """
 
 import asyncio
@@ -45,12 +49,21 @@ def gcs_server(**environment: str) -> Iterator[str]:
             server.kill()
 
 
-def inject(endpoint: str, method: str, path: str, *, status: int, times: int = 1, keep: int = 0) -> None:
+def inject(
+    endpoint: str,
+    method: str,
+    path: str,
+    *,
+    status: int,
+    times: int = 1,
+    keep: int = 0,
+    reason: str | None = "injected",
+) -> None:
     """The next `times` requests of `method` whose path and query match fail with `status`, nothing applied.
 
     Status 308 is short persistence instead: of a chunk only the first `keep` bytes are kept, and the answer says so.
     """
-    fault = {"method": method, "path": path, "status": status, "times": times, "keep": keep}
+    fault = {"method": method, "path": path, "status": status, "times": times, "keep": keep, "reason": reason}
     request = urllib.request.Request(f"{endpoint}/_faults", data=json.dumps(fault).encode(), method="POST")
     with urllib.request.urlopen(request, timeout=START_TIMEOUT_S):
         pass
@@ -64,7 +77,7 @@ class Stored:
     updated: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
 
     def resource(self, bucket: str, name: str) -> dict:
-        return {
+        found = {
             "kind": "storage#object",
             "bucket": bucket,
             "name": name,
@@ -78,6 +91,9 @@ class Stored:
             "contentType": self.about.get("contentType", "application/octet-stream"),
             "metadata": self.about.get("metadata", {}),
         }
+        if not self.data:
+            del found["size"]
+        return found
 
     @property
     def etag(self) -> str:
@@ -97,7 +113,7 @@ class Upload:
 
 
 class RefusedError(Exception):
-    def __init__(self, status: int, message: str, reason: str = "invalid") -> None:
+    def __init__(self, status: int, message: str, reason: str | None = "invalid") -> None:
         super().__init__(message)
         self.status, self.message, self.reason = status, message, reason
 
@@ -113,13 +129,13 @@ class Gcs:
 
     def bucket(self, name: str) -> dict[str, Stored]:
         if name not in self.buckets:
-            raise RefusedError(404, "The specified bucket does not exist.", "notFound")
+            raise RefusedError(404, f"Bucket {name} does not exist.", None)
         return self.buckets[name]
 
     def object(self, bucket: str, name: str) -> Stored:
         found = self.bucket(bucket).get(name)
         if found is None:
-            raise RefusedError(404, f"No such object: {bucket}/{name}", "notFound")
+            raise RefusedError(404, f"Live version of object {bucket}/{name} does not exist.", None)
         return found
 
     def check(self, bucket: str, name: str, conditions: dict[str, str]) -> None:
@@ -135,7 +151,8 @@ class Gcs:
         self.check(bucket, name, conditions)
         for key, actual in (("crc32c", crc32c), ("md5Hash", md5)):
             if key in about and about[key] != actual(data):
-                raise RefusedError(400, f"Provided {key} does not match the data", "invalid")
+                message = f"{key} validation failed. Expected = {actual(data)} vs Actual = {about[key]}."
+                raise RefusedError(412, message, None)
         self._generation += 1
         stored = self.bucket(bucket)[name] = Stored(bytes(data), self._generation, about)
         return stored
@@ -230,7 +247,7 @@ class Server:
                 if fault["status"] == 308:
                     return fault["keep"]
                 await request.read()
-                raise RefusedError(fault["status"], "injected", "injected")
+                raise RefusedError(fault["status"], "injected", fault["reason"])
         return None
 
     async def _add_fault(self, request: web.Request) -> web.Response:
@@ -342,10 +359,15 @@ def related(content_type: str, body: bytes) -> tuple[dict, bytes]:
 
 
 def _refusal(request: web.Request, refused: RefusedError) -> web.Response:
-    """JSON, or bare text where the request asked for bytes."""
+    """As JSON, or as bare text where the request asked for bytes. Without a reason as storage-testbench does: the message
+    is another such JSON."""
+    error = {"code": refused.status, "message": refused.message}
+    if refused.reason is None:
+        inner = {"errors": [{"domain": "global", "message": refused.message}]}
+        error["message"] = json.dumps({"error": inner})
+        return web.json_response({"error": error}, status=refused.status)
     if request.query.get("alt") == "media":
         return web.Response(status=refused.status, text=refused.message)
-    error = {"code": refused.status, "message": refused.message}
     error["errors"] = [{"domain": "global", "reason": refused.reason, "message": refused.message}]
     return web.json_response({"error": error}, status=refused.status)
 

@@ -54,6 +54,11 @@ def gs_client(gcs: str):
     return open_store("gs://raycheck/any")._api
 
 
+@pytest.fixture(scope="session")
+def emulator_client(emulator: str):
+    return open_store(emulator)._api
+
+
 @pytest.fixture
 def store(uri: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
     if uri.startswith("s3"):
@@ -67,7 +72,8 @@ def share_cloud(store: Store, request: pytest.FixtureRequest) -> None:
     if store.uri.startswith("az"):
         store._fs = request.getfixturevalue("az_client")
     if store.uri.startswith("gs"):
-        store._api = request.getfixturevalue("gs_client")
+        is_ours = "endpoint_override" not in store.uri
+        store._api = request.getfixturevalue("gs_client" if is_ours else "emulator_client")
 
 
 def made_by_s3fs(uri: str):

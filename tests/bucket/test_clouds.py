@@ -193,6 +193,72 @@ def test_bytes_that_change_while_they_are_sent_make_no_object(gs):
         gs.head("a")
 
 
+# --- refused checksums ---
+
+
+def in_transit(proxy: FaultProxy, times: int = 1) -> None:
+    """The last byte of the next objects' data changes on its way; behind it stands the end mark of the body."""
+    proxy.rule("flip", "POST", "uploadType=multipart", times=times, back=len(f"\r\n--{'0' * 32}--\r\n"))
+
+
+@pytest.mark.parametrize("condition", ["none", "absent", "match"])
+def test_bytes_that_change_on_their_way_are_refused_and_sent_again(proxied, condition):
+    proxy, store = proxied
+    if condition == "match":
+        store.put("a", b"before")
+        version = store.get("a").version
+    proxy.heads.clear()
+    in_transit(proxy, times=2)
+
+    {
+        "none": lambda: store.put("a", b"bytes"),
+        "absent": lambda: store.put_if_absent("a", b"bytes"),
+        "match": lambda: store.put_if_match("a", b"bytes", version),
+    }[condition]()
+
+    assert store.get("a").data == b"bytes"
+    assert posts(proxy) == 3 + (condition == "match")
+
+
+def test_bytes_that_always_change_on_their_way_are_an_error_of_the_store(proxied, monkeypatch):
+    proxy, store = proxied
+    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    in_transit(proxy, times=99)
+
+    for write in (store.put, store.put_if_absent):
+        with pytest.raises(StoreError, match="crc32c"):
+            write("a", b"bytes")
+
+    assert posts(proxy) == 2 * ATTEMPTS
+    with pytest.raises(NotFoundError):
+        store.get("a")
+
+
+def test_a_refused_checksum_as_google_documents_it_is_repeated_too(gs, gcs):
+    """As 400 with the reason "invalid"."""
+    inject(gcs, "POST", "uploadType=multipart", status=400, reason="invalid")
+    gs.put("a", b"1")
+    inject(gcs, "POST", "uploadType=multipart", status=400, reason="invalid")
+
+    gs.put_if_match("a", b"2", gs.get("a").version)
+
+    assert gs.get("a").data == b"2"
+
+
+def test_a_refused_condition_without_a_reason_is_known_by_what_stands_there(gs, gcs):
+    gs.put("a", b"1")
+    stale = gs.get("a").version
+    gs.put("a", b"2")
+    inject(gcs, "POST", "uploadType=multipart", status=412, times=2, reason=None)
+
+    with pytest.raises(ConflictError):
+        gs.put_if_match("a", b"3", stale)
+    with pytest.raises(ConflictError):
+        gs.put_if_absent("a", b"3")
+
+    assert gs.get("a").data == b"2"
+
+
 # --- faults between us and the store ---
 
 
@@ -415,6 +481,20 @@ def test_a_missing_bucket_is_a_configuration_error_that_names_it(store):
     ):
         with pytest.raises(ConfigError, match="no-such-bucket"):
             call()
+
+
+def test_a_missing_object_is_told_from_a_missing_bucket_by_one_more_request_and_only_once(gcs):
+    with fault_proxy(f"gs://raycheck?endpoint_override={gcs.removeprefix('http://')}") as proxy:
+        store = open_store(f"gs://raycheck/none?endpoint_override=127.0.0.1:{proxy.port}&scheme=http&anonymous=true")
+        counts = []
+        for read in (store.get, store.head, store.delete):
+            try:
+                read("a")
+            except NotFoundError:
+                counts.append(len(proxy.requests))
+
+    assert counts == [2, 3]
+    assert len(proxy.requests) == 4
 
 
 def test_a_listing_of_several_pages_is_complete_on_gs(monkeypatch):

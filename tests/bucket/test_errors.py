@@ -4,6 +4,7 @@ The answers are those that the services document, given by a proxy before a real
 """
 
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ ANSWERS = {
         "too many": of_s3("429 Too Many Requests", "TooManyRequests"),
         "broken": of_s3("500 Internal Server Error", "InternalError"),
         "expired": of_s3("400 Bad Request", "ExpiredToken"),
+        "checksum": of_s3("400 Bad Request", "BadDigest"),
         "denied": of_s3("403 Forbidden", "AccessDenied"),
     },
     "gs": {
@@ -45,6 +47,7 @@ ANSWERS = {
         "too many": of_gs("429 Too Many Requests", "rateLimitExceeded", "The object exceeded the rate limit"),
         "broken": of_gs("500 Internal Server Error", "internalError", "Unknown Error"),
         "expired": of_gs("401 Unauthorized", "authError", "Invalid Credentials"),
+        "checksum": of_gs("400 Bad Request", "invalid", "The checksum is another"),
         "denied": of_gs("403 Forbidden", "forbidden", "me does not have storage.objects.create access"),
     },
     "az": {
@@ -124,7 +127,7 @@ def store(wire_and_store: tuple[FaultProxy, Store]) -> Store:
     return wire_and_store[1]
 
 
-def raised(kind: type[Exception], store: Store, verb: str) -> Exception:
+def raised(kind: type[Exception] | tuple[type[Exception], ...], store: Store, verb: str) -> Exception:
     """What the verb raises; with all that it is caused by, it shows no secret."""
     with pytest.raises(kind) as caught:
         VERBS[verb](store)
@@ -161,6 +164,50 @@ def test_a_store_that_is_busy_for_a_moment_is_asked_again(wire, store, service, 
         VERBS[verb](store)
 
     assert len(wire.heads) == 2
+
+
+@pytest.mark.parametrize(
+    "engine", ["s3fs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("obstore", "gs"))], indirect=True
+)
+def test_bytes_that_a_store_refuses_by_their_checksum_are_sent_again(wire, store, service):
+    wire.rule("answer", "PUT|POST", ".", answer=ANSWERS[service]["checksum"])
+
+    store.put("b", b"1")
+
+    assert store.get("b").data == b"1"
+
+
+@pytest.mark.parametrize("body", ["", "<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message/></Error>"])
+@pytest.mark.parametrize("status", ["403 Forbidden", "400 Bad Request", "412 Precondition Failed", "500 Broken"])
+def test_a_refusal_without_code_or_message_shows_no_none(wire, store, service, refused_verb, status, body):
+    wire.rule("answer", ".*", ".", times=1000, answer=Answer(status, body if service == "s3" else ""))
+
+    error = raised((StoreError, ConflictError), store, refused_verb)
+
+    assert "None" not in str(error)
+
+
+@pytest.fixture(params=["get", "put", "put_if_absent"])
+def refused_verb(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_https_to_a_port_that_speaks_http_is_said_at_once(engine, verb, request):
+    if engine == "gs":
+        address = request.getfixturevalue("gcs").removeprefix("http://")
+        store = open_store(f"gs://raycheck/x?endpoint_override={address}&scheme=https&anonymous=true")
+    elif engine == "az":
+        address = request.getfixturevalue("azure").partition("BlobEndpoint=http://")[2].partition("/")[0]
+        store = open_store(f"az://raycheck/x?account_name=me&endpoint_override={address}&scheme=https&anonymous=true")
+    else:
+        store = open_store(join_uri(request.getfixturevalue("s3").replace("scheme=http", "scheme=https"), "x"))
+    began = time.monotonic()
+
+    with pytest.raises(StoreError, match="plain HTTP"):
+        VERBS[verb](store.through_s3fs if engine == "s3fs" else store)
+
+    assert time.monotonic() - began < 5, "it was not repeated"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -21,7 +21,7 @@ from raycheck.bucket.store.uri import join_uri
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from tests.bucket.conftest import share, share_cloud
-from tests.conftest import new_root
+from tests.conftest import GOOGLES, new_root
 
 WAIT_S = 60.0
 # aiohttp warns of every body over 1 MiB that is bytes: parts are views of the staging buffer, and stay so.
@@ -39,7 +39,7 @@ S3 = [name if server == "s3" else pytest.param(name, marks=pytest.mark.slow) for
 on_s3 = pytest.mark.parametrize("uri", S3, indirect=True)
 
 
-@pytest.fixture(params=["memory", "file", "gs", pytest.param("az", marks=pytest.mark.slow), *S3])
+@pytest.fixture(params=["memory", "file", *GOOGLES, pytest.param("az", marks=pytest.mark.slow), *S3])
 def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every backend, S3 with both engines, and on further servers. The protocol's own tests run on fewer."""
     if request.param not in S3_SERVERS:

@@ -31,6 +31,7 @@ from raycheck.bucket.store.remote import (
     bucket_time,
     not_accepted,
     optional_import,
+    said,
     send_parts,
 )
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
@@ -211,7 +212,7 @@ class AzStore(RemoteStore):
             ), Repeat.NOTHING
         status = error.status_code or 0
         code = getattr(error, "error_code", None)
-        name = str(getattr(code, "value", code))
+        name = said(getattr(code, "value", code))
         if name == "ContainerNotFound":
             return ConfigError(f"{self.uri}: there is no such container; create it or correct the name"), Repeat.NOTHING
         if status == 404 or name == "DirectoryIsNotEmpty":  # a folder that one tried to delete

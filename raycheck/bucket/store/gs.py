@@ -4,6 +4,9 @@ Requests of the JSON API are made on its session directly: gcsfs turns a refused
 refused permission into text, and repeats conditional writes six times. An object's version is its generation. One
 request writes a small object (multipart: name, checksum and bytes together), a resumable upload a large one: nothing
 is visible before its last chunk, and that one is held back until the source of the parts has ended well.
+
+Answers are judged by status, reason and effect, never by their wording: Google's own test server words them otherwise.
+In its JSON, as in all that is made from protocol buffers, a zero, an empty text or an empty list is left out.
 """
 
 import base64
@@ -24,7 +27,7 @@ from raycheck.bucket.store.base import (
     check_conditional_size,
     check_whole,
 )
-from raycheck.bucket.store.gsapi import Api, RefusedError, Upload
+from raycheck.bucket.store.gsapi import Answer, Api, RefusedError, Upload
 from raycheck.bucket.store.lending import CUTS
 from raycheck.bucket.store.remote import (
     PIECE_BYTES,
@@ -34,6 +37,7 @@ from raycheck.bucket.store.remote import (
     bucket_time,
     not_accepted,
     optional_import,
+    said,
 )
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
@@ -52,17 +56,13 @@ class GsStore(RemoteStore):
         self._bucket = quote(bucket, safe="")
         self._prefix = f"{prefix}/" if prefix else ""
         self._api = Api(settings)
+        self._has_bucket = False  # proven by an answer
         self._extend_crc: Callable[[int, bytes], int] = optional_import("google_crc32c", extra="gs").extend
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(api: Api) -> Got:
-            answer = await api.ask(
-                "GET",
-                self._object(key),
-                params={"alt": "media"},
-                needs=GET,
-                check=partial(check_whole, self.uri, key, max_bytes=max_bytes),
-            )
+            whole = partial(check_whole, self.uri, key, max_bytes=max_bytes)
+            answer = await self._ask(api, "GET", key, params={"alt": "media"}, needs=GET, check=whole)
             if answer.crc32c not in (None, _encoded(self._crc(answer.data))):
                 raise ChangedError
             date = answer.headers.get("Date")
@@ -77,15 +77,13 @@ class GsStore(RemoteStore):
                 raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
 
         headers = {"Range": f"bytes={start}-{stop - 1}"}
-        answer = await client.ask(
-            "GET", self._object(key), params={"alt": "media"}, headers=headers, needs=GET, check=check
-        )
+        answer = await self._ask(client, "GET", key, params={"alt": "media"}, headers=headers, needs=GET, check=check)
         return answer.data
 
     def head(self, key: str) -> int:
         async def call(api: Api) -> int:
-            answer = await api.ask("GET", self._object(key), params={"fields": "size"}, needs=GET)
-            return int(answer.json()["size"])
+            answer = await self._ask(api, "GET", key, params={"fields": "size"}, needs=GET)
+            return int(answer.json().get("size", 0))
 
         return self._run(key, call)
 
@@ -94,7 +92,7 @@ class GsStore(RemoteStore):
             for item in page.get("items", []):
                 if item["name"].endswith("/"):
                     continue  # an empty "folder" object, as consoles make them
-                yield Listed(item["name"][len(self._prefix) :], int(item["size"]))
+                yield Listed(item["name"][len(self._prefix) :], int(item.get("size", 0)))
 
     def list_names(self, prefix: str) -> list[str]:
         start = len(self._prefix) + len(prefix)
@@ -134,20 +132,58 @@ class GsStore(RemoteStore):
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_conditional_size(key, data)
-        self._run_conditional(key, self._insert(key, data, {"ifGenerationMatch": "0"}))
+        self._insert_if(key, data, "0")
 
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
         check_conditional_size(key, data)
-        self._run_conditional(key, self._insert(key, data, {"ifGenerationMatch": version}))
+        self._insert_if(key, data, version)
 
     def delete(self, key: str) -> None:
         async def call(api: Api) -> None:
-            await api.ask("DELETE", self._object(key), needs=DELETE)
+            await self._ask(api, "DELETE", key, needs=DELETE)
 
         try:
             self._run(key, call)
         except NotFoundError:
             return
+
+    def _insert_if(self, key: str, data: bytes, generation: str) -> None:
+        """Write over that generation and no other; "0" is none at all."""
+        insert = self._insert(key, data, {"ifGenerationMatch": generation})
+
+        async def call(api: Api) -> None:
+            try:
+                await insert(api)
+            except RefusedError as error:
+                if error.status == 412:
+                    stands = "conditionNotMet" not in error.reasons and await self._generation(api, key) == generation
+                    error.is_by_condition = not stands
+                raise
+
+        self._run_conditional(key, call)
+
+    async def _generation(self, api: Api, key: str) -> str:
+        try:
+            answer = await self._ask(api, "GET", key, params={"fields": "generation"}, needs=GET)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            return "0"
+        return str(answer.json().get("generation", "0"))
+
+    async def _ask(self, api: Api, method: str, key: str, **more: Any) -> Answer:
+        """One request about one object. GCS says 404 alike of a missing object and of a missing bucket; while nothing
+        has been seen of the bucket a listing tells them apart, which is only refused with 404 where there is none."""
+        try:
+            answer = await api.ask(method, self._object(key), **more)
+        except RefusedError as error:
+            if error.status == 404 and not self._has_bucket:
+                params = {"maxResults": "1", "fields": "kind"}
+                await api.ask("GET", f"/storage/v1/b/{self._bucket}/o", params=params, needs=LIST)
+                self._has_bucket = True
+            raise
+        self._has_bucket = True
+        return answer
 
     async def _client(self) -> Api:
         return self._api
@@ -215,25 +251,29 @@ class GsStore(RemoteStore):
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
         if not isinstance(error, RefusedError):
             return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
-        text = f"{self.uri}: {key}: the store answered {error.status} {error.message}"
+        text = f"{self.uri}: {key}: the store answered {error.status} {said(error.message)}"
         if error.is_rate_limit:
             # One object takes about one write a second, `latest` too. Turned away is not applied, so a conditional
             # write may be repeated as well; were it applied after all, the repeat is a conflict, judged by effect.
             return StoreError(text), Repeat.EVERYTHING
-        if error.status == 404 and error.needs in (GET, DELETE) and "bucket does not exist" not in error.message:
+        if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket is there
             return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
         if error.status == 404:
             return ConfigError(f"{self.uri}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
-        if error.status == 412:
+        if error.is_by_condition:
             return ConflictError(f"{self.uri}: {key}: refused by its condition"), Repeat.NOTHING
+        if error.needs == CREATE and (error.status == 412 or (error.status == 400 and "invalid" in error.reasons)):
+            # By its checksum, or another condition than ours: the bytes may have changed on their way. Nothing was
+            # written, so that a conditional write may be repeated too.
+            return StoreError(f"{text}; the bytes that came may not be those that were sent"), Repeat.EVERYTHING
         if error.status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if error.is_bad_identity:
-            return not_accepted(self.uri, error.message), Repeat.EVERYTHING  # it may be renewed by the next try
+            return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # it may be renewed by the next try
         if error.status in (401, 403):
             denied = StoreError(
                 f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
-                f"{LIST} GCS also says this for a missing object. GCS said: {error.message}"
+                f"{LIST} GCS also says this for a missing object. GCS said: {said(error.message)}"
             )
             denied.is_denied = True
             return denied, Repeat.NOTHING

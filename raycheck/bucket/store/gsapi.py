@@ -21,7 +21,6 @@ from raycheck.errors import ConfigError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10.0
-_EXPIRED = "Invalid Credentials"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,19 @@ class Answer:
 
 
 class RefusedError(Exception):
-    """GCS answered 400 or more. `needs` is the permission that the request takes."""
+    """GCS answered 400 or more. `needs` is the permission that the request takes; `is_signed` says whether the request
+    had a token. Messages are for people: servers word them as they like, and nothing is decided by them."""
 
-    def __init__(self, answer: Answer, needs: str) -> None:
+    def __init__(self, answer: Answer, needs: str, *, is_signed: bool = False) -> None:
         self.status = answer.status
         self.needs = needs
-        self.message, reasons = _explained(answer.data)
+        self.message, self.reasons = _explained(answer.data)
         # 403 is the older way of saying 429.
-        self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in reasons)
-        # Else nobody said who it is. Bytes are refused in bare text.
-        self.is_bad_identity = self.status == 401 and ("authError" in reasons or _EXPIRED in self.message)
+        self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in self.reasons)
+        # Without a token nobody said who it is: then 401 is a missing permission.
+        self.is_bad_identity = self.status == 401 and (is_signed or "authError" in self.reasons)
+        self.is_by_condition = False
+        """Whether the request's condition is what refused it: a server may also answer 412 to a wrong checksum."""
         super().__init__(f"{self.status} {self.message}")
 
 
@@ -99,7 +101,7 @@ class Api:
         ) as response:
             answer = Answer(response.status, response.headers, await _body(response, check))
         if answer.status >= 400 and answer.status not in accepts:
-            raise RefusedError(answer, needs)
+            raise RefusedError(answer, needs, is_signed="Authorization" in sent)
         return answer
 
     def _headers(self, more: Mapping[str, str] | None, needs: str) -> dict[str, str]:
@@ -109,7 +111,8 @@ class Api:
         try:
             return dict(self._fs._get_headers(more))  # noqa: SLF001  gcsfs has no public way
         except HttpError as error:
-            raise RefusedError(Answer(int(error.code or 401), {}, _EXPIRED.encode()), needs) from error
+            refused = Answer(int(error.code or 401), {}, str(error).encode())
+            raise RefusedError(refused, needs, is_signed=True) from error
 
     def _connect(self) -> None:
         from raycheck.bucket.store.gs_files import GsClient
@@ -166,10 +169,12 @@ class Upload:
             needs=self._needs,
             headers={**headers, "Content-Range": span, "Content-Type": "application/octet-stream"},
             body=body,
-            accepts=(404, 410),
+            accepts=(400, 404, 410, 412),
         )
         if answer.status in (404, 410):
             raise StoreError("GCS forgot an upload under way; begin anew")
+        if answer.status in (400, 412):  # a wrong checksum, and then this upload is over, whatever it says when asked
+            raise StoreError(f"GCS refused an upload ({answer.status} {_explained(answer.data)[0]}); begin anew")
         return answer
 
     def _kept_after(self, answer: Answer) -> int:
@@ -198,6 +203,6 @@ def _explained(data: bytes) -> tuple[str, str]:
     text = data.decode(errors="replace").strip()
     try:
         error = json.loads(text)["error"]
-        return str(error["message"]), " ".join(str(item.get("reason")) for item in error.get("errors", ()))
+        return str(error.get("message", "")), " ".join(str(item.get("reason")) for item in error.get("errors", ()))
     except (ValueError, KeyError, TypeError, AttributeError):
         return text[:500], ""

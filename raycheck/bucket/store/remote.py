@@ -13,6 +13,7 @@ import asyncio
 import email.utils
 import math
 import random
+import ssl
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -117,6 +118,8 @@ class RemoteStore(Store):
             return StoreError(f"{self.uri}: {key}: no answer in time"), Repeat.UNCONDITIONAL
         if isinstance(error, ChangedError):
             return StoreError(f"{self.uri}: {key}: {error}"), Repeat.UNCONDITIONAL
+        if (broken := _tls_error(error)) is not None:
+            return StoreError(f"{self.uri}: {_no_tls(broken)}"), Repeat.NOTHING
         return self._translate(key, error)
 
 
@@ -184,6 +187,32 @@ class Pieces:
         for view in self._views:
             for at in range(0, len(view), PIECE_BYTES):
                 yield bytes(view[at : at + PIECE_BYTES])
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """The failed handshake behind a client's error, if the next one would fail alike."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError) or getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
+            return error if isinstance(error, ssl.SSLError) else None
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _no_tls(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the server's certificate is not trusted on this node ({error.verify_message}): set "
+            "StorageSettings(ca_bundle=...) or correct the endpoint's host name"
+        )
+    return (
+        "the server speaks plain HTTP where https:// was asked for: write http:// in StorageSettings(endpoint=...), or "
+        "&scheme=http beside endpoint_override in the URI"
+    )
+
+
+def said(*words: object) -> str:
+    """What a store said of a refusal, less what it left out: answers without a body have neither code nor message."""
+    return " ".join(str(word) for word in words if word) or "no reason given"
 
 
 def not_accepted(uri: str, said: str) -> ConfigError:

@@ -86,7 +86,12 @@ class S3Store(RemoteStore):
         async def call(client: Any) -> int:
             return int((await client.head_object(**self._at(key)))["ContentLength"])
 
-        return self._run(key, call)
+        try:
+            return self._run(key, call)
+        except NotFoundError:  # an answer to HEAD has no body to say that the whole bucket is missing; a listing's has
+            with suppress(StoreError):
+                next(self._pages(key, MaxKeys=1))
+            raise
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         for page in self._pages(prefix):
@@ -216,8 +221,8 @@ class S3Store(RemoteStore):
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key, **self._on_every}
 
-    def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
-        where = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **self._on_every, **more}
+    def _pages(self, prefix: str, **more: str | int) -> Iterator[dict[str, Any]]:
+        where: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **self._on_every, **more}
         while True:
             page = self._run(prefix, lambda client: client.list_objects_v2(**where))
             yield page

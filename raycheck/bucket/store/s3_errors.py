@@ -14,7 +14,7 @@ from botocore.exceptions import (
     UnknownCredentialError,
 )
 
-from raycheck.bucket.store.remote import not_accepted
+from raycheck.bucket.store.remote import not_accepted, said
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
@@ -27,6 +27,15 @@ _PERMISSIONS = {
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }
+# The last four: bytes that came are not those that were sent.
+_MAY_PASS = (
+    "SlowDown",
+    "RequestTimeout",
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+)
 BAD_IDENTITY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
 _MISCONFIGURED = (
     ConfigNotFound,
@@ -57,7 +66,8 @@ def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -
 
 def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings) -> tuple[RaycheckError, bool]:
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    code = error.response.get("Error", {}).get("Code", "")
+    about = error.response.get("Error", {})
+    code, message = about.get("Code") or "", about.get("Message")  # both may be there and None
     verb = error.operation_name
     if verb.startswith("AssumeRole") and status < 500:
         return ConfigError(f"{uri}: the role {settings.role_arn or ''} could not be assumed: {error}"), False
@@ -66,18 +76,18 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
     if status == 404:
         return NotFoundError(f"{uri}: no object {key}"), False
     if status in (409, 412):
-        return ConflictError(f"{uri}: {key}: refused by its condition ({code})"), False
+        return ConflictError(f"{uri}: {key}: refused by its condition ({said(code)})"), False
     if status == 416:
         return CorruptError(f"{uri}: {key} is shorter than the range that was asked for"), False
     if code in BAD_IDENTITY:
         return not_accepted(uri, code), False
     if status in (401, 403):
-        said = error.response.get("Error", {}).get("Message", "")  # AWS names the policy that is in the way
-        denied = StoreError(f"{uri}: {key}: access denied ({verb}: {code} {said}). {_needed(verb, settings)}")
+        because = said(code, message)  # AWS names the policy that is in the way
+        denied = StoreError(f"{uri}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}")
         denied.is_denied = True
         return denied, False
-    text = f"{uri}: {key}: the store answered {status} {code}"
-    return StoreError(text), status >= 500 or status == 429 or code in ("SlowDown", "RequestTimeout")
+    text = f"{uri}: {key}: the store answered {status} {said(code, message)}"
+    return StoreError(text), status >= 500 or status == 429 or code in _MAY_PASS
 
 
 def _needed(verb: str, settings: StorageSettings) -> str:
