@@ -5,6 +5,7 @@ again on the head), still listed means damage.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from raycheck.bucket import layout
@@ -20,7 +21,7 @@ from raycheck.bucket.reading import again_if_corrupt, read_document
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.bucket.verify import Finding, verify
-from raycheck.errors import CorruptError, DamagedError, NotFoundError
+from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,9 +91,21 @@ def read_latest(store: Store) -> Latest:
     try:
         return read_document(store, layout.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)[0]
     except NotFoundError:
-        raise NotFoundError(
-            f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name"
-        ) from None
+        raise no_run(store) from None
+
+
+def no_run(store: Store) -> NotFoundError:
+    """The error for a missing `latest`, which also says whether checkpoints lie there without it."""
+    names: list[CheckpointName] = []
+    with suppress(StoreError):  # who may not list is told the rest
+        names = directories(store)
+    if names:
+        return NotFoundError(
+            f"{store.uri}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
+            f"{names[-1]}. If it was deleted, put it back (bucket versioning), or stop the run and rebuild it: "
+            f"raycheck repair '{store.uri}'"
+        )
+    return NotFoundError(f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name")
 
 
 def directories(store: Store) -> list[CheckpointName]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from raycheck.bucket import layout
+from raycheck.bucket.catalog import no_run
 from raycheck.bucket.latest import MAX_BYTES, Latest, dump_latest, load_latest
 from raycheck.bucket.reading import again_if_corrupt
 from raycheck.bucket.store import Got, Store
@@ -61,7 +62,7 @@ class Register:
         """`read`, of a run that must be there. Raises NotFoundError when it is not."""
         found = self.read()
         if found is None:
-            raise self._no_run()
+            raise no_run(self.store)
         return found
 
     def swap(self, decide: Decide, *, what: str) -> Latest:
@@ -99,13 +100,10 @@ class Register:
 
         def decide(body: Latest | None, now: float) -> Latest | None:
             if body is None:
-                raise self._no_run()
+                raise no_run(self.store)
             return change(body, now)
 
         return self.swap(decide, what=what)
-
-    def _no_run(self) -> NotFoundError:
-        return NotFoundError(f"{self.store.uri}: no run here (no object named latest)")
 
     def _write(self, new: Latest, got: Got | None) -> None:
         data = dump_latest(new)

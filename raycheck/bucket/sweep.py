@@ -22,7 +22,7 @@ from raycheck.bucket.register import Register, lost
 from raycheck.bucket.retention import judge
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import Upload
-from raycheck.errors import StoreError
+from raycheck.errors import CorruptError, StoreError
 from raycheck.settings import Retention
 
 GRACE_S = 600.0
@@ -63,7 +63,7 @@ def prune(
         if not wait_s and name not in spare:
             try:
                 _delete_checkpoint(register.store, name, is_held=name in held)
-            except StoreError as error:  # one object that cannot go must not keep the others
+            except (StoreError, CorruptError) as error:  # one object that cannot go must not keep the others
                 failures.append(error)
                 continue
             if name not in held:

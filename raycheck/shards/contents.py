@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -18,6 +17,7 @@ from raycheck.bucket.index import Index
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.shards.assets import ADAPTER_CONFIG, CONFIG, FACTS, GENERATION_CONFIG, is_safe_file_name
+from raycheck.shards.folder import local_path
 from raycheck.shards.lora import Adapter, adapter_weights, as_saved, merged_weights
 from raycheck.shards.selection import ASSETS
 from raycheck.shards.weights import Source, Weight
@@ -161,11 +161,14 @@ def _asset_texts(index: Index, what: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def _texts_from(folder: str) -> dict[str, str]:
-    store = open_store(folder if "://" in folder else str(Path(folder).absolute()))
+    path = local_path(folder)
     found = {}
     for name in (CONFIG, GENERATION_CONFIG):
+        # On this machine the files may be links, which no store follows: those of Hugging Face's cache are.
+        file = None if path is None else (path / name).resolve()
+        store = open_store(folder if file is None else str(file.parent))
         try:
-            found[name] = store.get(name, MAX_CONFIG_BYTES).data.decode()
+            found[name] = store.get(name if file is None else file.name, MAX_CONFIG_BYTES).data.decode()
         except NotFoundError:
             if name == CONFIG:
                 raise ConfigError(f"config_from={folder}: there is no config.json") from None

@@ -24,7 +24,7 @@ def destination(dest: Store | str, prefix: str, storage: StorageSettings | None 
     """Store and prefix to write to. After the block a local folder stands under its name; after an error in it
     there is no such folder. `storage`: how a URI that is no local folder is opened. Raises ConfigError, having touched
     nothing, for a folder that is not empty."""
-    path = None if isinstance(dest, Store) else _local_path(dest)
+    path = None if isinstance(dest, Store) else local_path(dest)
     if isinstance(dest, Store):
         yield dest, prefix
     elif path is None:
@@ -47,7 +47,7 @@ def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> No
             raise ConfigError(f"{store.uri}: {item.key} exists, which is no part of this export. Name a free place")
 
 
-def _local_path(dest: str) -> Path | None:
+def local_path(dest: str) -> Path | None:
     """The folder that `dest` means, or None when it is not on this machine."""
     if "://" not in dest:
         return Path(dest).absolute()

@@ -751,7 +751,7 @@ def test_a_sweep_ends_uploads_of_earlier_attempts_and_leaves_the_live_ones(store
 
 
 def begin_local_upload(store: Store, key: str) -> Upload:
-    path = store._path(key).with_name(f".raycheck-{uuid4().hex}")
+    path = (store._root / key).with_name(f".raycheck-{uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"half")
     return Upload(path.relative_to(store._root).as_posix(), path.name)

@@ -22,6 +22,8 @@ from raycheck.bucket.register import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import join_uri
 from raycheck.cli.common import age
+from raycheck.errors import NotFoundError
+from raycheck.run import open_run
 from tests.bucket.helpers import Driver
 from tests.invariants import assert_invariants
 from tests.shards import hf
@@ -190,6 +192,20 @@ def test_help_is_quick() -> None:
     assert answer.returncode == 0
     assert time.monotonic() - began < 5, "a command that browses must not load torch or ray"
     assert all(command in answer.stdout for command in ("ls", "show", "verify", "export-hf", "demo"))
+
+
+def test_a_run_without_its_latest_is_said_to_be_lost_and_repair_is_named(run) -> None:
+    uri, store = run
+    store.delete(layout.LATEST_KEY)
+
+    for args in (("ls", uri), ("show", uri), ("verify", uri), ("pin", uri, "3"), ("prune", uri), ("sweep", uri)):
+        answer = raycheck(*args)
+
+        assert answer.returncode == 2
+        assert "latest is missing, though 2 checkpoints lie here" in answer.stderr
+        assert "raycheck repair" in answer.stderr
+    with pytest.raises(NotFoundError, match="raycheck repair"):
+        open_run(uri)
 
 
 def test_rewind_makes_an_earlier_checkpoint_the_head(run) -> None:

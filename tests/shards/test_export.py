@@ -75,6 +75,18 @@ def config_folder(tmp_path: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_configuration_may_be_a_link_as_in_hugging_faces_cache(run: Store, tmp_path: Path, scheme: str):
+    checkpoint = save_state(run, {"model": Holder({"one": torch.ones(1)})})
+    blobs, snapshot = config_folder(tmp_path), tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(Path("..", "..", Path(blobs).name, "config.json"))
+
+    export_hf(checkpoint, f"{tmp_path}/hf", config_from=f"{scheme}{snapshot}")
+
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_from_pretrained_computes_what_the_live_model_does(run: Store, tmp_path: Path, kind: str):
     model = MODELS[kind]()

@@ -2,6 +2,10 @@
 
 A whole object appears by rename, so a reader never sees half; data and folder are flushed before a put returns.
 Creation is exclusive through `link`, replacement through a lock file that dies with its process.
+
+The root may be a symbolic link, or lie behind one. Below it no verb follows any: what lies behind it is no part of the
+run. Each folder on the way to an object is opened in the one above it, without following links, so that one that is put
+there between a look and a delete leads nowhere either.
 """
 
 import errno
@@ -11,7 +15,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
@@ -27,7 +31,7 @@ from raycheck.bucket.store.base import (
     check_length,
     check_whole,
 )
-from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 
 _HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
 _LOCK = f"{_HIDDEN}lock"
@@ -58,22 +62,19 @@ class LocalStore(Store):
             return check_length(self.uri, key, data, start, stop)
 
     def head(self, key: str) -> int:
-        with self._errors(key):
-            found = self._path(key).stat()
+        with self._errors(key), self._folders(key) as (folders, names):
+            found = os.stat(names[-1], dir_fd=folders[-1], follow_symlinks=False)
             self._check_file(key, found)
             return found.st_size
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
-        for folder, _, names in os.walk(self._path(prefix)):
-            for name in names:
-                path = Path(folder, name)
-                if not name.startswith(_HIDDEN):
-                    with suppress(FileNotFoundError):  # deleted while we list
-                        yield Listed(path.relative_to(self._root).as_posix(), path.stat().st_size)
+        for key, name, size_bytes in self._files(prefix):
+            if not name.startswith(_HIDDEN):
+                yield Listed(key, size_bytes)
 
     def list_names(self, prefix: str) -> list[str]:
-        with self._errors(prefix), suppress(FileNotFoundError):
-            found = [item.name for item in os.scandir(self._path(prefix)) if item.is_dir()]
+        with self._errors(prefix), suppress(FileNotFoundError), self._folders(f"{prefix}any") as (folders, _):
+            found = [item.name for item in _items(folders[-1]) if item.is_dir(follow_symlinks=False)]
             return sorted(name for name in found if next(self.list_objects(f"{prefix}{name}/"), None))
         return []
 
@@ -82,8 +83,8 @@ class LocalStore(Store):
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         del size_bytes
-        with self._errors(key), self._written(key, parts) as temporary:
-            temporary.replace(self._path(key))
+        with self._errors(key), self._written(key, parts) as (folder, temporary, name):
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def part_bytes(self, size_bytes: int) -> int:
         del size_bytes
@@ -91,40 +92,38 @@ class LocalStore(Store):
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_conditional_size(key, data)
-        with self._errors(key), self._written(key, [memoryview(data)]) as temporary:
+        with self._errors(key), self._written(key, [memoryview(data)]) as (folder, temporary, name):
             try:
-                os.link(temporary, self._path(key))
+                os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 raise ConflictError(f"{self.uri}: {key} exists") from None
 
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
         check_conditional_size(key, data)
-        with self._errors(key), self._written(key, [memoryview(data)]) as temporary, self._locked():
+        written = self._written(key, [memoryview(data)])
+        with self._errors(key), written as (folder, temporary, name), self._locked():
             try:
                 current = self.get(key).version
             except NotFoundError:
                 current = ""
             if current != version:
                 raise ConflictError(f"{self.uri}: {key} is another version")
-            temporary.replace(self._path(key))
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def delete(self, key: str) -> None:
-        with self._errors(key), suppress(FileNotFoundError):
-            path = self._path(key)
-            if path.is_dir():
+        is_gone = suppress(FileNotFoundError, NotADirectoryError)
+        with self._errors(key), is_gone, self._folders(key) as (folders, names):
+            if stat.S_ISDIR(os.stat(names[-1], dir_fd=folders[-1], follow_symlinks=False).st_mode):
                 return
-            path.unlink()
-            for folder in path.parents:  # an object store has no empty folders
-                if folder == self._root or not folder.is_relative_to(self._root):
-                    break
-                folder.rmdir()
+            os.unlink(names[-1], dir_fd=folders[-1])  # of a link the link itself
+            for name, above in zip(names[-2::-1], folders[-2::-1], strict=True):  # an object store has no empty folders
+                os.rmdir(name, dir_fd=above)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """Temporaries, which a killed writer leaves beside its object; their keys are their own paths."""
-        for folder, _, names in os.walk(self._path(prefix)):
-            for name in names:
-                if name.startswith(_HIDDEN) and name != _LOCK:
-                    yield Upload(Path(folder, name).relative_to(self._root).as_posix(), name)
+        for key, name, _ in self._files(prefix):
+            if name.startswith(_HIDDEN) and name != _LOCK:
+                yield Upload(key, name)
 
     def upload_bytes(self, upload: Upload) -> int:
         try:
@@ -135,17 +134,73 @@ class LocalStore(Store):
     def abort_upload(self, upload: Upload) -> None:
         self.delete(upload.key)
 
-    def _path(self, key: str) -> Path:
-        return self._root / key
+    @contextmanager
+    def _folders(self, key: str, *, makes: bool = False) -> Iterator[tuple[list[int], list[str]]]:
+        """The open folders on the way to `key`, the root first, and the names that lead from each to the next one and
+        to the object. makes: also those that are not there yet."""
+        names = key.split("/")
+        if {"", ".", ".."} & set(names) or "\0" in key:
+            raise ConfigError(f"{self.uri}: {key!r} is no key: its parts must be names")
+        if makes:
+            self._root.mkdir(parents=True, exist_ok=True)
+        folders = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
+        try:
+            for name in names[:-1]:
+                if makes:
+                    with suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=folders[-1])
+                folders.append(self._open(key, name, folders[-1], os.O_RDONLY | os.O_DIRECTORY))
+            yield folders, names
+        finally:
+            for folder in folders:
+                os.close(folder)
+
+    def _open(self, key: str, name: str, folder: int, flags: int) -> int:
+        """Raises CorruptError for a link, whatever it leads to."""
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+        except OSError:
+            with suppress(OSError):
+                self._check_no_link(key, name, os.stat(name, dir_fd=folder, follow_symlinks=False))
+            raise
+
+    def _check_no_link(self, key: str, name: str, found: os.stat_result) -> None:
+        if stat.S_ISLNK(found.st_mode):
+            raise CorruptError(
+                f"{self.uri}: {key}: {name} is a symbolic link, and none is followed inside a run. Put the files "
+                "themselves there; the folder of the whole run may be a link"
+            )
+
+    def _files(self, prefix: str) -> Iterator[tuple[str, str, int]]:
+        """Key, name and size of every file below `prefix`. A folder that cannot be read is an error: a listing that
+        leaves it out would pass for one of an empty place."""
+        with self._errors(prefix), suppress(FileNotFoundError), self._folders(f"{prefix}any") as (folders, _):
+            yield from self._files_in(folders[-1], prefix)
+
+    def _files_in(self, folder: int, prefix: str) -> Iterator[tuple[str, str, int]]:
+        for item in _items(folder):
+            key = f"{prefix}{item.name}"
+            with suppress(FileNotFoundError):  # deleted while we list
+                if item.is_dir(follow_symlinks=False):
+                    inner = self._open(key, item.name, folder, os.O_RDONLY | os.O_DIRECTORY)
+                    try:
+                        yield from self._files_in(inner, f"{key}/")
+                    finally:
+                        os.close(inner)
+                elif item.is_file(follow_symlinks=False):
+                    yield key, item.name, item.stat(follow_symlinks=False).st_size
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[IO[bytes]]:
         """A file to be read, and nothing else: opening a pipe would wait for somebody to write into it."""
-        with open(self._path(key), "rb", opener=_without_waiting) as file:
+        with self._folders(key) as (folders, names):
+            file = os.fdopen(self._open(key, names[-1], folders[-1], os.O_RDONLY | os.O_NONBLOCK), "rb")
+        with file:
             self._check_file(key, os.fstat(file.fileno()))
             yield file
 
     def _check_file(self, key: str, found: os.stat_result) -> None:
+        self._check_no_link(key, "it", found)
         if stat.S_ISDIR(found.st_mode):
             raise FileNotFoundError(key)
         if not stat.S_ISREG(found.st_mode):
@@ -163,41 +218,51 @@ class LocalStore(Store):
             raise StoreError(f"{self.uri}: {key}: {error.strerror or error}") from error
 
     @contextmanager
-    def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[Path]:
-        """The parts in a flushed temporary beside `key`; after the block the folder is flushed too."""
-        path = self._path(key)
-        temporary = path.parent / f"{_HIDDEN}{uuid4().hex}"
-        try:
-            with _created(temporary) as file:
-                for part in parts:
-                    view = memoryview(part).cast("B")
-                    while view:
-                        view = view[file.write(view) :]
-                os.fsync(file.fileno())
-            yield temporary
-            folder = os.open(path.parent, os.O_RDONLY)
+    def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[tuple[int, str, str]]:
+        """The parts in a flushed temporary beside `key`: the open folder, the temporary's name in it and the object's.
+        After the block the folder is flushed too."""
+        temporary = f"{_HIDDEN}{uuid4().hex}"
+        with self._created(key, temporary) as (folder, file):
             try:
+                with file:
+                    for part in parts:
+                        view = memoryview(part).cast("B")
+                        while view:
+                            view = view[file.write(view) :]
+                    os.fsync(file.fileno())
+                yield folder, temporary, key.rpartition("/")[2]
                 os.fsync(folder)
             finally:
-                os.close(folder)
-        finally:
-            temporary.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+
+    @contextmanager
+    def _created(self, key: str, temporary: str) -> Iterator[tuple[int, IO[bytes]]]:
+        """A new file beside `key`, and the folder that both are in. A delete beside us may take the empty folder away
+        between making it and making the file in it."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        for _ in range(100):
+            with ExitStack() as stack:
+                try:
+                    folders, _names = stack.enter_context(self._folders(key, makes=True))
+                    file = self._open(key, temporary, folders[-1], flags)
+                except (FileNotFoundError, FileExistsError):
+                    continue
+                yield folders[-1], cast("IO[bytes]", os.fdopen(file, "wb", buffering=0))
+                return
+        raise OSError(errno.ENOENT, f"the folder of {key} cannot be made")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self._root / _LOCK).open("wb") as lock:
+        with self._folders(_LOCK) as (folders, _):
+            lock = self._open(_LOCK, _LOCK, folders[-1], os.O_RDWR | os.O_CREAT)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(lock)
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _created(path: Path) -> IO[bytes]:
-    """A delete beside us may take the empty folder away between making it and making the file in it."""
-    for _ in range(100):
-        with suppress(FileNotFoundError, FileExistsError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return cast("IO[bytes]", path.open("xb", buffering=0))
-    raise OSError(errno.ENOENT, f"the folder {path.parent} cannot be made")
+def _items(folder: int) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as items:
+        return list(items)
