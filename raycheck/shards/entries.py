@@ -6,15 +6,18 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from raycheck.bucket.lossless import encode
 from raycheck.errors import ConfigError
 from raycheck.shards.assets import FilesPart, has_files
 from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.loaders import LoaderPart, is_loader
+from raycheck.shards.metrics import MetricsPart, is_metrics, refuse_metrics_inside
 from raycheck.shards.modules import ModulePart
 from raycheck.shards.names import NamedParameters, ParameterNames, parameter_names
 from raycheck.shards.optimizer import OptimizerPart
 from raycheck.shards.parts import ObjectPart, Part
 from raycheck.shards.per_rank import PerRank, PerRankPart
+from raycheck.shards.plain_values import Held, HeldPart, InPlace, is_container
 from raycheck.shards.rank_zero import RankZero, RankZeroPart
 from raycheck.shards.selection import ASSETS, OWN_ENTRIES
 from raycheck.shards.wrappers import unwrapped
@@ -22,7 +25,7 @@ from raycheck.shards.wrappers import unwrapped
 
 def entries_of(state: Mapping[str, object]) -> dict[str, object]:
     """The state by entry; a dict or list of entries becomes entries with dotted names ("optimizer.0"). A dict of plain
-    values is an entry itself. Known wrappers are taken off."""
+    values is an entry itself; any other plain value is one where it stands. Known wrappers are taken off."""
     entries: dict[str, object] = {}
     for name, value in _entries(state):
         if name in entries:
@@ -34,7 +37,12 @@ def entries_of(state: Mapping[str, object]) -> dict[str, object]:
 def parts_of(entries: Mapping[str, object], *, rank: int, world_size: int) -> list[Part]:
     """One part per entry."""
     named = NamedParameters({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
-    return [_part(name, value, named, rank, world_size) for name, value in entries.items()]
+    parts = [_part(name, value, named, rank, world_size) for name, value in entries.items()]
+    metrics = [metric for part in parts if isinstance(part, MetricsPart) for metric in part.metrics]
+    for part in parts:
+        if isinstance(part, ModulePart):
+            refuse_metrics_inside(part.name, part.module, metrics)
+    return parts
 
 
 class Containers:
@@ -60,8 +68,10 @@ def _containers(name: str, value: object) -> Iterator[tuple[str, Any]]:
             yield from _containers(f"{name}.{key}", item)
 
 
-def _identities(container: Any) -> list[int]:
-    return [id(item) for item in (container.values() if isinstance(container, dict) else container)]
+def _identities(container: Any) -> list[Any]:
+    """Keys of all, and which object it is for an entry; a plain value may become another one."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, id(item)) if _is_entry(item) else key for key, item in items]
 
 
 def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -71,28 +81,47 @@ def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             raise ConfigError(
                 f"state[{name!r}]: use a plain name; {', '.join((*OWN_ENTRIES, ASSETS))} are raycheck's own"
             )
-        yield from _nested(name, value, top)
+        yield from _nested(name, value, top, state, name)
 
 
-def _nested(name: str, value: object, parameters: ParameterNames) -> Iterator[tuple[str, object]]:
-    if isinstance(value, list | tuple) and _is_entry(value):
-        value = dict(enumerate(value))
-    if type(value) is not dict or not any(_is_entry(item) for item in value.values()):
-        yield name, unwrapped(name, value)
+def _nested(
+    name: str, value: object, parameters: ParameterNames, holder: object, at: object
+) -> Iterator[tuple[str, object]]:
+    """holder, at: where the value stands."""
+    if type(value) not in (dict, list, tuple) or not _is_entry(value):
+        yield name, Held(holder, at, name) if _is_plain(name, value) else unwrapped(name, value)
         return
-    for key, item in value.items():
+    for key, item in value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value)):
         if isinstance(key, torch.Tensor) and key in parameters:  # optimizer in backward: one for each parameter
             step = parameters[key][1]
         elif isinstance(key, str | int):
             step = str(key)
         else:
             raise ConfigError(f"state[{name!r}] has a {type(key).__qualname__} as key; use names or numbers")
-        yield from _nested(f"{name}.{step.replace('.', '_')}", item, parameters)
+        yield from _nested(f"{name}.{step.replace('.', '_')}", item, parameters, value, key)
+
+
+def _is_plain(name: str, value: object) -> bool:
+    """Whether it is a plain value to be held where it stands. Its own dict is held by whoever has it."""
+    if type(value) is dict or _is_entry(value):
+        return False
+    if isinstance(value, torch.Tensor):
+        return True
+    try:
+        encode(value, f"state[{name!r}]", lambda leaf, path: path if isinstance(leaf, torch.Tensor) else None)
+    except ConfigError:
+        return is_container(value)  # it says by itself what in it cannot be saved
+    return True
 
 
 def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> Part:
+    inside = value.value if isinstance(value, PerRank) else value
+    if is_metrics(inside):
+        return MetricsPart(name, inside, rank=rank, world_size=world_size)
     if isinstance(value, torch.nn.Module):
         return ModulePart(name, value)
+    if isinstance(value, Held):
+        return HeldPart(name, value, rank=rank)
     if isinstance(value, Optimizer):
         return OptimizerPart(name, value, named)
     if isinstance(value, PerRank):
@@ -126,17 +155,3 @@ def _is_entry(value: object) -> bool:
         or has_files(value)
         or (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)))
     )
-
-
-class InPlace:
-    """A dict of plain values: the caller keeps using the very same one."""
-
-    def __init__(self, values: dict[Any, Any]) -> None:
-        self._values = values
-
-    def state_dict(self) -> dict[Any, Any]:
-        return dict(self._values)
-
-    def load_state_dict(self, values: dict[Any, Any]) -> None:
-        self._values.clear()
-        self._values.update(values)

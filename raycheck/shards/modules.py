@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
 from raycheck.shards.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
 from raycheck.shards.names import plain_names, unwrapped
 from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
 from raycheck.shards.pieces import memory, piece_of
 from raycheck.shards.proof import has_memory, holds
+from raycheck.shards.unsaved import refuse_unsaved
 from raycheck.shards.watch import Watch, local_of
 
 _OWN_WAY = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dict, torch.nn.Module.get_extra_state)  # noqa: SLF001
@@ -57,6 +57,8 @@ class ModulePart(Part):
         self._parameters = {f"{self.name}.{self._plain(key)}" for key in keys}  # some may have come since the last look
         self._made_of = {}
         state = self.module.state_dict()
+        if not state:
+            refuse_unsaved(self.name, self.module)
         live = self._live() if any(map(_is_wrapper, state.values())) else {}
         for key, value in state.items():
             plain = self._plain(key)
@@ -183,7 +185,7 @@ class ModulePart(Part):
             return  # every tensor was read in place
         here = set(_extra(self.tree()))
         extra = {
-            key: decode(value, tensors.__getitem__)
+            key: self.decoded(value, tensors.__getitem__)
             for key, value in extra_there.items()
             if key in here and saved.takes(f"{self.name}.{key}")
         }
@@ -203,7 +205,7 @@ class ModulePart(Part):
         """Keys of the extra state in the checkpoint, and tensors to read for it."""
         values = _saved_values(saved, "extra")
         names: list[str] = []
-        decode(list(values.values()), names.append)
+        self.compared(saved, list(values.values()), names.append)
         return set(values), {name: empty_for(saved.tensors[name]) for name in names if name in saved.tensors}
 
     def _compare_flattened(self, saved: SavedPart) -> None:

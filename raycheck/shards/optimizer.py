@@ -1,8 +1,10 @@
 """Optimizers as a part of the train state: keyed by parameter name, allocated from the checkpoint."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -10,13 +12,16 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode
+from raycheck.errors import ConfigError
 from raycheck.shards.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.names import NamedParameters
 from raycheck.shards.overlap import overlaps_itself
-from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_for
+from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_like
 from raycheck.shards.proof import holds
 from raycheck.shards.watch import Watch, local_of
 
+OWN = "own_state"
+"""What an optimizer keeps as a whole and not for a parameter, in the tree."""
 _OWN_WAY = Optimizer.state_dict
 _NOTHING: Mapping[Any, Any] = {}
 
@@ -75,7 +80,7 @@ class OptimizerPart(Part):
                 return replace(found, tensors=tensors, values=values, leaves=other.leaves, is_as_before=True)
         found = super().gather()
         self._last = None
-        if _is_plain(self.optimizer) and found.tensors and not found.values["state"]:
+        if _is_plain(self.optimizer) and found.tensors and not (found.values["state"] or found.values["own"]):
             with suppress(LookupError):
                 self._last = Watch(found.tensors, self._fetcher(found.tensors)), replace(found, tensors={})
         return found
@@ -92,7 +97,8 @@ class OptimizerPart(Part):
 
         def fetch() -> list[Any]:
             state = optimizer.state
-            if sum(map(len, state.values())) != len(places) or not _is_plain(optimizer):
+            is_simple = all(type(slots) is dict for slots in state.values()) and _is_plain(optimizer)
+            if not is_simple or sum(map(len, state.values())) != len(places):
                 raise LookupError("there are other slots now")
             return [state.get(p, _NOTHING)[slot] for p, slot in places]
 
@@ -110,21 +116,29 @@ class OptimizerPart(Part):
         packed = self.optimizer.state_dict()
         flat = [name for names in self._names for name in names]
         groups = [{**g, "params": list(n)} for g, n in zip(packed["param_groups"], self._names, strict=True)]
-        state = {flat[number]: dict(slots) for number, slots in packed["state"].items()}
+        state, own = {}, {}
+        for key, slots in packed["state"].items():
+            if type(key) is not int or key not in range(len(flat)):
+                own[key] = slots  # of the optimizer as a whole, which torch keeps as it is
+            else:
+                _refuse_odd_slots(f"{self.name}.state.{flat[key]}", slots)
+                state[flat[key]] = slots
         rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-        return {"state": state, "param_groups": groups, **rest}
+        return {"state": state, "param_groups": groups, **rest, **({OWN: own} if own else {})}
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
         state = tree.get("state", {})
-        slots = {
-            name: {slot: value for slot, value in slots.items() if not isinstance(value, torch.Tensor)}
-            for name, slots in state.items()
-        }
-        other = {key: value for key, value in tree.items() if key != "state"}
+        other = {key: value for key, value in tree.items() if key not in ("state", OWN)}
+        own = tree.get(OWN, {})
         return {
             "slots": {name: list(slots) for name, slots in state.items()},
-            "state": self.encode({k: v for k, v in slots.items() if v}, f"{self.name}.state", tensors),
+            "state": {
+                name: encoded
+                for name, slots in state.items()
+                if (encoded := self.encode(_not_tensors(slots), f"{self.name}.state.{name}", tensors))
+            },
             "other": self.encode(other, self.name, tensors),
+            "own": self.encode(own, f"{self.name}.{OWN}", tensors) if own else None,
         }
 
     def names(self) -> list[str]:
@@ -181,6 +195,7 @@ class OptimizerPart(Part):
         for name in sorted(here):
             parameter = self._parameters[name]
             live = self.optimizer.state.get(parameter, {})
+            kept = decode(values["state"].get(name, {}), lambda _name: None)
             for slot in slots.get(name, ()):
                 entry = saved.tensors.get(f"{prefix}{name}.{slot}")
                 if entry is not None:
@@ -188,12 +203,30 @@ class OptimizerPart(Part):
                     if isinstance(own, torch.Tensor) and tuple(own.shape) != entry.shape:
                         saved.mismatched.append(f"{entry.name}: {list(own.shape)} here, {list(entry.shape)} saved")
                     wanted[entry.name] = self._slot(saved, parameter, slot, entry)
-                elif slot not in values["state"].get(name, {}):
+                elif slot not in kept:
                     saved.missing.append(f"{prefix}{name}.{slot}")
-            saved.missing += [f"{prefix}{name}.{slot}" for slot in sorted(set(live) - set(slots.get(name, ())))]
-        nested: list[str] = []
-        decode([values["state"], values["other"]], nested.append)
-        wanted |= {name: empty_for(saved.tensors[name]) for name in nested if name in saved.tensors}
+            saved.missing += [
+                f"{prefix}{name}.{slot}" for slot in sorted(set(live) - set(slots.get(name, ())), key=str)
+            ]
+        return wanted | self._nested(saved, values, here)
+
+    def _nested(self, saved: SavedPart, values: Any, here: set[str]) -> Named:
+        """Tensors inside of values, to be read into new ones laid out as the live ones, or as the parameter."""
+        live: Named = {}
+        with suppress(ConfigError):
+            self.values(self.tree(), live)
+        names: list[str] = []
+        self.compared(saved, [values["other"], values.get("own")], names.append)
+        wanted = {name: empty_like(live.get(name), saved.tensors[name]) for name in names}
+        for parameter_name in here & values["state"].keys():
+            parameter = self._parameters[parameter_name]
+            inside: list[str] = []
+            self.compared(saved, values["state"][parameter_name], inside.append)
+            for name in inside:
+                entry, step = saved.tensors[name], name.rpartition(".")[2]
+                wanted[name] = empty_like(live.get(name), entry)
+                if name not in live and step != "step":  # steps stay on the CPU, as torch has them
+                    wanted[name] = _beside(parameter, entry)
         return wanted
 
     def _compare_groups(self, saved: SavedPart, values: Any, here: set[str]) -> None:
@@ -234,31 +267,119 @@ class OptimizerPart(Part):
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is None:
             return
-        values = decode(_merged(saved), tensors.get)
-        own = dict(self.optimizer.state_dict()["state"])
+        values = _merged(saved)
+        other = self.decoded(values["other"], tensors.__getitem__)
         number = {name: i for i, name in enumerate(name for names in self._names for name in names)}
         state = {
-            name: {
-                slot: tensors.get(f"{self.name}.state.{name}.{slot}", values["state"].get(name, {}).get(slot))
-                for slot in slots
-            }
+            name: self._restored_slots(name, slots, values["state"].get(name), tensors)
             for name, slots in values["slots"].items()
             if name in number
         }
-        saved_group = {name: group for group in values["other"]["param_groups"] for name in group["params"]}
+        saved_group = {name: group for group in other["param_groups"] for name in group["params"]}
         groups = []
         for names, group in zip(self._names, self.optimizer.param_groups, strict=True):
             known = next((saved_group[name] for name in names if name in saved_group), group)
             groups.append({**known, "params": [number[name] for name in names]})
         # A slot that only this optimizer has stays: the checkpoint may come from before an option was turned on.
-        packed = own | {number[name]: {**own.get(number[name], {}), **slots} for name, slots in state.items()}
-        self.optimizer.load_state_dict({**values["other"], "state": packed, "param_groups": groups})
+        packed = dict(self.optimizer.state_dict()["state"])
         for name, slots in state.items():
-            here = self.optimizer.state[self._parameters[name]]
-            for slot, value in slots.items():
-                # load_state_dict casts to the parameter's dtype; a bf16 parameter may well have fp32 state.
-                if isinstance(value, torch.Tensor) and here[slot].dtype != value.dtype:
+            own = {key: value for key, value in packed.get(number[name], {}).items() if key not in slots}
+            slots.update(own)
+            packed[number[name]] = slots
+        packed |= self.decoded(values.get("own") or {}, tensors.__getitem__)
+        if _loads_as_torch(self.optimizer):
+            packed |= {number[name]: _shielded(slots) for name, slots in state.items()}
+        self.optimizer.load_state_dict({**other, "state": packed, "param_groups": groups})
+        self._put_exactly({self._parameters[name]: slots for name, slots in state.items()})
+        if not _loads_as_torch(self.optimizer):
+            self._refuse_changed(values)
+
+    def _restored_slots(self, name: str, slots: Iterable[Any], tree: Any, tensors: Named) -> Any:
+        """One parameter's slots, in order, in a dict of the kind that they were in."""
+        found = {} if tree is None else self.decoded(tree, tensors.__getitem__)
+        values = dict(found)
+        found.clear()
+        for slot in slots:
+            tensor = tensors.get(f"{self.name}.state.{name}.{slot}")
+            if slot in values:
+                found[slot] = values[slot]
+            elif tensor is not None:
+                found[slot] = tensor
+        return found
+
+    def _put_exactly(self, exact: Mapping[torch.Tensor, Any]) -> None:
+        """Undo what load_state_dict does to values: it casts tensors to the parameter's dtype (a bf16 parameter may
+        well have fp32 state), nested ones too, and makes strings, deques and dicts anew as something else. What an
+        optimizer of another way has turned into something of its own is left to it."""
+        said = self.optimizer.state_dict()["state"]
+        for number, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
+            here, shown = self.optimizer.state.get(parameter), said.get(number)
+            if parameter not in exact or not isinstance(here, dict) or not isinstance(shown, dict):
+                continue  # it keeps its state in another way
+            for slot, value in exact[parameter].items():
+                if slot not in here or not (isinstance(here[slot], _Shield) or shown.get(slot) is here[slot]):
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    here[slot] = value
+                elif here[slot].dtype != value.dtype:
                     here[slot] = value.to(here[slot].device)
+            if type(exact[parameter]) is not type(here) is dict:
+                self.optimizer.state[parameter] = type(exact[parameter])(here)
+
+    def _refuse_changed(self, values: Any) -> None:
+        """Raise ConfigError for a value that an optimizer's own load_state_dict has made something else of."""
+        found = self.values(self.tree(), {})["state"]
+        for name in values["slots"].keys() & self._parameters.keys():
+            there, here = (_by_slot(tree.get(name, {})) for tree in (values["state"], found))
+            changed = [slot for slot in there if there[slot] != here.get(slot)]
+            if changed:
+                raise ConfigError(
+                    f"{self.name}.state.{name}.{changed[0]} is not what was saved: {type(self.optimizer).__qualname__}"
+                    ".load_state_dict made something else of it. Torch's own, which it may call, takes strings and "
+                    "containers apart; the state is a mixture now, do not train on it"
+                )
+
+
+def _beside(parameter: torch.Tensor, entry: SavedTensor) -> torch.Tensor:
+    """A new tensor on the parameter's device, and laid out as it is where the shape is the same."""
+    dtype = getattr(torch, entry.dtype)
+    if tuple(parameter.shape) == entry.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.shape, dtype=dtype, device=parameter.device)
+
+
+def _refuse_odd_slots(path: str, slots: Any) -> None:
+    """Raise ConfigError for slots that are no dict of named values."""
+    if type(slots) not in (dict, OrderedDict):
+        raise ConfigError(f"state at {path} is a {type(slots).__qualname__}; an optimizer's slots are kept in a dict")
+    for slot in slots:
+        if type(slot) not in (str, int):
+            raise ConfigError(f"state at {path} has a {type(slot).__qualname__} as a slot's name; use strings")
+
+
+def _not_tensors(slots: Any) -> Any:
+    """The slots without tensors of their own, in a dict of the same kind."""
+    return type(slots)((slot, value) for slot, value in slots.items() if not isinstance(value, torch.Tensor))
+
+
+def _by_slot(tree: Any) -> dict[Any, str]:
+    """What a tree of slots says, as text by slot: 1, 1.0 and True are different."""
+    pairs = next(iter(tree.values())) if next(iter(tree), "").startswith("$") else tree.items()
+    return {slot: repr(item) for slot, item in pairs}
+
+
+class _Shield:
+    """Stands for a value that torch's load_state_dict would take apart; it hands this on as it is."""
+
+
+def _shielded(slots: Any) -> Any:
+    whole = (torch.Tensor, bool, int, float, NoneType)
+    return {slot: value if isinstance(value, whole) else _Shield() for slot, value in slots.items()}
+
+
+def _loads_as_torch(optimizer: Optimizer) -> bool:
+    """Whether it takes its state back in torch's own way."""
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict and "load_state_dict" not in vars(optimizer)
 
 
 def _is_plain(optimizer: Optimizer) -> bool:

@@ -6,6 +6,7 @@ the plainest kind, anything with state_dict/load_state_dict; modules.py, optimiz
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +17,17 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from raycheck.bucket.index import Tensor as SavedTensor
 from raycheck.bucket.lossless import decode, encode
-from raycheck.errors import ConfigError
+from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.shards.classes import KnownClasses
 from raycheck.shards.meta_tensors import is_on_meta
 from raycheck.shards.proof import has_memory
+from raycheck.shards.unsaved import refuse_unsaved
 from raycheck.shards.watch import Form, form_of
 
 Named = dict[str, torch.Tensor]
 Leaves = dict[str, tuple[tuple[str | int, ...], object]]
+HELD = "$held"
+"""The key of a bare value's tree, which may be None or a list by itself. No dict of plain values has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Part(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self._forms: dict[str, Form] | None = None
+        self._classes = KnownClasses(self._learn_classes)
 
     @abstractmethod
     def tree(self) -> dict[str, Any]:
@@ -101,6 +107,7 @@ class Part(ABC):
 
     def gather(self) -> Gathered:
         found = self.gathered(self.tree())
+        self._classes.close()
         last, self._forms = self._forms, {name: form_of(tensor) for name, tensor in found.tensors.items()}
         return replace(found, is_as_before=self._forms == last)
 
@@ -113,6 +120,8 @@ class Part(ABC):
         tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
         leaves: Leaves = {name: (tuple(paths[name]), value) for name, value in flat.items() if name not in tensors}
         values = self.values(tree, tensors)
+        if self._classes.has_any:  # stock tools need not have them
+            leaves = {name: (path, self._without_classes(value, name)) for name, (path, value) in leaves.items()}
         for name, tensor in tensors.items():
             refuse_odd(name, tensor)
         return Gathered(tensors, {name: tuple(path) for name, path in paths.items()}, values, leaves)
@@ -127,7 +136,27 @@ class Part(ABC):
                 raise ConfigError(f"state at {at}: two tensors have this one name; rename one of their keys")
             return at
 
-        return encode(value, path, name_tensor)
+        return encode(value, path, name_tensor, note=self._classes.note)
+
+    def decoded(self, tree: Any, tensor: Callable[[str], object]) -> Any:
+        """The value behind a lossless tree, of the classes that are known here."""
+        return decode(tree, tensor, self._classes.find)
+
+    def compared(self, saved: "SavedPart", tree: Any, tensor: Callable[[str], object]) -> Any:
+        """The value that `decoded` will give. A class that is not alike here is recorded: then without classes."""
+        try:
+            return self.decoded(tree, tensor)
+        except StateMismatchError as error:
+            saved.mismatched.append(f"{self.name} {error}")
+            return decode(tree, tensor)
+
+    def _learn_classes(self) -> None:
+        with suppress(ConfigError):  # what cannot be saved is for a save to say
+            self.gathered(self.tree())
+
+    def _without_classes(self, value: object, path: str) -> object:
+        tensors: Named = {}
+        return decode(self.encode(value, path, tensors), tensors.__getitem__)
 
 
 class SavedPart:
@@ -200,6 +229,8 @@ class ObjectPart(Part):
         state = self.owner.state_dict()
         if not isinstance(state, dict):
             raise ConfigError(f"state[{self.name!r}].state_dict() is a {type(state).__name__}, not a dict")
+        if not state:
+            refuse_unsaved(self.name, self.owner)
         return state
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
@@ -210,24 +241,28 @@ class ObjectPart(Part):
         if saved.values is None:
             saved.missing.append(self.name)
             return {}
+        if isinstance(saved.values, dict) and HELD in saved.values:
+            saved.mismatched.append(f"{self.name}: an object or dict here, a bare value saved")
+            return {}
+        value = self.compared(saved, saved.values, _no_tensor_yet)
         check = getattr(self.owner, "check_state_dict", None)
         if callable(check):  # lets an object refuse before anything was changed
-            check(decode(saved.values, _no_tensor_yet))
+            check(value)
+        return self.targets(saved)
+
+    def targets(self, saved: SavedPart) -> Named:
+        """Tensors to read into, laid out as the live ones of the same form. One that is trained must have it, since an
+        optimizer would go on with the live one."""
         live: Named = {}
         self.encode(self.tree(), self.name, live)
-        return {
-            name: torch.empty_like(live[name])
-            if name in live
-            and not is_on_meta(live[name])
-            and tuple(live[name].shape) == t.shape
-            and str(live[name].dtype) == f"torch.{t.dtype}"
-            else empty_for(t)
-            for name, t in saved.tensors.items()
-        }
+        for name in live.keys() & saved.tensors.keys():
+            if live[name].requires_grad:
+                saved.is_alike(name, live[name])
+        return {name: empty_like(live.get(name), t) for name, t in saved.tensors.items()}
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is not None:
-            self.owner.load_state_dict(decode(saved.values, tensors.__getitem__))
+            self.owner.load_state_dict(self.decoded(saved.values, tensors.__getitem__))
 
     def lost(self, tensors: Named) -> list[str]:
         """What the owner does with its values is its own affair, but a copy into nothing is never meant."""
@@ -257,6 +292,14 @@ def refuse_odd(name: str, tensor: torch.Tensor) -> None:
 def _no_tensor_yet(name: str) -> None:
     """Stands for a tensor that is not read yet."""
     del name
+
+
+def empty_like(live: torch.Tensor | None, entry: SavedTensor) -> torch.Tensor:
+    """A tensor to read a saved one into: laid out as the live one of the same form, where there is one."""
+    form = entry.shape, f"torch.{entry.dtype}"
+    if live is None or is_on_meta(live) or (tuple(live.shape), str(live.dtype)) != form:
+        return empty_for(entry)
+    return torch.empty_like(live, requires_grad=False)
 
 
 def empty_for(entry: SavedTensor) -> torch.Tensor:

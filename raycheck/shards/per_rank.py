@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
 from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.parts import Named, Part, SavedPart, empty_for
+from raycheck.shards.plain_values import filled
+from raycheck.shards.unsaved import refuse_unsaved
 
 
 class PerRank:
     """Wrap an entry of the state whose value differs from rank to rank: `{"counters": raycheck.PerRank(counters)}`.
 
     value: an object with state_dict/load_state_dict, a random generator, or plain data (numbers, strings, lists,
-    dicts, tensors), which a restore replaces: read it from `.value`.
+    dicts, tensors). A restore fills containers and tensors in place where it can, and replaces what it cannot: read it
+    from `.value`.
     """
 
     def __init__(self, value: Any) -> None:
@@ -65,7 +67,7 @@ class PerRankPart(Part):
             (saved.fresh if saved.apart else saved.missing).append(self._at)
             return {}
         names: list[str] = []
-        (value,) = decode(saved.values, names.append)
+        (value,) = self.compared(saved, saved.values, names.append)
         check = getattr(self._owner.owner, "check_state_dict", None)
         if callable(check):  # lets an object refuse before anything was changed
             check(value)
@@ -74,15 +76,20 @@ class PerRankPart(Part):
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is None:
             return
-        (value,) = decode(saved.values, tensors.__getitem__)
+        (value,) = self.decoded(saved.values, tensors.__getitem__)
         owner = self._owner.owner
         if owner is not None:
             owner.load_state_dict(value)
         else:
-            self._owner.value = value
+            self._owner.value = filled(self._owner.value, value)
 
     def _state(self) -> Any:
         if isinstance(self._owner.value, torch.nn.Module):
             raise ConfigError(f"state[{self.name!r}] is PerRank of a module; give modules to the state directly")
         owner = self._owner.owner
-        return self._owner.value if owner is None else owner.state_dict()
+        if owner is None:
+            return self._owner.value
+        state = owner.state_dict()
+        if state == {}:
+            refuse_unsaved(self.name, owner)
+        return state

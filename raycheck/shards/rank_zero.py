@@ -31,7 +31,10 @@ class RankZeroPart(ObjectPart):
         if saved.values is None:
             saved.fresh.append(f"{self.name} (not in this checkpoint)")
             return {}
-        return {name: empty_for(tensor) for name, tensor in saved.tensors.items()} if self._is_mine else {}
+        if not self._is_mine:
+            return {}
+        self.compared(saved, saved.values, lambda _name: None)
+        return {name: empty_for(tensor) for name, tensor in saved.tensors.items()}
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if self._is_mine:

@@ -251,6 +251,15 @@ def _form(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Form:
 
 
 def _pickled(value: object) -> bytes:
+    """The leaf's record. A few values that raycheck keeps cannot be pickled (a memory format, a tuple of tensors that
+    are views of each other in other dtypes): stock tools get a text in the place of these."""
+    try:
+        return _saved(value)
+    except Exception as error:  # noqa: BLE001  a pickle runs any code, and stock tools' part must not cost the save
+        return _saved(f"{type(value).__qualname__}, which cannot be pickled: {error}")
+
+
+def _saved(value: object) -> bytes:
     sink = io.BytesIO()
     torch.save(value, sink)
     return sink.getvalue()

@@ -294,7 +294,7 @@ class TrainState:
             else:
                 values = index.values.get(part.name, next(iter(ranks.values()), None))
             saved[part] = SavedPart(
-                {tensor.name: tensor for tensor in index.tensors if tensor.name.startswith(f"{part.name}.")},
+                {tensor.name: tensor for tensor in index.tensors if f"{tensor.name}.".startswith(f"{part.name}.")},
                 values,
                 apart=tuple(ranks.values()),
                 place=there.get,

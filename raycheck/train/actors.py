@@ -21,9 +21,9 @@ from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries import InPlace
 from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.parts import ObjectPart
+from raycheck.shards.plain_values import InPlace
 from raycheck.shards.progress import Progress
 from raycheck.shards.rng import DriverRng
 from raycheck.storage_settings import StorageSettings

@@ -2,26 +2,31 @@
 hostile until it is parsed. Whatever bytes come in, CorruptError is all that may come out.
 """
 
+import datetime as dt
+import io
 import json
 import math
 import struct
+import sys
 import zlib
 from array import array
-from collections import Counter, OrderedDict, deque, namedtuple
-from dataclasses import replace
-from enum import IntEnum
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from raycheck.bucket import layout, plan_file
 from raycheck.bucket.checksum import SUB_BLOCK
+from raycheck.bucket.class_values import loaded
 from raycheck.bucket.document import Document, dump
 from raycheck.bucket.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.bucket.index_file import MAGIC, dump_index, join_parts, load_index, parts_of
@@ -31,8 +36,20 @@ from raycheck.bucket.lossless import MAX_DEPTH, decode, encode
 from raycheck.bucket.manifest import Blob, Component, Manifest, RankRecord, ShardRecord, load_manifest
 from raycheck.bucket.merge import merge_plans, uncovered
 from raycheck.bucket.plan_file import dump_plan
-from raycheck.errors import ConfigError, CorruptError
+from raycheck.errors import ConfigError, CorruptError, StateMismatchError
 from tests.bucket.helpers import resealed, sealed, tiny_index
+from tests.values import (
+    Flags,
+    Frozen,
+    Level,
+    Mark,
+    Options,
+    Phase,
+    Point,
+    classes_of,
+    same,
+    values,
+)
 
 thorough = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -857,67 +874,6 @@ def test_an_empty_tensor_needs_a_chunk_and_a_scalar_exactly_one():
 
 # --- values ---
 
-DTYPES = ["?", "<i1", "<u1", "<i4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"]
-hashables = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.floats(),
-        st.text(),
-        st.binary(),
-        st.complex_numbers(),
-        st.just("$x"),
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)),
-    max_leaves=4,
-)
-arrays = hnp.arrays(st.sampled_from(DTYPES), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
-scalars = st.sampled_from([dtype for dtype in DTYPES if dtype != "?"]).flatmap(
-    lambda dtype: hnp.arrays(dtype, ()).map(lambda array: array[()])
-)
-values = st.recursive(
-    st.one_of(hashables, st.binary().map(bytearray), arrays, scalars, st.sampled_from([np.True_, np.False_])),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=4), inner, max_size=3),
-        st.dictionaries(hashables, inner, max_size=3),
-        st.dictionaries(hashables, inner, max_size=3).map(OrderedDict),
-        st.dictionaries(hashables, st.integers(), max_size=3).map(Counter),
-        st.sets(hashables, max_size=3),
-        st.builds(deque, st.lists(inner, max_size=3), st.one_of(st.none(), st.integers(3, 9))),
-    ),
-    max_leaves=12,
-)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal in type, order and bits; nan is nan and -0.0 is not 0.0."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray | np.generic):
-        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    if isinstance(one, float | complex):
-        return repr(one) == repr(other)
-    if isinstance(one, set | frozenset):
-        return sorted(map(canonical, one)) == sorted(map(canonical, other))
-    if isinstance(one, dict):
-        return same(list(one.items()), list(other.items()))
-    if isinstance(one, list | tuple | deque):
-        lengths = (len(one), getattr(one, "maxlen", None)) == (len(other), getattr(other, "maxlen", None))
-        return lengths and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
-
-
-def canonical(item: Any) -> str:
-    """One text per hashable value: the repr of a set depends on the order in which it was filled."""
-    if isinstance(item, frozenset):
-        return f"frozenset{sorted(map(canonical, item))}"
-    if isinstance(item, tuple):
-        return f"tuple{[canonical(part) for part in item]}"
-    return f"{type(item).__name__} {item!r}"
-
 
 def no_tensor(name: str) -> object:
     raise AssertionError(name)
@@ -928,7 +884,7 @@ def no_tensor(name: str) -> object:
 def test_a_value_comes_back_with_its_exact_type_and_bits(value):
     text = json.dumps(encode(value, "state"), allow_nan=False)
 
-    assert same(decode(json.loads(text), no_tensor), value)
+    assert same(decode(json.loads(text), no_tensor, classes_of), value)
 
 
 @thorough
@@ -943,6 +899,20 @@ def test_an_index_reads_back_equal_and_its_bytes_are_pure(index):
 @pytest.mark.parametrize(
     "value",
     [
+        "\ud83d\ude00",
+        {"\ud83d\ude00": 1},
+        [2**100_000],
+        {2**100_000: 1, frozenset({10**5000}): 2},
+        *struct.unpack(">dd", bytes.fromhex("fff80000000000007ff0000000000001")),
+        np.arange(3, dtype=">i4"),
+        np.array(["text", ""]),
+        np.array([b"a\0b"]),
+        np.datetime64("2026-01-01"),
+        np.array(["NaT"], dtype="<M8[ns]"),
+        dt.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin")),
+        dt.datetime(2026, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=2), "two")),
+        Path("a//b/../c"),
+        defaultdict(list, {1: [2]}),
         {"$tuple": [1]},
         {"$": {"$tensor": "x"}},
         {"a": 1, "$b": 2},
@@ -975,11 +945,15 @@ def test_a_restored_array_may_be_written_to():
     assert again.tolist() == [1, 0, 0]
 
 
-class Level(IntEnum):
-    LOW = 1
+def closed_stream() -> io.BytesIO:
+    stream = io.BytesIO()
+    stream.close()
+    return stream
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024  the untyped kind is what users have
+def with_finalizer() -> object:
+    kind = dataclass(type("Gadget", (), {"__annotations__": {"path": str}, "__del__": lambda self: None}))
+    return kind("/tmp/x")
 
 
 @pytest.mark.parametrize(
@@ -988,13 +962,27 @@ Point = namedtuple("Point", "x y")  # noqa: PYI024  the untyped kind is what use
         object(),
         len,
         lambda: None,
-        Level.LOW,
-        Point(1, 2),
         type("Mine", (dict,), {})(),
-        np.array(["text"]),
+        type("Mine", (str,), {})("text"),
+        type("Mine", (int,), {})(1),
+        type("Mine", (float,), {})(1.0),
+        type("Mine", (np.float64,), {})(1.0),
+        type("Mine", (Counter,), {})(),
+        type("Mine", (deque,), {})(),
+        type("Mine", (dt.datetime,), {})(2026, 1, 1),
+        type("Mine", (io.BytesIO,), {})(),
+        type("Mine", (tuple,), {})(),
+        type("Mine", (Options,), {"__del__": lambda self: None})(1),
+        dataclass(type("Mine", (dict,), {}))(),
+        with_finalizer(),
+        defaultdict(lambda: 0),
+        np.longlong(1),
+        np.str_("text"),
         np.array([object()]),
-        np.datetime64("2026-01-01"),
+        np.ma.masked_array([1.0]),
         range(3),
+        closed_stream(),
+        dt.datetime(2026, 1, 1, tzinfo=type("Zone", (dt.tzinfo,), {})()),
         json,
         iter([]),
     ],
@@ -1007,6 +995,98 @@ def test_what_cannot_be_saved_is_named_by_its_path(thing):
         encode([(0, thing)], "model")
     with pytest.raises(ConfigError, match=r"state at model\.0\.7 "):
         encode(deque([{7: thing}]), "model")
+
+
+@pytest.mark.parametrize("thing", [Options(1), Frozen((1,))], ids=["plain", "frozen"])
+def test_a_dataclass_is_no_key_since_its_hash_would_run_while_reading(thing):
+    tree = encode(thing, "x")
+    with pytest.raises(ConfigError, match=r"state at x\.key is a tests\.values"):
+        encode({Frozen(1): 2}, "x")
+
+    with pytest.raises(CorruptError, match="a key is a tests"):
+        decode({"$dict": [[tree, 1]]}, no_tensor, classes_of)
+    with pytest.raises(CorruptError, match="a key is a tests"):
+        decode({"$set": [{"$tuple": [tree]}]}, no_tensor, classes_of)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (Level.LOW, 1),
+        (Phase.WARMUP, (1, "warm")),
+        (Flags.FAST | Flags.RARE, 9),
+        (Point(1, [2]), (1, [2])),
+        (Options(0.5), {"rate": 0.5, "tags": [], "derived": "<class 'float'>"}),
+        (Frozen(Mark.A), {"inner": "a"}),
+        ({Mark.B: 1}, {"b": 1}),
+    ],
+)
+def test_a_reader_without_the_class_sees_a_plain_structure(value, plain):
+    again = decode(json.loads(json.dumps(encode(value, "x"))), no_tensor)
+
+    assert same(again, plain)
+
+
+def forged(name: str, fields: list[str] | None = None) -> Any:
+    return {"$dataclass": [name, fields or ["inner"], {"inner": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (forged("subprocess:Popen"), "no plain dataclass here"),
+        (forged("tests.values:Level"), "no plain dataclass here"),
+        (forged("tests.values:Frozen", ["other"]), "has the fields inner here, and other when saved"),
+        ({"$namedtuple": ["tests.values:Frozen", ["inner"], [1]]}, "no named tuple here"),
+        ({"$namedtuple": ["tests.values:Point", ["x"], [1]]}, "has the fields x, y here, and x when saved"),
+        ({"$enum": ["tests.values:Point", "x", 1]}, "no enum here"),
+        ({"$enum": ["tests.values:Level", "NONE", 1]}, "has no member 'NONE' here"),
+        ({"$enum": ["tests.values:Level", "LOW", 7]}, "has another value here"),
+        ({"$enum": ["tests.values:Level", "LOW", True]}, "has another value here"),
+    ],
+)
+def test_a_class_that_is_not_alike_here_is_a_mismatch(tree, message):
+    with pytest.raises(StateMismatchError, match=message):
+        decode([tree], no_tensor, lambda name: loaded(name) or object)
+
+
+def test_a_class_is_found_among_the_loaded_ones_and_nothing_is_imported():
+    assert loaded("tests.values:Options") is Options
+    assert "this" not in sys.modules
+    module = ModuleType("lazy_for_raycheck")
+    module.__getattr__ = lambda name: pytest.fail(f"{name} was asked for")  # type: ignore[method-assign]
+    sys.modules["lazy_for_raycheck"] = module
+
+    names = [
+        "this:anything",
+        "lazy_for_raycheck:Model",
+        "os:system",
+        "tests.values:np.ndarray",
+        "tests.values:Nope",
+        "",
+    ]
+    found = [loaded(name) for name in names]
+
+    del sys.modules["lazy_for_raycheck"]
+    assert found == [None] * len(names)
+    assert "this" not in sys.modules
+
+
+def test_no_code_of_a_class_runs_while_a_value_is_put_together():
+    ran: list[str] = []
+
+    def noted(name: str) -> Any:
+        return lambda *_: ran.append(name)
+
+    kind = dataclass(type("Loud", (), {"__annotations__": {"a": int}, "__slots__": ("a",)}))
+    loud = kind(1)
+    tree = encode([loud, Phase.MAIN, Point(1, 2)], "x")
+    for name in ("__init__", "__post_init__", "__new__", "__setattr__", "__getattribute__", "__hash__", "__eq__"):
+        setattr(kind, name, noted(name))
+
+    decode(tree, no_tensor, lambda name: {"Loud": kind}.get(name.partition(":")[2]) or classes_of(name))
+
+    assert ran == []
 
 
 def test_tensors_are_named_by_their_path_and_given_back_by_name():
@@ -1088,12 +1168,45 @@ def test_a_list_that_holds_itself_is_refused_by_its_path():
         {"$ndarray": [",f4", [0], ""]},
         {"$ndarray": {}},
         {"$npscalar": ["<f4"]},
+        {"$ndarray": ["<U999999999", [1], "AAAA"]},
+        {"$ndarray": ["<M8[zz]", [1], "AAAAAAAAAAA="]},
+        {"$float": "nan:0000000000000000"},
+        {"$int": "zz"},
+        {"$str": "/w=="},
+        {"$datetime": ["2026-01-01", 7, None]},
+        {"$datetime": ["yesterday", 0, None]},
+        {"$datetime": ["2026-01-01T00:00:00", 0, {"$zoneinfo": "../../etc/passwd"}]},
+        {"$datetime": ["2026-01-01T00:00:00", 0, {"$path": ["PosixPath", "YQ=="]}]},
+        {"$zoneinfo": "/etc/passwd"},
+        {"$zoneinfo": 3},
+        {"$timedelta": [10**20, 0, 0]},
+        {"$timezone": [[9, 0, 0]]},
+        {"$path": ["Popen", "YQ=="]},
+        {"$path": "x"},
+        {"$bytesio": ["AAAA", -1]},
+        {"$defaultdict": ["system", []]},
+        {"$defaultdict": []},
+        {"$torch": "load"},
+        {"$torch": "__name__"},
+        {"$device": "nowhere:7:8"},
+        {"$device": 3},
+        {"$size": [1.5]},
+        {"$size": "ab"},
+        {"$enum": []},
+        {"$enum": ["tests.values:Level"]},
+        {"$namedtuple": ["tests.values:Point", ["x", "y"]]},
+        {"$namedtuple": ["tests.values:Point", ["x", "y"], [1]]},
+        {"$dataclass": ["tests.values:Frozen", ["inner"], {"$dict": [[1, 2]]}]},
+        {"$dataclass": ["tests.values:Frozen", ["inner"], {"other": 2}]},
+        {"$dataclass": ["tests.values:Frozen", ["inner"], [1]]},
+        {"$dataclass": ["tests.values:Frozen", 5, {}]},
+        {"$held": 1},
     ],
     ids=lambda tree: str(tree)[:40],
 )
 def test_a_foreign_tree_is_corrupt(tree):
     with pytest.raises(CorruptError):
-        decode([tree], no_tensor)
+        decode([tree], no_tensor, classes_of)
 
 
 @thorough
@@ -1102,6 +1215,6 @@ def test_of_a_hostile_value_nothing_but_corrupt_comes_out(value, data):
     tree = mutated_tree(data, encode([value], "x"))
 
     try:
-        decode(tree, lambda name: name)
-    except CorruptError:
+        decode(tree, lambda name: name, lambda name: loaded(name) or Frozen)
+    except (CorruptError, StateMismatchError):
         return

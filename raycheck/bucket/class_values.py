@@ -1,0 +1,164 @@
+"""Values of a user's own classes: enum members, dataclasses and named tuples, taken apart and put together again.
+
+A bucket only ever names a class; it never brings one. The reader finds it among the classes of the live state or those
+that this process has loaded already, and imports nothing. Putting a value together runs no code of the class: no
+constructor, no `__post_init__`, no `__setattr__`. What could run code later by itself (`__del__`, the hash of a
+dataclass) is refused both ways. A class that has changed since the save is not alike, and refused.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum, Flag
+from types import MemberDescriptorType, ModuleType
+from typing import Any
+
+from raycheck.errors import StateMismatchError
+
+FindClass = Callable[[str], type | None]
+"""Given the name of a class, finds it. None: the reader has none and takes the plain structure. Raises
+StateMismatchError for a class that should be here and is not."""
+
+CLASS_TAGS = ("$enum", "$dataclass", "$namedtuple")
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def loaded(name: str) -> type | None:
+    """The class of this name that this process has loaded. Imports nothing, and asks no module to make one."""
+    module, _, path = name.partition(":")
+    found: object = sys.modules.get(module)
+    for step in path.split("."):
+        if not isinstance(found, ModuleType | type):
+            return None
+        space = vars(found) if isinstance(found, type) else object.__getattribute__(found, "__dict__")
+        found = space.get(step)
+    return found if isinstance(found, type) and name_of(found) == name else None
+
+
+def tag_of(value: object) -> str | None:
+    """Which of CLASS_TAGS a value is written under; None when it is of no such class, or cannot be put together."""
+    kind: Any = type(value)
+    if isinstance(value, Enum):
+        return "$enum" if kind.__members__.get(value.name) is value or _is_combined(value) else None
+    if isinstance(value, tuple):
+        is_bare = not kind.__dictoffset__ or not object.__getattribute__(value, "__dict__")
+        return "$namedtuple" if _is_namedtuple(kind) and is_bare else None
+    return "$dataclass" if _is_passive_dataclass(kind) else None
+
+
+def is_hashed_inertly(kind: type) -> bool:
+    """Whether a value of this class may be a key, whose hash is asked for while reading."""
+    return issubclass(kind, Enum) or (
+        issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__
+    )
+
+
+def form_of(value: object) -> list[str]:
+    """The fields of its class, in order: they must be the same at the restore."""
+    return _form(type(value))
+
+
+def attributes_of(value: object) -> dict[str, object]:
+    """All attributes of a dataclass instance, beyond its fields too, since no `__post_init__` will make them again."""
+    found = {}
+    for name, slot in _slots(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:
+            continue  # a slot without a value
+    return found | (object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else {})
+
+
+def enum_member(kind: type, member: str | None, value: object) -> Enum:
+    """The member of this name; without a name, the combination of flags with this value."""
+    if not issubclass(kind, Enum):
+        raise StateMismatchError(f"{name_of(kind)} is no enum here, but was one when saved")
+    if member is None and issubclass(kind, Flag) and type(value) is int and _is_passive_flag(kind):
+        return kind(value)
+    found = kind.__members__.get(member or "")
+    if found is None:
+        raise StateMismatchError(f"{name_of(kind)} has no member {member!r} here, which was saved")
+    return found
+
+
+def named_tuple(kind: type, form: Sequence[str], items: Sequence[object]) -> object:
+    if not issubclass(kind, tuple) or not _is_namedtuple(kind):
+        raise StateMismatchError(f"{name_of(kind)} is no named tuple here, but was one when saved")
+    _refuse_other_form(kind, form)
+    if len(items) != len(form):
+        raise ValueError("a field without a value")
+    return tuple.__new__(kind, items)
+
+
+def dataclass_instance(kind: type, form: Sequence[str], attributes: Mapping[str, object]) -> object:
+    if not _is_passive_dataclass(kind):
+        raise StateMismatchError(f"{name_of(kind)} is no plain dataclass here, but was one when saved")
+    _refuse_other_form(kind, form)
+    made: object = object.__new__(kind)
+    set_attributes(made, attributes)
+    return made
+
+
+def set_attributes(instance: object, attributes: Mapping[str, object]) -> None:
+    """Give a dataclass instance these attributes, past its own `__setattr__`. Others stay."""
+    slots = _slots(type(instance))
+    for name, value in attributes.items():
+        if type(name) is not str:
+            raise TypeError("an attribute without a name")
+        if name in slots:
+            slots[name].__set__(instance, value)
+        else:
+            object.__getattribute__(instance, "__dict__")[name] = value
+
+
+def _refuse_other_form(kind: type, form: Sequence[str]) -> None:
+    here = _form(kind)
+    if here != list(form):
+        raise StateMismatchError(
+            f"{name_of(kind)} has the fields {', '.join(here)} here, and {', '.join(map(str, form))} when saved"
+        )
+
+
+def _form(kind: Any) -> list[str]:
+    return list(kind._fields) if issubclass(kind, tuple) else [field.name for field in fields(kind)]
+
+
+def _is_namedtuple(kind: Any) -> bool:
+    form = getattr(kind, "_fields", None)
+    return isinstance(form, tuple) and all(type(name) is str for name in form) and not _has_finalizer(kind)
+
+
+def _is_passive_dataclass(kind: Any) -> bool:
+    """Whether an instance can be made without any code of its class."""
+    plain: Any = kind
+    if not is_dataclass(kind) or _has_finalizer(plain):
+        return False
+    try:
+        object.__new__(plain)
+    except TypeError:  # a subclass of dict, Exception and the like
+        return False
+    return True
+
+
+def _has_finalizer(kind: type) -> bool:
+    return any("__del__" in vars(base) for base in kind.__mro__)
+
+
+def _is_combined(value: Enum) -> bool:
+    return isinstance(value, Flag) and type(value.value) is int and _is_passive_flag(type(value))
+
+
+def _is_passive_flag(kind: type[Flag]) -> bool:
+    return getattr(kind._missing_, "__func__", None) is getattr(Flag._missing_, "__func__", None)
+
+
+def _slots(kind: type) -> dict[str, Any]:
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    }
