@@ -6,7 +6,7 @@ whole checkpoint was compared with the live state; every difference is listed in
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,19 @@ from raycheck.shards.selection import (
 from raycheck.shards.sharing import read_shared, told_to_all
 from raycheck.shards.watch import local_of
 from raycheck.shards.wrappers import check_scalers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Match:
+    """A checkpoint beside the live state: what it holds of each part, the tensors and boxes that this goes into, and
+    the names that a restore will have touched."""
+
+    saved: Mapping[Part, SavedPart]
+    wanted: Mapping[Part, Named]
+    pieces: Sequence[Piece]
+    report: RestoreReport
+    progress: Progress
+    touched: set[str]
 
 
 class TrainState:
@@ -141,42 +154,45 @@ class TrainState:
         with told_to_all(self._world_size if share else 1):
             manifest = checkpoint.manifest()
             index = checkpoint.index(manifest)
-            lineage = manifest.partial
-            if once and str(selection) in lineage:
+            if once and str(selection) in manifest.partial:
                 selection = EVERYTHING
-            there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
-            if selection != EVERYTHING:
-                lineage = (*lineage, str(selection))
-                self.check_selection(selection, [*there, *(tensor.name for tensor in index.tensors)])
-            with corrupt_if_odd(checkpoint.entry.key):
-                prepare = partial(self._prepared, index, selection, cast=cast)
-                saved, wanted, pieces = prepare()
-                report = self._report(saved, wanted, selection, there)
-                progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
-            mismatched = [line for found in saved.values() for line in found.mismatched]
-            mismatched += [line for part in self._parts for line in part.left_on_meta(wanted.get(part, {}))]
-            touched = {*report.restored, *(name for piece in pieces for name in (piece.name, *dict(piece.aliases)))}
-            self._refuse_leftovers(checkpoint.entry.key, touched)
-            refuse_differences(checkpoint.entry.key, report, mismatched, strict=strict)
-            if any(is_on_meta(tensor) for tensors in wanted.values() for tensor in tensors.values()):
-                _give_memory(wanted)
-                saved, wanted, pieces = prepare()
-        self._restored |= touched
-        fetched = self._read(
-            checkpoint, partial(read_into, checkpoint.store, manifest.prefixes(), index), pieces, share
-        )
-        self.components.restored(manifest, index, pieces)  # before anything else is done to them
-        _finish(saved, wanted)
+            match = self._match(checkpoint.entry.key, index, selection, strict=strict, cast=cast)
+        self._restored |= match.touched
+        read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
+        fetched = self._read(checkpoint, read, match.pieces, share)
+        self.components.restored(manifest, index, match.pieces)  # before anything else is done to them
+        _finish(match.saved, match.wanted)
         return Restored(
             manifest=manifest,
-            progress=progress,
-            lineage=lineage,
+            progress=match.progress,
+            lineage=manifest.partial if selection == EVERYTHING else (*manifest.partial, str(selection)),
             rng_values=tuple(values.get("rng") for values in index.rank_values) if selection.takes("rng") else (),
-            tensors=len(pieces),
+            tensors=len(match.pieces),
             bytes_fetched=fetched,
-            report=report,
+            report=match.report,
             is_whole=not cast and self._is_whole(manifest, index, selection, strict=strict),
         )
+
+    def _match(self, key: str, index: Index, selection: Selection, *, strict: bool, cast: bool) -> "_Match":
+        """Compare the checkpoint with the live state, and give memory to what is on the meta device. Raises
+        StateMismatchError before anything was changed."""
+        there = {*index.values, *(name for values in index.rank_values for name in values)} - {ASSETS}
+        if selection != EVERYTHING:
+            self.check_selection(selection, [*there, *(tensor.name for tensor in index.tensors)])
+        with corrupt_if_odd(key):
+            saved, wanted, pieces = self._prepared(index, selection, cast=cast)
+            report = self._report(saved, wanted, selection, there)
+            progress = Progress.of(index.values["progress"]) if selection.takes("progress") else Progress()
+        mismatched = [line for found in saved.values() for line in found.mismatched]
+        mismatched += [line for part in self._parts for line in part.left_on_meta(wanted.get(part, {}))]
+        touched = {*report.restored, *(name for piece in pieces for name in (piece.name, *dict(piece.aliases)))}
+        self._refuse_leftovers(key, touched)
+        refuse_differences(key, report, mismatched, strict=strict)
+        if any(is_on_meta(tensor) for tensors in wanted.values() for tensor in tensors.values()):
+            _give_memory(wanted)
+            with corrupt_if_odd(key):
+                saved, wanted, pieces = self._prepared(index, selection, cast=cast)
+        return _Match(saved=saved, wanted=wanted, pieces=pieces, report=report, progress=progress, touched=touched)
 
     def _is_whole(self, manifest: Manifest, index: Index, selection: Selection, *, strict: bool) -> bool:
         """Whether the ranks hold just what was saved. Judged by what all ranks know: they must decide alike."""
