@@ -105,6 +105,12 @@ def pointer_key(name: str) -> str:
     return pointer_prefix(name) + "/pointer.json"
 
 
+def pointed_by(path: str) -> CheckpointName | None:
+    """The checkpoint whose pointer directory `path` is, whatever run it lies in; None when it is none."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return CheckpointName.parse(name) if parent.rpartition("/")[2] == "ray" else None
+
+
 def exports_prefix(name: str) -> str:
     """Where a Hugging Face directory of this name lies when a checkpoint is exported into its own run."""
     return f"exports/{name}/"

@@ -20,6 +20,7 @@ from raycheck.shards.restored import Restored
 from raycheck.shards.rng import rng_values
 from raycheck.shards.selection import EVERYTHING, Selection
 from raycheck.shards.state import TrainState
+from raycheck.train import ray_names
 from raycheck.train.alone import be_the_only_one
 from raycheck.train.exporting import Exporting
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group
@@ -31,7 +32,13 @@ from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
 from raycheck.train.position import Position
 from raycheck.train.ray_names import is_turned_off
-from raycheck.train.restoring import At, peek_together, restore_together, say_what_changed
+from raycheck.train.restoring import (
+    At,
+    peek_together,
+    restore_together,
+    say_what_changed,
+    warn_of_rays_checkpoint,
+)
 from raycheck.train.rhythm import Due, Rhythm, due_of, strongest
 from raycheck.train.saver import Saver
 from raycheck.train.standing import Standing
@@ -80,6 +87,7 @@ class Checkpointer:
         self._preview: Preview | None = None
         self._metrics: dict[str, object] = {}
         self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
+        self._begun_name = (-1, "")
         self._blocked_s = 0.0
         if self._is_off:
             logger.warning("rank %d: raycheck is turned off: nothing is saved, and nothing is restored", group.rank)
@@ -183,6 +191,7 @@ class Checkpointer:
             if selection != EVERYTHING:
                 logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(group.uri), selection)
             self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
+            warn_of_rays_checkpoint(group, None)
             self._save_at_start()
             return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
         began = time.monotonic()
@@ -204,6 +213,7 @@ class Checkpointer:
         if done.is_whole:  # else nothing in the bucket holds what stands here, and save() must save it
             self._begun = self._position.step, "roll" if done.manifest.rolling else "keep"
         say_what_changed(group, done.manifest, self.settings)
+        warn_of_rays_checkpoint(group, done.manifest)
         where = self._position.progress
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
@@ -316,14 +326,25 @@ class Checkpointer:
             self.save_as(due, self._metrics)
 
     def save(
-        self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
+        self,
+        metrics: Mapping[str, object] | None = None,
+        *,
+        is_rolling: bool = False,
+        export: bool = False,
+        validate: bool = False,
     ) -> None:
         """Begin a save of the state as it stands. Does nothing, and logs that, when this step is saved so already, is
         being saved so, or was restored whole.
 
         is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only. export: write the model as a
-        Hugging Face directory too, as `SaveSettings.exports` says."""
+        Hugging Face directory too, as `SaveSettings.exports` says. validate: have Ray run the trainer's validation
+        function (ValidationConfig) on this step's checkpoint once it is committed."""
+        validate &= not self._is_off
+        if validate:
+            ray_names.check_validation(is_ray_train=self._group.is_ray_train)
         self.save_as(due_of(self.settings, is_rolling=is_rolling, export=export), metrics)
+        if validate:
+            self._validate()
 
     def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
         """Like `save`, for callers that have already chosen the kind of save."""
@@ -341,6 +362,7 @@ class Checkpointer:
         self._hear_of(saver.wait_for_buffer())
         is_news = self._rhythm.wants_news()
         name = saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
+        self._begun_name = progress.step, name
         self._blocked_s = time.monotonic() - began
         self._rhythm.saved(self._blocked_s, progress, due, began=began)
         hurry = self._rhythm.is_hurried or self._position.is_hurried
@@ -367,6 +389,15 @@ class Checkpointer:
         if problem := saver.problem_since(failed):
             raise SaveFailedError(f"rank {self._group.rank}: wait(): {problem}")
 
+    def _validate(self) -> None:
+        saver, (step, name) = self._claimed(), self._begun_name
+        if step != self._position.step:
+            uri, at = self._group.uri, self._position.step
+            logger.warning("%s: step %d is not validated: it was not saved in this attempt", name_of(uri), at)
+            return
+        saver.validate(name)
+        self._rhythm.committed(saver.pointed, save_s=saver.save_s)  # it is told in its own turn
+
     def close(self) -> None:
         """Save the last step if it is not saved, wait for the commit, and put down in `latest` that the run has
         finished. Raises what kept the save from being committed."""
@@ -381,6 +412,7 @@ class Checkpointer:
                     self._save(self._metrics, "keep")
                 self._saver.finish(self._position.step)
                 self._saver.point_ray_to_newest()
+                self._rhythm.must_tell(self._saver.take_validations())
                 self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
                 if self._exporting is not None:
@@ -489,8 +521,10 @@ class Checkpointer:
         return self._saver
 
     def _hear_of(self, committed: str | None) -> None:
+        saver = self._claimed()
+        self._rhythm.must_tell(saver.take_validations())
         if committed is not None:
-            self._rhythm.committed(self._claimed().pointed, save_s=self._claimed().save_s)
+            self._rhythm.committed(saver.pointed, save_s=saver.save_s)
 
 
 def _check_choice(on_corrupt: OnCorrupt) -> None:
