@@ -209,6 +209,11 @@ def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
     )
 
 
+def furthest_of(resume: Resume | None) -> int:
+    """The furthest step that an attempt before this one is known to have completed; -1 for none."""
+    return -1 if resume is None or resume.furthest_step is None else resume.furthest_step
+
+
 def _arrival(done: Restored, seconds: float) -> Arrival:
     return Arrival(
         step=done.progress.step,

@@ -62,12 +62,13 @@ class News:
 class _Word:
     """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
 
-    step: where rank 0 stands, None at the end of its loop. validate: see News, whose metrics only rank 0 has: a
-    broadcast of Ray's carries 1 kB. is_noticed: a node is about to go. leave: end the attempt once what is under way is
-    saved. problem: why the run ends here on all ranks.
+    step: where rank 0 stands, None at the end of its loop. clock_s: how long it has trained in this attempt. validate:
+    see News, whose metrics only rank 0 has: a broadcast of Ray's carries 1 kB. is_noticed: a node is about to go.
+    leave: end the attempt once what is under way is saved. problem: why the run ends here on all ranks.
     """
 
     step: int | None
+    clock_s: float = 0.0
     save: Due | None = None
     news: str | None = None
     validate: bool = False
@@ -92,7 +93,7 @@ def is_multiple(step: int, every: int | None) -> bool:
 
 class Rhythm:
     """One rank's sense of time. Every rank calls its methods at the same steps. is_hurried: a node is about to go, so
-    that training should wait for nothing but a save."""
+    that training should wait for nothing but a save. clock_s: rank 0's, as all ranks heard it last."""
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
         by_word = {
@@ -113,6 +114,7 @@ class Rhythm:
         self._at_steps = frozenset(settings.at_steps)
         self._group = group
         self._saved_at = self._rolled_at = self._exported_at = time.monotonic()
+        self._started_at, self.clock_s = self._saved_at, 0.0
         self._saved_tokens = self._tokens = self._epoch = 0
         self._save_s = 0.0
         self._news: News | None = None
@@ -135,6 +137,7 @@ class Rhythm:
     def start_at(self, progress: Progress, claims: Sequence[float]) -> None:
         """claims: when the run's attempts began, by the store's clock, this one's last."""
         self._next_sync = progress.step + 1
+        self._started_at = time.monotonic()
         self._synced_at = (progress.step, time.monotonic())
         self._saved_tokens = self._tokens = progress.tokens
         self._epoch = progress.epoch
@@ -287,6 +290,7 @@ class Rhythm:
             gap, noticed = self._gap(step, began), self._leaving.is_noticed
             word = _Word(
                 step=step,
+                clock_s=began - self._started_at,
                 save=save,
                 gap=gap,
                 is_noticed=noticed,
@@ -297,7 +301,7 @@ class Rhythm:
         self._word = self._hear(word, step=step)
         if self._word.problem:
             raise ConfigError(self._word.problem) from (problem and problem.__cause__)
-        self.is_hurried = self._word.is_noticed
+        self.is_hurried, self.clock_s = self._word.is_noticed, self._word.clock_s
         # The least seen: the rest is waiting for slower ranks, which talking less would not save.
         self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
         self._next_sync = step + self._word.gap

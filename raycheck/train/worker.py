@@ -30,10 +30,12 @@ from raycheck.train.log import logger, name_of, show_log
 from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
+from raycheck.train.periodic import periodics_of, start_alone
 from raycheck.train.position import Position
 from raycheck.train.ray_names import is_turned_off
 from raycheck.train.restoring import (
     At,
+    furthest_of,
     peek_together,
     restore_together,
     say_what_changed,
@@ -88,6 +90,7 @@ class Checkpointer:
         self._metrics: dict[str, object] = {}
         self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
         self._begun_name = (-1, "")
+        self._furthest = -1  # the step that earlier attempts had come to
         self._blocked_s = 0.0
         if self._is_off:
             logger.warning("rank %d: raycheck is turned off: nothing is saved, and nothing is restored", group.rank)
@@ -108,12 +111,23 @@ class Checkpointer:
         rank, world_size = self._group.rank, self._group.world_size
         if given and not self._is_off:
             self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
-        self._position.watch((self._state.entries if self._state else entries_of(given)).values())
+        entries = self._state.entries if self._state else entries_of(given)
+        self._position.watch(entries.values())
+        self._periodics = periodics_of(entries, self._group, is_led=not self._position.decides)
         self._given = given
 
     @property
     def is_closed(self) -> bool:
         return self._watch.is_ended
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the newest step had been trained before, by an attempt that was lost, as far as this driver knows.
+
+        A logger that is told of the other steps only never goes backwards. What is known is rank 0's last word to the
+        coordinator, about a second old: after a hard kill the last steps before it may come twice.
+        """
+        return self._position.step <= self._furthest
 
     @property
     def standing(self) -> Standing:
@@ -179,6 +193,7 @@ class Checkpointer:
         selection = Selection.of(only, skip)
         if self._is_off:
             self._is_restored = True
+            start_alone(self._periodics, lambda: self._position.progress, world_size=self._group.world_size)
             return At(**asdict(self._position.progress), attempt=1)
         state = self._checked_state()
         group = self._group
@@ -192,6 +207,7 @@ class Checkpointer:
                 logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(group.uri), selection)
             self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
             warn_of_rays_checkpoint(group, None)
+            self._furthest = furthest_of(claim.resume)
             self._save_at_start()
             return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
         began = time.monotonic()
@@ -214,6 +230,7 @@ class Checkpointer:
             self._begun = self._position.step, "roll" if done.manifest.rolling else "keep"
         say_what_changed(group, done.manifest, self.settings)
         warn_of_rays_checkpoint(group, done.manifest)
+        self._furthest = furthest_of(resume)
         where = self._position.progress
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
@@ -276,6 +293,8 @@ class Checkpointer:
             saved_step=self._position.step,
             began_at=self._began_at,
         )
+        for periodic in self._periodics:
+            periodic.start(lambda: (self._position.progress, self._rhythm.clock_s))
         self._watch.start()
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
