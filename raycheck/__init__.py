@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from raycheck.train.data import Batches
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
+    from raycheck.train.periodic import Periodic
     from raycheck.train.worker import Checkpointer
 
 _HOMES = {
@@ -56,6 +57,7 @@ _HOMES = {
     "raycheck.train.data": ("Batches",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
+    "raycheck.train.periodic": ("Periodic",),
     "raycheck.train.worker": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -74,6 +76,7 @@ __all__ = [
     "Group",
     "NotFoundError",
     "PerRank",
+    "Periodic",
     "RaycheckError",
     "Run",
     "SaveFailedError",

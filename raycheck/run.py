@@ -2,7 +2,7 @@
 it as a Hugging Face directory."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from raycheck.bucket.catalog import Checkpoint, read_latest
@@ -24,6 +24,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class CommittedCheckpoint(Checkpoint):
+    """A committed checkpoint that can be put into live objects, outside of any training."""
+
+    def restore(
+        self, *, into: Mapping[str, object], strict: bool = True, skip: Iterable[str] = (), cast: bool = False
+    ) -> int:
+        """Put the entries that `into` names into its live objects; other entries of the checkpoint are left alone.
+
+        Needs torch, but neither Ray nor a process group. Tensors on the meta device get memory. strict, skip, cast: as
+        Checkpointer.restore has them; skip reaches into modules ("model.head"). Returns the step. Raises
+        StateMismatchError when an entry of `into` differs; nothing is changed then. Raises NotFoundError when retention
+        has dropped the checkpoint.
+        """
+        from raycheck.shards.selection import Selection
+        from raycheck.shards.state import TrainState
+
+        state = TrainState(into, rank=0, world_size=1)
+        return state.apply(self, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A run as `latest` had it at one moment."""
 
@@ -31,28 +52,28 @@ class Run:
     latest: Latest
 
     @property
-    def head(self) -> Checkpoint | None:
+    def head(self) -> CommittedCheckpoint | None:
         """What a resume would restore; None when nothing was committed yet."""
         return None if self.latest.head is None else self.checkpoint(self.latest.head)
 
     @property
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
+    def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
         """All live checkpoints, oldest commit first."""
-        return tuple(Checkpoint(self.store, entry) for entry in self.latest.live)
+        return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
 
-    def at_step(self, step: int) -> Checkpoint:
+    def at_step(self, step: int) -> CommittedCheckpoint:
         """The newest committed checkpoint of `step`. Raises NotFoundError that lists what there is."""
         found = [entry for entry in self.latest.live if entry.step == step]
         if not found:
             steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
             raise NotFoundError(f"{self.store.uri}: no checkpoint of step {step}; there are: {steps}")
-        return Checkpoint(self.store, found[-1])
+        return CommittedCheckpoint(self.store, found[-1])
 
-    def checkpoint(self, key: str) -> Checkpoint:
+    def checkpoint(self, key: str) -> CommittedCheckpoint:
         """The live checkpoint with this name. Raises NotFoundError that says why there is none."""
         entry = self.latest.entry(key)
         if entry is not None:
-            return Checkpoint(self.store, entry)
+            return CommittedCheckpoint(self.store, entry)
         if CheckpointName.parse(key) is None:
             raise NotFoundError(
                 f"{self.store.uri}: {key!r} is no checkpoint's name. Names are like "
@@ -71,21 +92,11 @@ class Run:
         skip: Iterable[str] = (),
         cast: bool = False,
     ) -> int:
-        """Put those entries of a checkpoint (the head, or `step`) that `into` names into its live objects.
+        """Put those entries of a checkpoint (the head, or `step`) that `into` names into its live objects. See
+        CommittedCheckpoint.restore."""
+        return self.head_or(step).restore(into=into, strict=strict, skip=skip, cast=cast)
 
-        Needs torch, but neither Ray nor a process group. Other entries of the checkpoint are left alone. Tensors on the
-        meta device get memory. strict, skip, cast: as Checkpointer.restore has them; skip reaches into modules
-        ("model.head"). Returns the restored step. Raises StateMismatchError when an entry of `into` differs; nothing is
-        changed then.
-        """
-        from raycheck.shards.selection import Selection
-        from raycheck.shards.state import TrainState
-
-        state = TrainState(into, rank=0, world_size=1)
-        restored = state.apply(self.head_or(step), Selection.of(into, skip), strict=strict, cast=cast)
-        return restored.manifest.step
-
-    def head_or(self, step: int | None) -> Checkpoint:
+    def head_or(self, step: int | None) -> CommittedCheckpoint:
         """The newest checkpoint of `step`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if step is None else self.at_step(step)
         if checkpoint is None:
@@ -99,8 +110,9 @@ def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
     return Run(store, read_latest(store))
 
 
-def open_checkpoint(pointer: Any) -> Checkpoint:
-    """What a Ray checkpoint of raycheck points to: `Result.checkpoint`, or any ray.train.Checkpoint of the run.
+def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
+    """What a Ray checkpoint of raycheck points to: `Result.checkpoint`, what a validation function is given, or any
+    other ray.train.Checkpoint of the run. It has `step`, all `metrics` of its save, and `restore(into=)`.
 
     Raises ConfigError when it is not one of raycheck's pointers, NotFoundError when retention has dropped it.
     """
@@ -110,7 +122,9 @@ def open_checkpoint(pointer: Any) -> Checkpoint:
         # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
         # settings are those the pointer was read with, not those it holds.
         raise ConfigError(f"{pointer}: it points to {found.uri}, which is another run than the one it lies in")
-    return open_run(here).checkpoint(found.key)
+    checkpoint = open_run(here).checkpoint(found.key)
+    entry = replace(checkpoint.entry, metrics=checkpoint.manifest().metrics)  # `latest` may repeat only some of them
+    return replace(checkpoint, entry=entry)
 
 
 def _pointed_to(pointer: Any) -> Pointer:

@@ -60,6 +60,8 @@ class ExportSettings:
     name: of the directory, a format of `checkpoint` (step, attempt and save, so that it is never there already),
         `step`, `epoch` and `epoch_step`: "epoch{epoch}/step{step:06d}". A whole one of that name stays as it is.
     to: a URI below which the directories lie; None: `exports/` in the run.
+    keep_last: of those that trainings of this run wrote there, the ones of the newest so many checkpoints stay, and
+        those of pinned ones; the others are deleted after the next export. None: all stay.
     entry, files, merge_lora, dtype, max_shard_bytes: see export_hf.
 
     Raises ConfigError when a value cannot work.
@@ -72,6 +74,7 @@ class ExportSettings:
     mode: Literal["auto", "async", "sync"] = "auto"
     name: str = "{checkpoint}"
     to: str | None = None
+    keep_last: int | None = None
     entry: str | None = None
     files: Sequence[str] | None = None
     merge_lora: bool = False
@@ -79,7 +82,7 @@ class ExportSettings:
     max_shard_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "every_steps", "every_epochs", "max_shard_bytes")
+        _check_counts(self, "every_steps", "every_epochs", "keep_last", "max_shard_bytes")
         _check_seconds(self, "every_seconds")
         _check_choice(self, "mode", "auto", "async", "sync")
         _check_choice(self, "dtype", None, "float32", "bfloat16", "float16", "float64")

@@ -11,9 +11,9 @@ for role in writer reader deleter lister visitor; do
     gcloud iam roles "$verb" "raycheck_$role" --project "$project" --quiet --file "$(dirname "$0")/roles.gcs/$role.yaml"
 done
 
-grant() { # account, role, on which objects; without: on the bucket, which is what a listing is asked of
+grant() { # account, role, on which objects, and their name; without: on the bucket, which is what a listing is asked of
     condition=None
-    if [ $# = 3 ]; then condition="title=$1-$2,expression=$3"; fi
+    if [ $# -ge 3 ]; then condition="title=$1-$2${4:+-$4},expression=$3"; fi
     gcloud storage buckets add-iam-policy-binding "gs://$bucket" --condition "$condition" \
         --member "serviceAccount:$1@$project.iam.gserviceaccount.com" --role "projects/$project/roles/raycheck_$2"
 }
@@ -24,6 +24,10 @@ grant trainer lister
 grant trainer visitor
 grant reader reader "resource.name.startsWith('$objects/$prefix/')"
 grant reader lister
-grant sweeper writer "resource.name.startsWith('$objects/$prefix/') && resource.name.endsWith('/latest')"
-grant sweeper deleter "resource.name.extract('$objects/$prefix/{run}/checkpoints/') != ''"
+for file in latest raycheck.json; do # swaps, and records of exports
+    grant sweeper writer "resource.name.startsWith('$objects/$prefix/') && resource.name.endsWith('/$file')" "$file"
+done
+for folder in checkpoints exports; do
+    grant sweeper deleter "resource.name.extract('$objects/$prefix/{run}/$folder/') != ''" "$folder"
+done
 grant sweeper lister

@@ -4,7 +4,7 @@ A reader needs no lease: on a missing object it reads `latest` again. Gone from 
 again on the head), still listed means damage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -40,6 +40,17 @@ class Checkpoint:
     store: Store
     entry: Entry
     documents: Documents | None = None
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps completed in it."""
+        return self.entry.step
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that `latest` repeats: the first 32, and of older checkpoints fewer when it grows full. The
+        manifest has all of them."""
+        return self.entry.metrics
 
     def read_documents(self) -> Documents:
         """For others. Not checked. Raises DamagedError, or NotFoundError when evicted."""

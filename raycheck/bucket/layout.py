@@ -105,13 +105,24 @@ def pointer_key(name: str) -> str:
     return pointer_prefix(name) + "/pointer.json"
 
 
+def pointed_by(path: str) -> CheckpointName | None:
+    """The checkpoint whose pointer directory `path` is, whatever run it lies in; None when it is none."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return CheckpointName.parse(name) if parent.rpartition("/")[2] == "ray" else None
+
+
+EXPORTS_PREFIX = "exports/"
+
+
 def exports_prefix(name: str) -> str:
     """Where a Hugging Face directory of this name lies when a checkpoint is exported into its own run."""
-    return f"exports/{name}/"
+    return f"{EXPORTS_PREFIX}{name}/"
 
 
 EXPORT_ENDS = ("model.safetensors.index.json", "adapter_config.json")
 """What is written last of an exported directory, of a model or of an adapter: it is whole when one of them is there."""
+EXPORT_RECORD = "raycheck.json"
+"""What says of an exported directory from which run and checkpoint it is, and which files belong to it."""
 
 
 def export_key(prefix: str, file: str) -> str:

@@ -40,7 +40,8 @@ class Resume(Document):
 
     restored: the checkpoint, None when there was none. step: where training went on. world_size_before: of the attempt
     before, 0 when that was a person's (rewind, repair). lost_steps, lost_s: what was trained and thrown away, by rank
-    0's last word, which may be a second old; None when there is none, since the driver had died too. since_commit_s:
+    0's last word, which may be a second old; None when there is none, since the driver had died too. furthest_step: the
+    furthest step of all attempts of this driver, by those words; None likewise. since_commit_s:
     from the restored checkpoint's commit to the end of the restore, downtime included; None without one. restore_s: of
     the slowest rank; restore_bytes: of all ranks. what: entries that were restored, and those that were not.
     """
@@ -59,6 +60,7 @@ class Resume(Document):
     restore_s: float
     restore_bytes: int
     what: str
+    furthest_step: int | None = None
 
     @property
     def lost(self) -> str:

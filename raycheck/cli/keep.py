@@ -8,9 +8,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from raycheck.bucket import edits
+from raycheck.bucket import edits, exported, layout
 from raycheck.bucket import sweep as deletes
-from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.latest import Latest
 from raycheck.bucket.register import Register
 from raycheck.bucket.repair import repair as repair_run
@@ -22,7 +22,7 @@ from raycheck.cli.common import Json, Storage, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
-from raycheck.storage_settings import StorageSettings
+from raycheck.storage_settings import StorageSettings, kind_of
 
 To = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
@@ -67,6 +67,39 @@ def prune(  # noqa: PLR0917  typer makes options of them
     kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
+    _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
+
+
+def prune_exports(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep those of the newest so many checkpoints.")],
+    to: Annotated[str | None, typer.Option(help="Where they lie, as ExportSettings(to=...); else in the run.")] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Delete older Hugging Face directories that trainings of this run exported; whoever reads one loses it.
+
+    Only what their records prove to be this run's, whole and unchanged, goes. Exports by hand and those of pinned
+    checkpoints stay.
+    """
+    settings = settings_of(storage)
+    body = read_latest(open_store(uri, settings))
+    is_alike = to is None or kind_of(to) == kind_of(uri)
+    place, prefix = open_store(to or uri, settings if is_alike else None), "" if to else layout.EXPORTS_PREFIX
+    verdicts = exported.judge_exports(exported.find_exports(place, prefix), body, keep_last=keep_last)
+    gone = () if dry_run else exported.prune_exports(place, prefix, body, keep_last=keep_last)
+    found = [
+        Waste(
+            name=verdict.directory.place,
+            num_objects=len(verdict.directory.record.files) + 1 if verdict.directory.record else 0,
+            size_bytes=verdict.directory.size_bytes,
+            reason=verdict.reason,
+        )
+        for verdict in verdicts
+        if not verdict.is_kept
+    ]
+    kept = {verdict.directory.place: verdict.reason for verdict in verdicts if verdict.is_kept}
     _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
 
 
@@ -149,4 +182,4 @@ def _tell(
         out.print(Text("the rest goes with the run's next commit, or the next prune, after that time"))
 
 
-COMMANDS = (pin, unpin, prune, sweep, rewind, repair)
+COMMANDS = (pin, unpin, prune, prune_exports, sweep, rewind, repair)

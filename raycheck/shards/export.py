@@ -8,12 +8,14 @@ written last, and the weights are always named as parts of it.
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.catalog import Checkpoint, read_latest
 from raycheck.bucket.commit import put_once
-from raycheck.bucket.layout import EXPORT_ENDS, export_key
+from raycheck.bucket.document import dump
+from raycheck.bucket.exported import ExportRecord, check_not_being_pruned
+from raycheck.bucket.layout import EXPORT_ENDS, EXPORT_RECORD, export_key
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.base import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.uri import join_uri
@@ -117,21 +119,39 @@ def export_hf(
     storage: StorageSettings | None = None,
     write: Callable[[Planned, Store, str], Mapping[str, int]] = write_all,
     max_shard_bytes: int | None = None,
+    by_training: bool = False,
     **options: Unpack[ContentsOptions],
 ) -> Exported:
     """Write the model of a checkpoint to `dest` (a folder, a URI, or a store and a prefix in it).
 
     storage: the settings the checkpoint's store was opened with; a `dest` of the same kind of store is opened with them
-    too. write: how the files come there. max_shard_bytes, options: see plan and ContentsOptions.
+    too. write: how the files come there. by_training: by its ExportSettings; a prune leaves others alone.
+    max_shard_bytes, options: see plan and ContentsOptions.
     Raises ConfigError, before anything was written, for what cannot be done.
     """
     planned = plan(checkpoint, max_shard_bytes=max_shard_bytes, **options)
+    planned = _with_record(planned, checkpoint, by_training=by_training)
     is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
     with destination(dest, prefix, storage if is_alike else None) as (store, place):
+        check_not_being_pruned(store, place)
         check_free(store, place, [*planned.files, *planned.texts], planned.last)
         written = {**write(planned, store, place), **planned.write_texts(store, place)}
     base = dest.uri if isinstance(dest, Store) else dest
     return Exported(uri=join_uri(base, prefix.strip("/")) if prefix else base, files=written)
+
+
+def _with_record(planned: Planned, checkpoint: Checkpoint, *, by_training: bool) -> Planned:
+    """With what proves to a later prune whose the directory is, and which files belong to it."""
+    if EXPORT_RECORD in planned.files or EXPORT_RECORD in planned.texts:
+        raise ConfigError(f"the export has a file named {EXPORT_RECORD}, as raycheck's own record; rename it")
+    record = ExportRecord(
+        run_id=read_latest(checkpoint.store).run_id,
+        checkpoint=checkpoint.entry.key,
+        by_training=by_training,
+        last=planned.last,
+        files={**planned.sizes, **{name: len(text.encode()) for name, text in planned.texts.items()}},
+    )
+    return replace(planned, texts={EXPORT_RECORD: dump(record).decode(), **planned.texts})
 
 
 def _split(weights: Sequence[Weight], max_bytes: int | None) -> dict[str, list[Weight]]:

@@ -35,6 +35,7 @@ from raycheck.train.meeting import OnCorrupt
 from raycheck.train.member import Word, hear, join, leave, node_of, restore
 from raycheck.train.metrics import detached, numbers_of
 from raycheck.train.pace import Pace
+from raycheck.train.periodic import Periodic
 from raycheck.train.position import Position
 from raycheck.train.ray_calls import results, run_in
 from raycheck.train.ray_names import drain_deadline
@@ -150,6 +151,9 @@ class ActorCheckpointer:
         self._rhythm.start_at(self._position.progress, claims)
         if then is not None:
             results([run_in(actor, then, mine) for actor, (mine, _) in zip(self._actors, found, strict=True)])
+        for owner in self._owners.values():
+            if isinstance(owner, Periodic):
+                owner.start(lambda: (self._position.progress, self._rhythm.clock_s))
         self._is_restored = True
         self._pace.go()
         if self._settings.at_start and not self._position.step and (not at.checkpoint or at.report.skipped):

@@ -20,10 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket import layout
 from raycheck.bucket.catalog import Checkpoint, read_latest
+from raycheck.bucket.exported import prune_exports
 from raycheck.bucket.latest import Entry
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.uri import parse_uri
-from raycheck.errors import NotFoundError, StoreError
+from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
 from raycheck.storage_settings import kind_of
@@ -95,6 +96,7 @@ class Exports:
         try:
             if job.is_done():
                 logger.info("%s: %s is there already, and stays as it is", name_of(self._store.uri), job.prefix)
+                self._prune(job)
                 return
             (size,) = results([_on(job.nodes[0], _export).remote(job)])
         except Exception as error:  # noqa: BLE001  whatever it was, it is this export that failed, and nothing else
@@ -104,6 +106,22 @@ class Exports:
         else:
             text = f"{size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s"
             logger.info("%s: exported %s to %s, %s", name_of(self._store.uri), entry.key, job.prefix, text)
+            self._prune(job)
+
+    def _prune(self, job: "_Job") -> None:
+        """By ExportSettings(keep_last=...). In the thread that exports, so that none of this coordinator's is under
+        way; one of another's is not whole, and left alone."""
+        keep_last = job.settings.keep_last
+        if keep_last is None:
+            return
+        prefix = "" if job.settings.to else layout.EXPORTS_PREFIX
+        try:
+            gone = prune_exports(job.dest, prefix, read_latest(self._store), keep_last=keep_last)
+        except RaycheckError as error:
+            logger.warning("%s: older exports could not be deleted yet: %s", name_of(self._store.uri), error)
+        else:
+            for place in gone:
+                logger.info("%s: deleted the export %s", name_of(self._store.uri), place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +177,8 @@ def _export(job: _Job) -> int:
             _check_there(store, layout.export_key(place, file), size)
         return written
 
-    return export_hf(job.checkpoint, job.dest, prefix=job.prefix, write=write, **job.options).size_bytes
+    told = {"prefix": job.prefix, "write": write, "by_training": True, **job.options}
+    return export_hf(job.checkpoint, job.dest, **told).size_bytes
 
 
 @ray.remote(num_cpus=0)

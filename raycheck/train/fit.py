@@ -23,7 +23,7 @@ from raycheck.train.ray_names import (
     RunGuard,
     causes_of,
     final_error,
-    guards,
+    guarded,
     keep_collectives_whole,
     mistake_behind,
     refuse_unsupported,
@@ -76,7 +76,7 @@ def fit(
         ray.init()
     coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=resume)
     callbacks = list(config.callbacks or ())
-    config.callbacks = [*callbacks, *guards(coordinator, uri)]
+    config.callbacks = guarded(callbacks, coordinator, uri)
     try:
         with ray_storage(config, where), saves_on_signals(lambda: _save_now(coordinator)):
             return _fit_again(trainer)

@@ -44,6 +44,7 @@ class Lifeline:
         self._reached: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
         self._has_lost_nothing = False
+        self._furthest: int | None = None
         self.cause = ""
         self._hurts: list[str] = []
         self.pulse: Pulse | None = None
@@ -69,6 +70,7 @@ class Lifeline:
         self.has_trained |= self._attempt is None and before is not None and before.owner == attempt.owner
         # An attempt that ended before it had restored has lost nothing itself: what the one before lost is still lost.
         self._last = (self._reached or self._last) if is_ours else None
+        self._furthest = max(self._furthest or 0, self._last[0]) if self._last else None
         self._reached = None
         self._has_lost_nothing = had_finished
         self.cause = _cause(before, attempt, self._hurts, record, had_finished=had_finished) if before else ""
@@ -107,6 +109,7 @@ class Lifeline:
             restore_s=max((arrival.seconds for arrival in arrivals), default=0.0),
             restore_bytes=sum(arrival.bytes_fetched for arrival in arrivals),
             what=first.what,
+            furthest_step=self._furthest,
         )
 
 

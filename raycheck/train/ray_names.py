@@ -4,8 +4,10 @@ Tested on Ray 2.60; 2.51 is the oldest. Alpha and developer APIs: upload modes, 
 context's innards.
 """
 
+import inspect
 import math
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -16,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.train import TrainingFailedError, UserCallback
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from raycheck.bucket.layout import pointed_by
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.train.log import logger
 from raycheck.train.ray_calls import run_in
@@ -45,6 +48,38 @@ MISTAKES = (
 )
 """Errors that say that a program is wrong, whatever runs it: these types themselves, and no subclass that a library has
 made of them. A ValueError, KeyError, OSError or RuntimeError may as well come from data, the network or a device."""
+
+
+class TuneReports(UserCallback):
+    """In the controller: stands in for Ray's TuneReportCallback, and hands Tune the script's own reports alone, each
+    with the path of the newest checkpoint. Every report that Tune hears is an iteration, and the last one is the
+    trial's result: a pointer would count as one, without what the script reports."""
+
+    def __init__(self, tune: Any) -> None:
+        self._tune = tune
+        self._newest: Any = None
+        self._has_heard = False
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        if checkpoint is None or pointed_by(checkpoint.path) is None:
+            self._has_heard = True
+            self._tune.after_report(run_context, metrics, checkpoint or self._newest)
+            return
+        if self._newest is None and not self._has_heard:
+            logger.info(
+                "Ray Tune hears what the script says with ray.train.report(metrics), from time to time; raycheck's "
+                "commits are no iterations of Tune's"
+            )
+        self._newest = checkpoint
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        self._tune.after_exception(run_context, worker_exceptions)
+
+    @classmethod
+    def around(cls, callback: Any) -> Any:
+        """The callback itself when it is not Tune's."""
+        names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(callback).__mro__}
+        return cls(callback) if ("ray", "TuneReportCallback") in names else callback
 
 
 class RunGuard(UserCallback):
@@ -113,13 +148,11 @@ class ControllerGuard(ControllerCallback):
                     ray.get(self._coordinator.save_now.remote(), timeout=MAX_FAREWELL_S)
 
 
-def guards(coordinator: Any, uri: str) -> list[Any]:
-    """raycheck's callbacks for a RunConfig."""
+def guarded(callbacks: Iterable[Any], coordinator: Any, uri: str) -> list[Any]:
+    """A RunConfig's callbacks with raycheck's."""
     has_hook = ControllerCallback is not object
-    return [
-        RunGuard(coordinator, uri),
-        *([ControllerGuard(coordinator), MistakeGuard(coordinator)] if has_hook else []),
-    ]
+    hooks = [ControllerGuard(coordinator), MistakeGuard(coordinator)] if has_hook else []
+    return [*map(TuneReports.around, callbacks), RunGuard(coordinator, uri), *hooks]
 
 
 def causes_of(errors: Mapping[int, BaseException]) -> list[str]:
@@ -275,7 +308,7 @@ def _install_guard(controller: Any) -> None:
         if isinstance(callback, UserCallbackHandler):
             guards = callback._user_callbacks  # noqa: SLF001
             if not any(isinstance(item, RunGuard) for item in guards):
-                guards.append(RunGuard())
+                guards[:] = [*map(TuneReports.around, guards), RunGuard()]
                 _survive_lost_records()
 
 
@@ -307,16 +340,47 @@ def refuse_unsupported(trainer: Any) -> None:
         raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
 
 
-def report_pointer(prefix: str, metrics: dict[str, float]) -> None:
-    """Tell Ray of the pointer directory `prefix` (relative to the run). Every rank calls this at the same step."""
+def report_pointer(prefix: str, metrics: Mapping[str, float], *, validate: bool = False) -> None:
+    """Tell Ray of the pointer directory `prefix` (relative to the run). Every rank calls this at the same step, with
+    one directory, so that ray.train.get_checkpoint() says the same on all of them; Ray keeps rank 0's metrics."""
     context = _context()
     assert context is not None, "only asked for inside Ray Train"
     storage = context.storage_context
-    checkpoint = None
-    if context.get_world_rank() == 0:
-        path = storage.build_checkpoint_path_from_name(prefix)
-        checkpoint = ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)
-    ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
+    path = storage.build_checkpoint_path_from_name(prefix)
+    ray.train.report(
+        _ranked(metrics, run_config().checkpoint_config),
+        checkpoint=ray.train.Checkpoint(path, filesystem=storage.storage_filesystem),
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        **({"validation": True} if validate else {}),
+    )
+
+
+def _ranked(metrics: Mapping[str, float], config: Any) -> dict[str, float]:
+    """With the worst value there is for a score that this checkpoint does not have (no such metric at its step, or not
+    a finite one): Ray would take it for the best of all where lower is better. Infinity would not survive its JSON."""
+    name = getattr(config, "checkpoint_score_attribute", None)
+    if name is None or name in metrics:
+        return dict(metrics)
+    is_max = getattr(config, "checkpoint_score_order", "max") == "max"
+    return {**metrics, name: -sys.float_info.max if is_max else sys.float_info.max}
+
+
+def check_validation(*, is_ray_train: bool) -> None:
+    """Raise ConfigError where Ray has no validation function to run."""
+    if not is_ray_train:
+        raise ConfigError("save(validate=True): only Ray Train validates checkpoints; here nobody would")
+    if "validation" not in inspect.signature(ray.train.report).parameters:
+        raise ConfigError(f"save(validate=True): Ray {ray.__version__} cannot do this; 2.60 can")
+    if not getattr(_context(), "has_validation_fn", False):
+        raise ConfigError(
+            "save(validate=True): give the trainer a function, TorchTrainer(validation_config=ValidationConfig(fn=...))"
+        )
+
+
+def checkpoint_path() -> str | None:
+    """Where the checkpoint lies that Ray would have this worker restore; None when Ray knows of none."""
+    checkpoint = ray.train.get_checkpoint()
+    return None if checkpoint is None else str(checkpoint.path)
 
 
 def preemption_deadline() -> float | None:

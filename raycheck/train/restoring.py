@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, TypeVar
 
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.layout import pointed_by
 from raycheck.bucket.manifest import Manifest
 from raycheck.bucket.record import Resume
 from raycheck.errors import DamagedError, RaycheckError, StoreError, SupersededError
@@ -19,6 +20,7 @@ from raycheck.shards.progress import Progress
 from raycheck.shards.restored import Restored, RestoreReport
 from raycheck.shards.selection import Selection
 from raycheck.shards.state import TrainState
+from raycheck.train import ray_names
 from raycheck.train.group import Group
 from raycheck.train.log import logger, name_of
 from raycheck.train.meeting import Arrival, Claim, OnCorrupt, Ruling, Verdict
@@ -186,6 +188,30 @@ def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -
     if before != now and not group.rank:
         texts = [", ".join(sorted(said)) or "defaults" for said in (now - before, before - now)]
         logger.info("%s: settings since %s: now %s, before %s", name_of(group.uri), manifest.key, *texts)
+
+
+def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
+    """Say so when a script that reads ray.train.get_checkpoint() too would mix two steps: after a hard kill Ray is some
+    commits behind, and it may have checkpoints that the script itself reported."""
+    if group.rank or not group.is_ray_train:
+        return
+    path = ray_names.checkpoint_path()
+    name = pointed_by(path) if path else None
+    if path is None if restored is None else name is not None and name.step == restored.step:
+        return
+    ours = "starts fresh" if restored is None else f"has restored step {restored.step}"
+    theirs = f"is of step {name.step}" if name else f"is {path}" if path else "is none"
+    logger.warning(
+        "%s: raycheck %s, while ray.train.get_checkpoint() %s: take step, epoch and weights from restore() alone",
+        name_of(group.uri),
+        ours,
+        theirs,
+    )
+
+
+def furthest_of(resume: Resume | None) -> int:
+    """The furthest step that an attempt before this one is known to have completed; -1 for none."""
+    return -1 if resume is None or resume.furthest_step is None else resume.furthest_step
 
 
 def _arrival(done: Restored, seconds: float) -> Arrival:

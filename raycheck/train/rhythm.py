@@ -7,11 +7,12 @@ itself.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from raycheck.bucket.layout import pointer_prefix
+from raycheck.bucket.layout import CheckpointName, pointer_prefix
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings, function_name
 from raycheck.shards.progress import Progress
@@ -48,16 +49,29 @@ def due_of(settings: SaveSettings, *, is_rolling: bool, export: bool) -> Due:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """A commit that rank 0 can tell Ray of, since its pointer is written. metrics: rank 0's at its step, and its step
+    and epoch. validate: whether Ray runs the trainer's validation function on it."""
+
+    key: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    validate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Word:
     """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
 
-    step: where rank 0 stands, None at the end of its loop. is_noticed: a node is about to go. leave: end the attempt
-    once what is under way is saved. problem: why the run ends here on all ranks.
+    step: where rank 0 stands, None at the end of its loop. clock_s: how long it has trained in this attempt. validate:
+    see News, whose metrics only rank 0 has: a broadcast of Ray's carries 1 kB. is_noticed: a node is about to go.
+    leave: end the attempt once what is under way is saved. problem: why the run ends here on all ranks.
     """
 
     step: int | None
+    clock_s: float = 0.0
     save: Due | None = None
     news: str | None = None
+    validate: bool = False
     gap: int = 1
     is_noticed: bool = False
     leave: bool = False
@@ -68,13 +82,18 @@ def _is_over(passed: float, every: float | None) -> bool:
     return every is not None and passed >= every
 
 
+def _is_newer(key: str, other: str) -> bool:
+    mine, theirs = CheckpointName.parse(key), CheckpointName.parse(other)
+    return mine is not None and (theirs is None or theirs < mine)
+
+
 def is_multiple(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
 class Rhythm:
     """One rank's sense of time. Every rank calls its methods at the same steps. is_hurried: a node is about to go, so
-    that training should wait for nothing but a save."""
+    that training should wait for nothing but a save. clock_s: rank 0's, as all ranks heard it last."""
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
         by_word = {
@@ -95,9 +114,12 @@ class Rhythm:
         self._at_steps = frozenset(settings.at_steps)
         self._group = group
         self._saved_at = self._rolled_at = self._exported_at = time.monotonic()
+        self._started_at, self.clock_s = self._saved_at, 0.0
         self._saved_tokens = self._tokens = self._epoch = 0
         self._save_s = 0.0
-        self._news: str | None = None
+        self._news: News | None = None
+        self._named: News | None = None
+        self._to_validate: deque[News] = deque()
         self._told: str | None = None
         self._told_at = float("-inf")
         self._leaving = Leaving()
@@ -115,6 +137,7 @@ class Rhythm:
     def start_at(self, progress: Progress, claims: Sequence[float]) -> None:
         """claims: when the run's attempts began, by the store's clock, this one's last."""
         self._next_sync = progress.step + 1
+        self._started_at = time.monotonic()
         self._synced_at = (progress.step, time.monotonic())
         self._saved_tokens = self._tokens = progress.tokens
         self._epoch = progress.epoch
@@ -192,27 +215,42 @@ class Rhythm:
 
     def wants_news(self) -> bool:
         """Whether Ray can soon be told of a save that begins now, if rank 0 asks."""
-        return self._news in (None, self._word.news) and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
+        is_free = not self._to_validate and (self._news is None or self._news.key == self._word.news)
+        return is_free and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
 
-    def committed(self, pointed: str | None, *, save_s: float) -> None:
+    def committed(self, pointed: News | None, *, save_s: float) -> None:
         """A save of this rank was committed, and took so long. pointed: what Ray can be told of by now."""
         self._save_s = save_s
-        if pointed != self._told:
+        if pointed is None or pointed.key != self._told:
             self._news = pointed
+
+    def must_tell(self, news: Iterable[News]) -> None:
+        """Tell Ray of each of these, in turn: no newer commit takes the place of one that is to be validated."""
+        self._to_validate += news
 
     def tell_ray(self) -> None:
         """Report to Ray the commit that rank 0 named at this step, if any. Every rank calls it at every step."""
-        if self._word.news is None or not self._group.is_ray_train:
+        key = self._word.news
+        if key is None or not self._group.is_ray_train:
             return
         self._told_at = time.monotonic()
-        self._told = self._word.news
-        self._news = None
-        ray_names.report_pointer(pointer_prefix(self._word.news), {})
+        self._told = key
+        named, self._named = self._named or News(key=key), None
+        if self._to_validate and self._to_validate[0] is named:
+            self._to_validate.popleft()
+        if self._news is not None and not _is_newer(self._news.key, key):  # what is told last is Ray's latest
+            self._news = None
+        ray_names.report_pointer(pointer_prefix(key), named.metrics, validate=self._word.validate)
 
     def tell_ray_at_end(self) -> None:
-        """The same for the last commit, so that Result.checkpoint is the newest. Every rank calls it once."""
-        if self._group.is_ray_train and self._broadcast is not None:
-            self._word = self._hear(_Word(step=None, news=self._news), step=None)
+        """Report what Ray was not told of yet, the last commit last, so that Result.checkpoint is the newest. Every
+        rank calls it once."""
+        if not self._group.is_ray_train or self._broadcast is None:
+            return
+        while True:
+            self._word = self._hear(self._with_news(_Word(step=None), self._next_news()), step=None)
+            if self._word.news is None:
+                return
             self.tell_ray()
 
     def _has_room(self, step: int, *, is_busy: bool) -> bool:
@@ -249,21 +287,21 @@ class Rhythm:
             leaving = self._saves_before_leaving(step, is_news=is_news, busy_s=busy_s)
             save = strongest(asked, "keep" if leaving else self._time_due(is_busy=is_busy))
             leave = is_news and self._settings.on_preempt == "restart"
-            news = self._fresh_news(began)
             gap, noticed = self._gap(step, began), self._leaving.is_noticed
             word = _Word(
                 step=step,
+                clock_s=began - self._started_at,
                 save=save,
-                news=news,
                 gap=gap,
                 is_noticed=noticed,
                 leave=leave,
                 problem=str(problem or ""),
             )
+            word = self._with_news(word, self._fresh_news(began))
         self._word = self._hear(word, step=step)
         if self._word.problem:
             raise ConfigError(self._word.problem) from (problem and problem.__cause__)
-        self.is_hurried = self._word.is_noticed
+        self.is_hurried, self.clock_s = self._word.is_noticed, self._word.clock_s
         # The least seen: the rest is waiting for slower ranks, which talking less would not save.
         self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
         self._next_sync = step + self._word.gap
@@ -327,8 +365,15 @@ class Rhythm:
             return "keep"
         return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_seconds) else None
 
-    def _fresh_news(self, now: float) -> str | None:
-        return self._news if now - self._told_at >= RAY_REPORT_PAUSE_S else None
+    def _fresh_news(self, now: float) -> News | None:
+        return self._next_news() if now - self._told_at >= RAY_REPORT_PAUSE_S else None
+
+    def _with_news(self, word: _Word, news: News | None) -> _Word:
+        self._named = news
+        return word if news is None else replace(word, news=news.key, validate=news.validate)
+
+    def _next_news(self) -> News | None:
+        return self._to_validate[0] if self._to_validate else self._news
 
     def _gap(self, step: int, now: float) -> int:
         steps, seconds = step - self._synced_at[0], now - self._synced_at[1]

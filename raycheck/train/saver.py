@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from raycheck.bucket import layout
@@ -28,7 +29,7 @@ from raycheck.train.group import Group
 from raycheck.train.log import logger, name_of
 from raycheck.train.meeting import Outcome
 from raycheck.train.metrics import numbers_of
-from raycheck.train.rhythm import Due
+from raycheck.train.rhythm import Due, News
 
 LAST_ANSWER_S = 2.0
 """How much longer the end of training waits than a save may take, so that it hears what the save came to."""
@@ -42,13 +43,14 @@ class _UnderWay:
     began: float
     is_agreed: bool
     is_news: bool
+    news: News
     staged: StagedState
     outcome: Future[tuple[Outcome, float]]
 
 
 class Saver:
     """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: checkpoint
-    that was committed or restored. pointed: the newest one that Ray can be told of. save_s: how long the newest commit
+    that was committed or restored. save_s: how long the newest commit
     took. saves: how many were begun. failed: of them."""
 
     def __init__(
@@ -65,7 +67,11 @@ class Saver:
     ) -> None:
         """began_at: see Manifest."""
         self.saved_step = saved_step
-        self.pointed: str | None = None
+        self._pointed: News | None = None
+        self._news: News | None = None  # of the newest commit of this attempt
+        self._validating: set[str] = set()  # checkpoints whose News goes to `to_validate`, and is told in its turn only
+        self._to_validate: deque[News] = deque()
+        self._committed: deque[News] = deque(maxlen=settings.buffers + 1)  # of the save thread
         self.save_s = 0.0
         self.newest = restored_from
         self._has_agreed = group.world_size == 1
@@ -93,6 +99,12 @@ class Saver:
         self._pending: deque[_UnderWay] = deque()
         self._known_plan = b""  # hash of the one that the coordinator has, if it was not started again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
+
+    @property
+    def pointed(self) -> News | None:
+        """What Ray can be told of the newest commit; None when its pointer is not written, or it has a turn of its own
+        since it is to be validated."""
+        return None if self._pointed is None or self._pointed.key in self._validating else self._pointed
 
     @property
     def is_busy(self) -> bool:
@@ -150,14 +162,17 @@ class Saver:
         report = replace(report, blocked_s=time.monotonic() - began)
         deadline = began + self._settings.save_timeout_s
         is_news = is_news and not any(save.is_news for save in self._pending)
+        place = {"step": progress.step, "epoch": progress.epoch}
+        news = News(key=report.checkpoint, metrics={**place, **report.metrics})  # the user's own `step` goes first
         save = _UnderWay(
             number=report.save,
             began=began,
             is_agreed=must_agree,
             is_news=is_news,
+            news=news,
             staged=staged,
             outcome=self._thread.submit(
-                lambda: (self._upload_and_report(staged, report, deadline, is_news), time.monotonic())
+                lambda: (self._upload_and_report(staged, report, deadline, news, is_news), time.monotonic())
             ),
         )
         self._pending.append(save)
@@ -203,6 +218,7 @@ class Saver:
                 self.save_s = ended - save.began
                 self._state.components.committed(save.staged, outcome.places)
                 newest = self.newest = outcome.key
+                self._news = save.news
         return newest
 
     @property
@@ -230,24 +246,50 @@ class Saver:
                 f"{self._last_failure or 'it has not ended in time'}"
             )
 
-    def point_ray_to_newest(self) -> None:
-        """So that Result.checkpoint is the last commit."""
-        if self.newest is not None and self.newest != self._report.restored_from:
-            self._point_ray_to(self.newest)
+    def validate(self, checkpoint: str) -> None:
+        """Have Ray validate the checkpoint of a save that this object has begun, once it is committed."""
+        if checkpoint not in self._validating:
+            self._validating.add(checkpoint)
+            self._thread.submit(self._validate, checkpoint)  # the thread does one thing after the other: after the save
 
-    def _point_ray_to(self, key: str) -> None:
-        """Write what Ray is told of: a directory of its own, which its retention may delete. Of a checkpoint that it is
-        not told of, it would never delete it."""
-        if self._group.rank or not self._group.is_ray_train or key == self.pointed:
-            return
-        pointer = Pointer(uri=self._group.uri, key=key)
+    def take_validations(self) -> list[News]:
+        """What Ray is to be told of and to validate, each once."""
+        return [self._to_validate.popleft() for _ in range(len(self._to_validate))]
+
+    def _validate(self, checkpoint: str) -> None:
+        """In the save thread."""
+        for news in tuple(self._committed):
+            if news.key == checkpoint and self._write_pointer(news):
+                self._to_validate.append(replace(news, validate=True))
+
+    def point_ray_to_newest(self) -> None:
+        """So that Result.checkpoint is the last commit. Waits for what is to be validated."""
+        with suppress(FutureTimeoutError):
+            self._thread.submit(int).result(self._settings.save_timeout_s)
+        if self._news is not None:
+            self._point_ray_to(self._news)
+
+    def _point_ray_to(self, news: News) -> None:
+        """Have Ray told of it with other news, unless it will be as one to validate: Ray must not list it twice, since
+        by its retention one of the two would delete the other's pointer."""
+        is_there = self._pointed is not None and self._pointed.key == news.key
+        if not is_there and news.key not in self._validating and self._write_pointer(news):
+            self._pointed = news
+
+    def _write_pointer(self, news: News) -> bool:
+        """What Ray is told of: a directory of its own, which its retention may delete. Of a checkpoint that it is not
+        told of, it would never delete it. Whether it could be written; only rank 0 does."""
+        if self._group.rank or not self._group.is_ray_train:
+            return False
+        pointer = Pointer(uri=self._group.uri, key=news.key)
         try:
-            self._group.store.put(layout.pointer_key(key), dump(pointer))
-            self.pointed = key
+            self._group.store.put(layout.pointer_key(news.key), dump(pointer))
         except RaycheckError as error:
             logger.warning(
-                "%s: %s is committed, but Ray's pointer was not written: %s", name_of(self._group.uri), key, error
+                "%s: %s is committed, but Ray's pointer was not written: %s", name_of(self._group.uri), news.key, error
             )
+            return False
+        return True
 
     def stop(self) -> None:
         """Let the thread go when its save has ended."""
@@ -269,7 +311,9 @@ class Saver:
             if time.monotonic() > deadline:
                 raise SaveFailedError(f"rank {report.rank}: {what}: {answer.message}")
 
-    def _upload_and_report(self, staged: StagedState, report: Report, deadline: float, is_news: bool) -> Outcome:
+    def _upload_and_report(
+        self, staged: StagedState, report: Report, deadline: float, news: News, is_news: bool
+    ) -> Outcome:
         """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
         key = layout.shard_key(report.checkpoint, TRAIN, report.rank)
         began = time.monotonic()
@@ -289,8 +333,10 @@ class Saver:
             what = f"save of step {report.progress.step} ({key})"
             left = max(1.0, deadline - time.monotonic())  # half of it for an answer that names who is missing
             outcome: Outcome = self._group.ask("report", report, left / 2, timeout_s=left, what=what)
-            if outcome.kind == "committed" and is_news:
-                self._point_ray_to(outcome.key)
+            if outcome.kind == "committed":
+                self._committed.append(news)
+                if is_news:
+                    self._point_ray_to(news)
             if outcome.kind == "committed" and report.section is not None:
                 self._known_plan = report.section.plan_hash
             if outcome.kind != "pending":

@@ -20,6 +20,7 @@ from raycheck.shards.restored import Restored
 from raycheck.shards.rng import rng_values
 from raycheck.shards.selection import EVERYTHING, Selection
 from raycheck.shards.state import TrainState
+from raycheck.train import ray_names
 from raycheck.train.alone import be_the_only_one
 from raycheck.train.exporting import Exporting
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group
@@ -29,9 +30,17 @@ from raycheck.train.log import logger, name_of, show_log
 from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
+from raycheck.train.periodic import periodics_of, start_alone
 from raycheck.train.position import Position
 from raycheck.train.ray_names import is_turned_off
-from raycheck.train.restoring import At, peek_together, restore_together, say_what_changed
+from raycheck.train.restoring import (
+    At,
+    furthest_of,
+    peek_together,
+    restore_together,
+    say_what_changed,
+    warn_of_rays_checkpoint,
+)
 from raycheck.train.rhythm import Due, Rhythm, due_of, strongest
 from raycheck.train.saver import Saver
 from raycheck.train.standing import Standing
@@ -80,6 +89,8 @@ class Checkpointer:
         self._preview: Preview | None = None
         self._metrics: dict[str, object] = {}
         self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
+        self._begun_name = (-1, "")
+        self._furthest = -1  # the step that earlier attempts had come to
         self._blocked_s = 0.0
         if self._is_off:
             logger.warning("rank %d: raycheck is turned off: nothing is saved, and nothing is restored", group.rank)
@@ -100,12 +111,23 @@ class Checkpointer:
         rank, world_size = self._group.rank, self._group.world_size
         if given and not self._is_off:
             self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
-        self._position.watch((self._state.entries if self._state else entries_of(given)).values())
+        entries = self._state.entries if self._state else entries_of(given)
+        self._position.watch(entries.values())
+        self._periodics = periodics_of(entries, self._group, is_led=not self._position.decides)
         self._given = given
 
     @property
     def is_closed(self) -> bool:
         return self._watch.is_ended
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the newest step had been trained before, by an attempt that was lost, as far as this driver knows.
+
+        A logger that is told of the other steps only never goes backwards. What is known is rank 0's last word to the
+        coordinator, about a second old: after a hard kill the last steps before it may come twice.
+        """
+        return self._position.step <= self._furthest
 
     @property
     def standing(self) -> Standing:
@@ -171,6 +193,7 @@ class Checkpointer:
         selection = Selection.of(only, skip)
         if self._is_off:
             self._is_restored = True
+            start_alone(self._periodics, lambda: self._position.progress, world_size=self._group.world_size)
             return At(**asdict(self._position.progress), attempt=1)
         state = self._checked_state()
         group = self._group
@@ -183,6 +206,8 @@ class Checkpointer:
             if selection != EVERYTHING:
                 logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(group.uri), selection)
             self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
+            warn_of_rays_checkpoint(group, None)
+            self._furthest = furthest_of(claim.resume)
             self._save_at_start()
             return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
         began = time.monotonic()
@@ -204,6 +229,8 @@ class Checkpointer:
         if done.is_whole:  # else nothing in the bucket holds what stands here, and save() must save it
             self._begun = self._position.step, "roll" if done.manifest.rolling else "keep"
         say_what_changed(group, done.manifest, self.settings)
+        warn_of_rays_checkpoint(group, done.manifest)
+        self._furthest = furthest_of(resume)
         where = self._position.progress
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
@@ -266,6 +293,8 @@ class Checkpointer:
             saved_step=self._position.step,
             began_at=self._began_at,
         )
+        for periodic in self._periodics:
+            periodic.start(lambda: (self._position.progress, self._rhythm.clock_s))
         self._watch.start()
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
@@ -316,14 +345,25 @@ class Checkpointer:
             self.save_as(due, self._metrics)
 
     def save(
-        self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
+        self,
+        metrics: Mapping[str, object] | None = None,
+        *,
+        is_rolling: bool = False,
+        export: bool = False,
+        validate: bool = False,
     ) -> None:
         """Begin a save of the state as it stands. Does nothing, and logs that, when this step is saved so already, is
         being saved so, or was restored whole.
 
         is_rolling: it stays as one of the newest `rolling_keep_last` of its kind only. export: write the model as a
-        Hugging Face directory too, as `SaveSettings.exports` says."""
+        Hugging Face directory too, as `SaveSettings.exports` says. validate: have Ray run the trainer's validation
+        function (ValidationConfig) on this step's checkpoint once it is committed."""
+        validate &= not self._is_off
+        if validate:
+            ray_names.check_validation(is_ray_train=self._group.is_ray_train)
         self.save_as(due_of(self.settings, is_rolling=is_rolling, export=export), metrics)
+        if validate:
+            self._validate()
 
     def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
         """Like `save`, for callers that have already chosen the kind of save."""
@@ -341,6 +381,7 @@ class Checkpointer:
         self._hear_of(saver.wait_for_buffer())
         is_news = self._rhythm.wants_news()
         name = saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
+        self._begun_name = progress.step, name
         self._blocked_s = time.monotonic() - began
         self._rhythm.saved(self._blocked_s, progress, due, began=began)
         hurry = self._rhythm.is_hurried or self._position.is_hurried
@@ -367,6 +408,15 @@ class Checkpointer:
         if problem := saver.problem_since(failed):
             raise SaveFailedError(f"rank {self._group.rank}: wait(): {problem}")
 
+    def _validate(self) -> None:
+        saver, (step, name) = self._claimed(), self._begun_name
+        if step != self._position.step:
+            uri, at = self._group.uri, self._position.step
+            logger.warning("%s: step %d is not validated: it was not saved in this attempt", name_of(uri), at)
+            return
+        saver.validate(name)
+        self._rhythm.committed(saver.pointed, save_s=saver.save_s)  # it is told in its own turn
+
     def close(self) -> None:
         """Save the last step if it is not saved, wait for the commit, and put down in `latest` that the run has
         finished. Raises what kept the save from being committed."""
@@ -381,6 +431,7 @@ class Checkpointer:
                     self._save(self._metrics, "keep")
                 self._saver.finish(self._position.step)
                 self._saver.point_ray_to_newest()
+                self._rhythm.must_tell(self._saver.take_validations())
                 self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
                 self._rhythm.tell_ray_at_end()
                 if self._exporting is not None:
@@ -489,8 +540,10 @@ class Checkpointer:
         return self._saver
 
     def _hear_of(self, committed: str | None) -> None:
+        saver = self._claimed()
+        self._rhythm.must_tell(saver.take_validations())
         if committed is not None:
-            self._rhythm.committed(self._claimed().pointed, save_s=self._claimed().save_s)
+            self._rhythm.committed(saver.pointed, save_s=saver.save_s)
 
 
 def _check_choice(on_corrupt: OnCorrupt) -> None:

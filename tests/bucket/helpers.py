@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from raycheck.bucket import commit, layout
+from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.commit import Identity
 from raycheck.bucket.document import dump, seal
+from raycheck.bucket.exported import ExportRecord
 from raycheck.bucket.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.index_file import dump_index
 from raycheck.bucket.latest import Attempt, Entry, Latest
@@ -174,3 +176,20 @@ def resealed(text: str) -> bytes:
 
 def put_latest_tree(store: Store, tree: Mapping[str, Any]) -> None:
     store.put(layout.LATEST_KEY, sealed(tree))
+
+
+def write_export(
+    store: Store, place: str, checkpoint: str, *, run_id: str | None = None, by_training: bool = True
+) -> ExportRecord:
+    """What an export of that checkpoint would leave at `place`, with other weights."""
+    files = {"model-00001-of-00001.safetensors": b"w" * 50, "config.json": b"{}", layout.EXPORT_ENDS[0]: b'{"map": 1}'}
+    record = ExportRecord(
+        run_id=run_id or read_latest(store).run_id,
+        checkpoint=checkpoint,
+        by_training=by_training,
+        last=layout.EXPORT_ENDS[0],
+        files={name: len(data) for name, data in files.items()},
+    )
+    for name, data in {layout.EXPORT_RECORD: dump(record), **files}.items():
+        store.put(layout.export_key(place, name), data)
+    return record

@@ -24,7 +24,7 @@ from raycheck.bucket.sweep import prune, sweep
 from raycheck.cli import app
 from raycheck.errors import StoreError
 from raycheck.settings import Retention
-from tests.bucket.helpers import Driver
+from tests.bucket.helpers import Driver, write_export
 from tests.bucket.test_store import begin_upload
 
 POLICY = json.loads((Path(__file__).parents[2] / "cluster/bucket/policy.json").read_text())
@@ -114,6 +114,7 @@ def sweeps(store: Store) -> None:
     raycheck("sweep", store.uri, "--dry-run")
     raycheck("sweep", store.uri, "--whole")
     raycheck("prune", store.uri, "--keep-last", "1", "--grace", "0")
+    raycheck("prune-exports", store.uri, "--keep-last", "1")
     prune(Register(store), Retention(keep_last=1), grace_s=0.0)
 
 
@@ -129,6 +130,8 @@ def a_run(uri: str) -> None:
     ann.claim("g1")
     for save in (1, 2):
         ann.save(1, save)
+    for entry in ann.look().live:
+        write_export(store, layout.exports_prefix(entry.key), entry.key)
     store.put(layout.shard_key("step-000000040-a1-s4", "train", 0), b"torn")
     begin_upload(store, layout.shard_key("step-000000050-a1-s5", "train", 1))
     ann.claim("g2")

@@ -265,13 +265,15 @@ def test_a_sweeper_writes_nothing_but_a_new_latest(google: FaultProxy) -> None:
     assert all(parse_qs(split.query)["ifGenerationMatch"] != ["0"] for split in writes)
 
 
-def test_a_sweeper_may_delete_checkpoints_and_nothing_else(grants: list[Grant]) -> None:
+def test_a_sweeper_may_delete_checkpoints_and_exports_and_nothing_else(grants: list[Grant]) -> None:
     mine = [grant for grant in grants if grant.account == "sweeper"]
 
     def may(permission: str, name: str) -> bool:
         return any(grant.allows(permission, name) for grant in mine)
 
     assert may(DELETE, "runs/my-run/checkpoints/step-000000100-a3-s7/train/__0_0.distcp")
+    assert may(DELETE, "runs/my-run/exports/step120/config.json")
+    assert not may(CREATE, "runs/my-run/exports/step120/config.json")
     assert not may(DELETE, "runs/my-run/attempts/000002.json")
     assert not may(CREATE, "runs/my-run/checkpoints/step-000000100-a3-s7/manifest.json")
     assert not may(GET, "runs/my-run/checkpoints/step-000000100-a3-s7/train/__0_0.distcp")

@@ -24,7 +24,7 @@ from raycheck.bucket.store.uri import join_uri
 from raycheck.cli.common import age
 from raycheck.errors import NotFoundError
 from raycheck.run import open_run
-from tests.bucket.helpers import Driver
+from tests.bucket.helpers import Driver, write_export
 from tests.invariants import assert_invariants
 from tests.shards import hf
 from tests.shards.saving import save_state
@@ -318,6 +318,31 @@ def test_prune_keeps_one_per_span_of_seconds(run) -> None:
     assert json.loads(shown.stdout)["kept"][first.key] == "one per 1e+09 s"
     assert wrong.returncode == 2
     assert "keep_every_seconds" in wrong.stderr
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_prune_exports_says_first_what_goes_and_why_the_rest_stays(run, tmp_path, is_elsewhere: bool) -> None:
+    uri, store = run
+    to = ["--to", f"file://{tmp_path}/models"] if is_elsewhere else []
+    place, prefix = (open_store(to[1]), "") if is_elsewhere else (store, "exports/")
+    run_id = read_latest(store).run_id
+    for entry in read_latest(store).live:
+        write_export(place, f"{prefix}{entry.key}/", entry.key, run_id=run_id)
+    write_export(place, f"{prefix}mine/", read_latest(store).live[0].key, run_id=run_id, by_training=False)
+    before = sorted(item.key for item in place.list_objects(""))
+
+    dry = raycheck("prune-exports", uri, "--keep-last", "1", "--dry-run", *to)
+    untouched = sorted(item.key for item in place.list_objects("")) == before
+    done = raycheck("prune-exports", uri, "--keep-last", "1", "--json", *to)
+    no_rule = raycheck("prune-exports", uri)
+
+    gone = f"{prefix}step-000000003-a1-s1/"
+    assert untouched
+    assert "not among the newest 1" in dry.stdout
+    assert "it was exported by hand" in dry.stdout
+    assert json.loads(done.stdout)["deleted"] == [gone]
+    assert sorted(item.key for item in place.list_objects("")) == [key for key in before if not key.startswith(gone)]
+    assert no_rule.returncode == 2
 
 
 def test_prune_without_a_rule_drops_nothing_and_a_wrong_one_is_named(run) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray.train
 
 import raycheck
 from raycheck.bucket.status import read_status
@@ -19,10 +20,14 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
-    script, rules, settings, exports, led = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    script, rules, validated, periodic, settings, exports, led = re.findall(
+        r"```python\n(.*?)```", README, flags=re.DOTALL
+    )
     assert isinstance(given(settings)["storage"], raycheck.StorageSettings)
     given(rules)
     assert isinstance(given(exports)["exports"], raycheck.ExportSettings)
+    assert given(validated)["validation"].fn is not None
+    assert given(periodic)["evaluate"].every_steps == 500
     compile(led, "README.md", "exec")
     storage = f"file://{tmp_path}/runs"
     path = tmp_path / "train.py"
@@ -47,7 +52,7 @@ def test_the_script_of_the_readme_trains_and_commits(tmp_path: Path) -> None:
 
 
 def given(code: str) -> dict[str, object]:
-    names: dict[str, object] = {"raycheck": raycheck}
+    names: dict[str, object] = {"raycheck": raycheck, "ray": ray, "model": None, "optimizer": None}
     exec(code, names)
     return names
 

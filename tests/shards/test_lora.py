@@ -76,7 +76,7 @@ def test_peft_loads_the_adapter_and_computes_the_same(run: Store, tmp_path: Path
     written = export_hf(checkpoint, f"{tmp_path}/adapter")
 
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    assert set(written.files) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert set(written.files) == {"adapter_model.safetensors", "adapter_config.json", "raycheck.json"}
     assert not torch.equal(hf.logits(model), hf.logits(hf.llama()))
     assert torch.equal(hf.logits(loaded), hf.logits(model))
 

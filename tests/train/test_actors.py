@@ -327,3 +327,17 @@ def test_the_same_driver_goes_on_and_another_wish_to_resume_is_heard(actors: lis
         assert ckpt.restore().step == 4
     with led(actors, uri, resume=2) as ckpt:
         assert ckpt.restore().step == 2
+
+
+def test_the_drivers_own_periodic_work_goes_on_where_it_was(actors: list[Any], s3: str) -> None:
+    uri, turns = join_uri(s3, uuid4().hex), []
+    for steps in (5, 4):
+        evaluate = raycheck.Periodic(every_steps=3)
+        with led(actors, uri, state={"evaluate": evaluate}) as ckpt:
+            start = ckpt.restore().step
+            for step in range(start + 1, start + steps + 1):
+                ckpt.end_step()
+                if evaluate.take_turn():
+                    turns.append(step)
+
+    assert turns == [3, 6, 9]

@@ -108,6 +108,21 @@ def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_pa
 
 
 @pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_older_exports_go_where_it_is_asked_for_and_one_by_hand_stays(cluster: None, tmp_path) -> None:
+    uri = f"file://{tmp_path}/run"
+    ray.get(trainer_of(uri, every_steps=1, at_end=False, mode="sync").train.remote(1))
+    raycheck.export_hf(uri, f"{uri}/exports/by-hand")
+    trainer = trainer_of(uri, every_steps=2, mode="sync", keep_last=2, name="step{step}")
+
+    ray.get(trainer.train.remote(6))
+
+    assert sorted(folder.name for folder in (tmp_path / "run/exports").iterdir()) == ["by-hand", "step6", "step7"]
+    assert torch.equal(loaded_logits(tmp_path / "run/exports/step7"), ray.get(trainer.logits.remote()))
+    assert_invariants(open_store(uri))
+
+
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray itself warns
 def test_names_by_epoch_in_another_bucket_and_no_second_export_of_what_is_there(cluster: None, s3, tmp_path) -> None:

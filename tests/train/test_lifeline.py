@@ -57,6 +57,20 @@ def test_it_names_the_cause_and_counts_what_was_lost() -> None:
     assert (resume.restore_s, resume.restore_bytes) == (4.0, 1500)
 
 
+def test_how_far_a_driver_has_come_is_not_forgotten_when_a_later_attempt_ends_earlier() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+    lifeline.beat("g1", Pulse(step=150, trained_s=300.0, began_at=1000.0))
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    first = lifeline.resume(ENTRY, ARRIVALS)
+    lifeline.beat("g2", Pulse(step=125, trained_s=210.0, began_at=1000.0))
+    lifeline.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
+    second = lifeline.resume(ENTRY, ARRIVALS)
+
+    assert (first.lost_steps, first.furthest_step) == (30, 150)
+    assert (second.lost_steps, second.furthest_step) == (5, 150)
+
+
 def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_none() -> None:
     lifeline = Lifeline(Clock())
     lifeline.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
