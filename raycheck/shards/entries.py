@@ -20,6 +20,7 @@ from raycheck.shards.per_rank import PerRank, PerRankPart
 from raycheck.shards.plain_values import Held, HeldPart, InPlace, is_container
 from raycheck.shards.rank_zero import RankZero, RankZeroPart
 from raycheck.shards.selection import ASSETS, OWN_ENTRIES
+from raycheck.shards.stock_names import StockNames
 from raycheck.shards.wrappers import unwrapped
 
 
@@ -42,6 +43,14 @@ def parts_of(entries: Mapping[str, object], *, rank: int, world_size: int) -> li
     for part in parts:
         if isinstance(part, ModulePart):
             refuse_metrics_inside(part.name, part.module, metrics)
+    by_entry: dict[str, list[OptimizerPart]] = {}
+    for part in parts:
+        if isinstance(part, OptimizerPart):
+            by_entry.setdefault(part.name.partition(".")[0], []).append(part)
+    for entry, optimizers in by_entry.items():
+        names = StockNames(entry, optimizers)
+        for optimizer in optimizers:
+            optimizer.stock_names = names
     return parts
 
 
