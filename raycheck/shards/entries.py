@@ -131,7 +131,7 @@ def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: 
         return ModulePart(name, value)
     if isinstance(value, Held):
         return HeldPart(name, value, rank=rank)
-    if isinstance(value, Optimizer):
+    if isinstance(value, Optimizer) and _is_in_torchs_form(value):
         return OptimizerPart(name, value, named)
     if isinstance(value, PerRank):
         return PerRankPart(name, value, rank=rank)
@@ -151,6 +151,13 @@ def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: 
         f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict. Plain values go into "
         "a dict, which a restore fills in place"
     )
+
+
+def _is_in_torchs_form(optimizer: Optimizer) -> bool:
+    """Whether its state_dict() has state and groups. torchtitan's container of optimizers gives the flattened form."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return True
+    return {"state", "param_groups"} <= optimizer.state_dict().keys()
 
 
 def _is_entry(value: object) -> bool:

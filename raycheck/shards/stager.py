@@ -24,6 +24,7 @@ from raycheck.shards.stock_names import Places
 
 ALIGN = 64
 SLACK_BYTES = 1024 * 1024
+MAX_PICKLES = 1000
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
@@ -116,6 +117,7 @@ class Stager:
         self._is_dressed = False
         self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._pickles: dict[str, bytes] = {}
 
     def wanted(self, pieces: Sequence[Piece], *, world_size: int) -> int:
         """Bytes that this rank's part of `pieces` will take. What other ranks may hold as well counts by the share that
@@ -141,11 +143,11 @@ class Stager:
         the very list of the last time says that nothing but their elements changed. also: further places under which
         stock tools find a leaf. Raises ConfigError when memory is
         too small."""
-        records = [(name, path, _pickled(value)) for name, (path, value) in leaves.items()]
+        records = [(name, path, self._pickled(value)) for name, (path, value) in leaves.items()]
         sources = [piece.local for piece in pieces] if sources is None else sources
         self._plan(pieces, sources)
         tensors_end = self._end
-        total = tensors_end + sum(len(data) for _, _, data in records)
+        total = tensors_end + sum(len(data) for data in {data for _, _, data in records})
         if self._buffer is None or not self._suits(self._buffer, total):
             self._claim(_with_slack(total), sources)
         if not self._is_dressed:
@@ -153,15 +155,29 @@ class Stager:
         copied = self._copy(sources)
         view = self._view[:total]
         stock_leaves = []
-        at = tensors_end
+        at, there = tensors_end, dict[bytes, int]()  # equal leaves lie at one place
         for name, path, data in records:
-            view[at : at + len(data)] = data
-            leaf = Leaf(name=name, path=path, record_offset=at, record_size=len(data), **asdict(self._name))
+            if data not in there:
+                view[at : at + len(data)] = data
+                there[data] = at
+                at += len(data)
+            leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self._name))
             stock_leaves.append(leaf)
-            at += len(data)
         return Staged(
             view, self._slots, name=self._name, pieces=pieces, leaves=stock_leaves, also=also or {}, copied=copied
         )
+
+    def _pickled(self, value: object) -> bytes:
+        """What torch.save makes of it: slow, so that a plain value that was there at the last save is looked up."""
+        items = value if type(value) is tuple else (value,)
+        if not all(type(item) in (bool, int, float, str, type(None)) for item in items):
+            return _pickled(value)
+        if len(self._pickles) > MAX_PICKLES:
+            self._pickles.clear()
+        key = repr(value)
+        if key not in self._pickles:
+            self._pickles[key] = _pickled(value)
+        return self._pickles[key]
 
     def rows(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Rows:
         """Where these pieces would lie; checksums are not known."""

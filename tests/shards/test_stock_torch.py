@@ -24,7 +24,7 @@ from raycheck.shards.pieces import TRAIN
 from tests.shards import fsdp
 from tests.shards.conftest import Trained
 from tests.shards.ranks import Ranks
-from tests.shards.saving import save_state
+from tests.shards.saving import restore_state, save_state
 
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 
@@ -191,6 +191,57 @@ def test_stock_torch_reads_optimizers_in_both_of_its_layouts(files: Store, make:
     fsdp.assert_same(dict(two.state_dict()), dict(one.state_dict()))
     for first, second in zip(as_list(ours), as_list(theirs), strict=True):
         assert first.param_groups[0]["lr"] == second.param_groups[0]["lr"] != 0.125
+
+
+class OptimizersContainer(torch.optim.Optimizer):
+    """As torchtitan has it: one optimizer per part of a pipeline, whose states it flattens together."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self.parts = parts
+        self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.01) for part in parts]
+        super().__init__([parameter for part in parts for parameter in part.parameters()], {"lr": 0.01})
+
+    def step(self, *_: Any, **__: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        pairs = zip(self.parts, self.optimizers, strict=True)
+        return {
+            key: value
+            for part, optimizer in pairs
+            for key, value in get_optimizer_state_dict(part, optimizer, options=flat).items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
+            set_optimizer_state_dict(part, optimizer, state_dict, options=flat)
+
+
+@no_group
+@pytest.mark.parametrize("is_stock", [False, True], ids=["raycheck", "stock torch"])
+def test_a_container_that_flattens_its_optimizers_comes_back(files: Store, is_stock: bool):
+    one, two = small(1), small(2)
+    ours, theirs = OptimizersContainer([one]), OptimizersContainer([two])
+    step(one, ours, 3)
+    checkpoint = save_state(files, {"model": one, "optimizer": ours})
+
+    if is_stock:
+        found = {"model": two.state_dict(), "optimizer": theirs.state_dict()}
+        dcp.load(found, storage_reader=FileSystemReader(place_of(checkpoint)[1]))
+        theirs.load_state_dict(found["optimizer"])
+    else:
+        restore_state(checkpoint, {"model": two, "optimizer": theirs})
+
+    step(one, ours, 2)
+    step(two, theirs, 2)
+    fsdp.assert_same(dict(two.state_dict()), dict(one.state_dict()))
 
 
 @no_group
