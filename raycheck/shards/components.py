@@ -21,6 +21,7 @@ from raycheck.shards.digest import Digest, digests
 from raycheck.shards.pieces import TRAIN, Piece
 from raycheck.shards.shard import Rows, Shard
 from raycheck.shards.stager import Leaves, Staged, Stager
+from raycheck.shards.stock_names import Places
 
 MAX_NAME = 90
 Planned = tuple[Sequence[Piece], Sequence[torch.Tensor]]
@@ -176,13 +177,13 @@ class Components:
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
 
-    def stage(self, planned: Mapping[str, Planned], leaves: Leaves) -> StagedState:
-        """planned: by component. See Stager.stage."""
+    def stage(self, planned: Mapping[str, Planned], leaves: Leaves, also: Places) -> StagedState:
+        """planned: by component. also: further places of the leaves. See Stager.stage."""
         staged, kept, written = [], [], {}
         for component, (pieces, sources) in planned.items():
             if component == TRAIN:
                 self._train.append(self._train.pop(0))
-                staged.append(self._train[0].stage(pieces, leaves, sources))
+                staged.append(self._train[0].stage(pieces, leaves, sources, also))
                 continue
             stager, found = self._stager(component), _digests(pieces, sources)
             there = self._there(component, pieces, sources)

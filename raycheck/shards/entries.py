@@ -20,6 +20,7 @@ from raycheck.shards.per_rank import PerRank, PerRankPart
 from raycheck.shards.plain_values import Held, HeldPart, InPlace, is_container
 from raycheck.shards.rank_zero import RankZero, RankZeroPart
 from raycheck.shards.selection import ASSETS, OWN_ENTRIES
+from raycheck.shards.stock_names import StockNames
 from raycheck.shards.wrappers import unwrapped
 
 
@@ -42,6 +43,14 @@ def parts_of(entries: Mapping[str, object], *, rank: int, world_size: int) -> li
     for part in parts:
         if isinstance(part, ModulePart):
             refuse_metrics_inside(part.name, part.module, metrics)
+    by_entry: dict[str, list[OptimizerPart]] = {}
+    for part in parts:
+        if isinstance(part, OptimizerPart):
+            by_entry.setdefault(part.name.partition(".")[0], []).append(part)
+    for entry, optimizers in by_entry.items():
+        names = StockNames(entry, optimizers)
+        for optimizer in optimizers:
+            optimizer.stock_names = names
     return parts
 
 
@@ -122,7 +131,7 @@ def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: 
         return ModulePart(name, value)
     if isinstance(value, Held):
         return HeldPart(name, value, rank=rank)
-    if isinstance(value, Optimizer):
+    if isinstance(value, Optimizer) and _is_in_torchs_form(value):
         return OptimizerPart(name, value, named)
     if isinstance(value, PerRank):
         return PerRankPart(name, value, rank=rank)
@@ -142,6 +151,13 @@ def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: 
         f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict. Plain values go into "
         "a dict, which a restore fills in place"
     )
+
+
+def _is_in_torchs_form(optimizer: Optimizer) -> bool:
+    """Whether its state_dict() has state and groups. torchtitan's container of optimizers gives the flattened form."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return True
+    return {"state", "param_groups"} <= optimizer.state_dict().keys()
 
 
 def _is_entry(value: object) -> bool:

@@ -1,7 +1,7 @@
 """Optimizers as a part of the train state: keyed by parameter name, allocated from the checkpoint."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import NoneType
@@ -18,6 +18,7 @@ from raycheck.shards.names import NamedParameters
 from raycheck.shards.overlap import overlaps_itself
 from raycheck.shards.parts import Gathered, Named, Part, SavedPart, empty_like
 from raycheck.shards.proof import holds
+from raycheck.shards.stock_names import StockNames
 from raycheck.shards.watch import Watch, local_of
 
 OWN = "own_state"
@@ -40,6 +41,7 @@ class OptimizerPart(Part):
         super().__init__(name)
         self.optimizer = optimizer
         self._named = named
+        self.stock_names = StockNames(name, [self])
         self._last: tuple[Watch, Gathered] | None = None
         self._known: list[list[torch.Tensor]] = []
         self._names: list[list[str]] = []
@@ -55,6 +57,7 @@ class OptimizerPart(Part):
         named = self._named.of(p for group in groups for p in group)
         parts = {named[p][0] for group in groups for p in group if p in named}
         self._last = None
+        self.stock_names.changed()
         self._known = groups
         self._names = [
             [
@@ -69,8 +72,24 @@ class OptimizerPart(Part):
             for name, p in zip(names, group, strict=True)
         }
 
+    @property
+    def parameters(self) -> Sequence[Sequence[str]]:
+        """The names of the parameters, by group."""
+        return self._names
+
     def gather(self) -> Gathered:
         self._look_at_groups()
+        found = self._gather()
+        also = self.stock_names.tensors(self, found.tensors)
+        leaves = {name: path for name, (path, _) in found.leaves.items()}
+        return replace(
+            found,
+            tensors={**found.tensors, **{also[name][0]: found.tensors[name] for name in also}},
+            paths={**found.paths, **dict(also.values())} if also else found.paths,
+            also=self.stock_names.leaves(self, leaves),
+        )
+
+    def _gather(self) -> Gathered:
         if self._last is not None:
             watch, found = self._last
             tensors = watch.look()

@@ -7,7 +7,7 @@ the plainest kind, anything with state_dict/load_state_dict; modules.py, optimiz
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.classes import KnownClasses
 from raycheck.shards.meta_tensors import is_on_meta
 from raycheck.shards.proof import has_memory
+from raycheck.shards.stock_names import Places
 from raycheck.shards.unsaved import refuse_unsaved
 from raycheck.shards.watch import Form, form_of
 
@@ -35,7 +36,8 @@ class Gathered:
     """A part's live state: tensors by name, their paths where they are known, values as a lossless tree, and the
     non-tensor leaves (name to path and object) that only stock tools read.
 
-    frozen: names of tensors that training does not change, as far as the part knows. is_as_before: known to be the same
+    frozen: names of tensors that training does not change, as far as the part knows. also: further places where stock
+    tools look for a leaf. is_as_before: known to be the same
     bytes of memory under the same names as the last time, and frozen as then.
     """
 
@@ -44,6 +46,7 @@ class Gathered:
     values: Any
     leaves: Leaves
     frozen: frozenset[str] = frozenset()
+    also: Places = field(default_factory=dict)
     is_as_before: bool = False
 
 

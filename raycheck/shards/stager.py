@@ -7,7 +7,7 @@ was started from it has ended; the caller waits for that.
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import repeat
 from typing import Any, cast
 
@@ -20,9 +20,11 @@ from raycheck.shards.buffer import Buffer
 from raycheck.shards.frame import frame_for
 from raycheck.shards.pieces import Piece, strides_of
 from raycheck.shards.shard import Rows, Shard, ShardName, Slot, rows
+from raycheck.shards.stock_names import Places
 
 ALIGN = 64
 SLACK_BYTES = 1024 * 1024
+MAX_PICKLES = 1000
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
@@ -40,6 +42,7 @@ class Staged:
         name: ShardName,
         pieces: Sequence[Piece],
         leaves: Sequence[Leaf],
+        also: Places,
         copied: Sequence[torch.Event],
     ) -> None:
         self.name = name
@@ -47,6 +50,7 @@ class Staged:
         self._slots = slots
         self._pieces = pieces
         self._leaves = leaves
+        self._also = also
         self._copied = copied
         self._crcs: list[tuple[int, ...]] = []
         self._shard: Shard | None = None
@@ -78,7 +82,9 @@ class Staged:
             assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
             record = ShardRecord(**asdict(self.name), size_bytes=self.size_bytes, crc32=self.crc32)
             tensors, chunks = rows(self.name, self._pieces, self._slots, self._crcs)
-            self._shard = Shard(record=record, tensors=tensors, chunks=chunks, leaves=tuple(self._leaves))
+            more = [(leaf, place) for leaf in self._leaves for place in self._also.get(leaf.name, ())]
+            leaves = (*self._leaves, *(replace(leaf, name=name, path=path) for leaf, (name, path) in more))
+            self._shard = Shard(record=record, tensors=tensors, chunks=chunks, leaves=leaves)
         return self._shard
 
     def _seal(self, slot: Slot) -> None:
@@ -111,6 +117,7 @@ class Stager:
         self._is_dressed = False
         self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._pickles: dict[str, bytes] = {}
 
     def wanted(self, pieces: Sequence[Piece], *, world_size: int) -> int:
         """Bytes that this rank's part of `pieces` will take. What other ranks may hold as well counts by the share that
@@ -124,16 +131,23 @@ class Stager:
         if self._buffer is None:
             self._claim(self.wanted(pieces, world_size=world_size), [p.local for p in pieces]).fault_in()
 
-    def stage(self, pieces: Sequence[Piece], leaves: Leaves, sources: Sequence[torch.Tensor] | None = None) -> Staged:
+    def stage(
+        self,
+        pieces: Sequence[Piece],
+        leaves: Leaves,
+        sources: Sequence[torch.Tensor] | None = None,
+        also: Places | None = None,
+    ) -> Staged:
         """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
         order before anything the caller's device stream does next. sources: the live tensors of pieces without memory;
-        the very list of the last time says that nothing but their elements changed. Raises ConfigError when memory is
+        the very list of the last time says that nothing but their elements changed. also: further places under which
+        stock tools find a leaf. Raises ConfigError when memory is
         too small."""
-        records = [(name, path, _pickled(value)) for name, (path, value) in leaves.items()]
+        records = [(name, path, self._pickled(value)) for name, (path, value) in leaves.items()]
         sources = [piece.local for piece in pieces] if sources is None else sources
         self._plan(pieces, sources)
         tensors_end = self._end
-        total = tensors_end + sum(len(data) for _, _, data in records)
+        total = tensors_end + sum(len(data) for data in {data for _, _, data in records})
         if self._buffer is None or not self._suits(self._buffer, total):
             self._claim(_with_slack(total), sources)
         if not self._is_dressed:
@@ -141,13 +155,29 @@ class Stager:
         copied = self._copy(sources)
         view = self._view[:total]
         stock_leaves = []
-        at = tensors_end
+        at, there = tensors_end, dict[bytes, int]()  # equal leaves lie at one place
         for name, path, data in records:
-            view[at : at + len(data)] = data
-            leaf = Leaf(name=name, path=path, record_offset=at, record_size=len(data), **asdict(self._name))
+            if data not in there:
+                view[at : at + len(data)] = data
+                there[data] = at
+                at += len(data)
+            leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self._name))
             stock_leaves.append(leaf)
-            at += len(data)
-        return Staged(view, self._slots, name=self._name, pieces=pieces, leaves=stock_leaves, copied=copied)
+        return Staged(
+            view, self._slots, name=self._name, pieces=pieces, leaves=stock_leaves, also=also or {}, copied=copied
+        )
+
+    def _pickled(self, value: object) -> bytes:
+        """What torch.save makes of it: slow, so that a plain value that was there at the last save is looked up."""
+        items = value if type(value) is tuple else (value,)
+        if not all(type(item) in (bool, int, float, str, type(None)) for item in items):
+            return _pickled(value)
+        if len(self._pickles) > MAX_PICKLES:
+            self._pickles.clear()
+        key = repr(value)
+        if key not in self._pickles:
+            self._pickles[key] = _pickled(value)
+        return self._pickles[key]
 
     def rows(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Rows:
         """Where these pieces would lie; checksums are not known."""

@@ -25,7 +25,7 @@ from raycheck.shards.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.modules import ModulePart
 from raycheck.shards.overlap import overlapping, read_again, writable
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
-from raycheck.shards.pieces import TRAIN, Piece, mine, piece_of, tied, without_memory
+from raycheck.shards.pieces import TRAIN, Piece, Place, mine, piece_of, tied, without_memory
 from raycheck.shards.progress import Progress
 from raycheck.shards.proof import Written, not_restored
 from raycheck.shards.rank_zero import RankZeroPart
@@ -118,6 +118,7 @@ class TrainState:
         values: dict[str, Any] = {}
         rank_values: dict[str, Any] = {"rng": rng_values()}
         leaves: Leaves = {}
+        also: dict[str, Sequence[Place]] = {}
         if self._rank == 0:
             values |= {"progress": progress.values(), ASSETS: self._assets}
             leaves |= {f"progress.{name}": (("progress", name), count) for name, count in asdict(progress).items()}
@@ -125,10 +126,12 @@ class TrainState:
             if self._rank == 0 and not part.is_per_rank:
                 values[part.name] = found.values
                 leaves |= found.leaves
+                also |= found.also
             elif part.is_per_rank or part.name in self._agreement.apart:
                 rank_values[part.name] = found.values
                 leaves |= found.leaves
-        staged = self.components.stage(self._own(gathered), leaves)
+                also |= found.also
+        staged = self.components.stage(self._own(gathered), leaves, also)
         return replace(staged, values=values, rank_values=rank_values)
 
     def apply(

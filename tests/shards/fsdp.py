@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -100,6 +100,16 @@ def load_by_stock_torch(rank: int, world_size: int, reader: type, place: str, op
         optim_state_dict=nested["optimizer"],
     )
     assert nested["progress"] == {"step": 3, "epoch": 1, "samples": 24}
+    return full(state)
+
+
+def load_flattened_by_stock_torch(rank: int, world_size: int, place: str) -> Tensors:
+    """In torchtitan's layout."""
+    state = build(world_size, seed=2)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"], options=flat)
+    dcp.load({"model": model, "optimizer": optimizer}, storage_reader=dcp.FileSystemReader(place))
+    set_state_dict(state["model"], state["optimizer"], model_state_dict=model, optim_state_dict=optimizer, options=flat)
     return full(state)
 
 
