@@ -77,6 +77,7 @@ def test_a_run_that_is_submitted_again_after_its_end_does_nothing_and_says_so(jo
 def train_badly(config: dict[str, Any]) -> None:
     """Raises what `config` says, on rank 0, before its first step or after it; or rank 1 dies once."""
     folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
+    torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     with raycheck.Checkpointer({"model": model}, raycheck.SaveSettings(every_steps=1)) as ckpt:
         at = ckpt.restore()
