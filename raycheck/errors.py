@@ -2,8 +2,10 @@
 
 All take one message that names the object and says what to do, so that they survive pickling between Ray's
 processes unchanged. `ends_run` marks those which a restart cannot cure: `raycheck.fit` stops the run on them
-however many failures Ray may still retry.
+however many failures Ray may still retry. Their text may quote what lies in a bucket, so it is made fit for a terminal.
 """
+
+from raycheck.terminal import printable_lines
 
 
 class RaycheckError(Exception):
@@ -11,12 +13,15 @@ class RaycheckError(Exception):
 
     ends_run = False
 
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
+
 
 class NotFoundError(RaycheckError, FileNotFoundError):
     """An object, checkpoint or run that was named does not exist."""
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return printable_lines(str(self.args[0]))
 
 
 class ConflictError(RaycheckError):

@@ -259,6 +259,8 @@ class Server:
 
     async def _upload(self, request: web.Request) -> web.Response:
         bucket, query = request.match_info["bucket"], dict(request.query)
+        if "upload_id" in query:  # gcsfs sends its chunks by POST
+            return await self._chunk(request)
         self.gcs.bucket(bucket)
         body = await request.read()
         kind = query.get("uploadType")

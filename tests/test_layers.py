@@ -12,7 +12,16 @@ import raycheck
 from raycheck import errors
 
 PACKAGE = Path(raycheck.__file__).parent
-RINGS = {"errors": 0, "settings": 0, "storage_settings": 0, "nodes": 1, "bucket": 1, "shards": 2, "train": 3}
+RINGS = {
+    "terminal": 0,
+    "errors": 0,
+    "settings": 0,
+    "storage_settings": 0,
+    "nodes": 1,
+    "bucket": 1,
+    "shards": 2,
+    "train": 3,
+}
 RINGS |= {"run": 4, "submit": 4, "cli": 5, "demo": 5, "__main__": 6}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -87,6 +96,18 @@ def test_only_the_store_touches_a_store_client() -> None:
             alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
         }
         assert not names & clients or path.parent.name == "store", path
+
+
+def test_the_command_line_prints_only_text_that_is_fit_for_a_terminal() -> None:
+    """By the Text of cli/common.py. rich's own would hand on what lies in a bucket, and a bare str is its markup."""
+    for path in sorted((PACKAGE / "cli").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        assert path.name == "common.py" or "rich.text" not in path.read_text(), path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("out.print", "table.add_row"):
+                for item in node.args:
+                    is_fit = ast.unparse(item).startswith(("Text(", "table", "*map(Text, ", "*(Text("))
+                    assert is_fit, f"{path.name}:{node.lineno}"
 
 
 def test_browsing_imports_neither_torch_nor_ray() -> None:

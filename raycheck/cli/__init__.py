@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 import raycheck
-from raycheck.cli.common import Json, Step, Storage, Uri, out, print_json, settings_of, size, with_flags
+from raycheck.cli.common import Json, Step, Storage, Text, Uri, out, print_json, settings_of, size, with_flags
 from raycheck.cli.jobs import COMMANDS as SUBMITTING
 from raycheck.cli.keep import COMMANDS as KEEPING
 from raycheck.cli.look import COMMANDS as LOOKING

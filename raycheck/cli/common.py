@@ -10,12 +10,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
+import rich.text
 import typer
 from rich.console import Console
 
 from raycheck.bucket.status import ago
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
+from raycheck.terminal import printable
 
 UNCUT = 1_000_000
 out = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else UNCUT)
@@ -24,6 +26,15 @@ Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run na
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
 Step = Annotated[int | None, typer.Option(help="Only the checkpoint of this step.")]
+
+
+class Text(rich.text.Text):
+    """A line or a cell. What is in it is never markup, nor obeyed by a terminal; blank lines around it stay."""
+
+    def __init__(self, text: str = "") -> None:
+        bare = text.strip("\n")
+        before, _, after = text.partition(bare) if bare else (text, "", "")
+        super().__init__(before + printable(bare) + after)
 
 
 def size(count: float) -> str:
@@ -93,4 +104,5 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_json(value: object) -> None:
-    print(json.dumps(value, indent=1))  # noqa: T201
+    """Exact JSON. It escapes all but one of the characters that are no text: DEL."""
+    print(json.dumps(value, indent=1).replace("\x7f", "\\u007f"))  # noqa: T201

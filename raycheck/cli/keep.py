@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from raycheck.bucket import edits, exported, layout
 from raycheck.bucket import sweep as deletes
@@ -18,7 +17,7 @@ from raycheck.bucket.retention import judge
 from raycheck.bucket.rewind import rewind as rewind_run
 from raycheck.bucket.store import open_store
 from raycheck.bucket.sweep import GRACE_S, Waste
-from raycheck.cli.common import Json, Storage, Uri, out, print_json, settings_of, size
+from raycheck.cli.common import Json, Storage, Text, Uri, out, print_json, settings_of, size
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention

@@ -6,13 +6,25 @@ from typing import Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from raycheck.bucket.catalog import Checkpoint
 from raycheck.bucket.index import Index
 from raycheck.bucket.record import Resume, resumes
 from raycheck.bucket.status import read_status
-from raycheck.cli.common import Json, Step, Storage, Uri, age, out, print_json, settings_of, short_number, size, time_of
+from raycheck.cli.common import (
+    Json,
+    Step,
+    Storage,
+    Text,
+    Uri,
+    age,
+    out,
+    print_json,
+    settings_of,
+    short_number,
+    size,
+    time_of,
+)
 from raycheck.errors import NotFoundError
 from raycheck.run import Run, open_run
 
@@ -59,7 +71,8 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     if as_json:
         print_json(facts)
         return
-    out.print(Text(f"run {uri}\nid {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
+    out.print(Text(f"run {uri}"))
+    out.print(Text(f"id {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
     out.print(Text(f"{status.text}\n"), soft_wrap=True)
     table = Table("attempt", "ranks", "restored", "saves", "claimed", "age", box=None, pad_edge=False)
     for item in run.latest.attempts:

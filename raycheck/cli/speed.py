@@ -11,14 +11,13 @@ from uuid import uuid4
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from raycheck.bucket import layout
 from raycheck.bucket import requests as counted
 from raycheck.bucket.requests import GET_PRICE, PUT_PRICE, Requests
 from raycheck.bucket.speed import MIB, MIN_ROUNDS, Direction, Measured, Series, Way, measure
 from raycheck.bucket.store import open_store
-from raycheck.cli.common import Json, Storage, out, print_json, settings_of
+from raycheck.cli.common import Json, Storage, Text, out, print_json, settings_of
 from raycheck.storage_settings import kind_of
 
 Where = Annotated[str, typer.Argument(help="A place in the bucket, e.g. s3://bucket/runs/my-run; it may be empty.")]

@@ -29,7 +29,7 @@ from raycheck.train.ray_names import (
     refuse_unsupported,
     release_nodes_of,
 )
-from raycheck.train.ray_storage import ray_storage, storage_uri
+from raycheck.train.ray_storage import check_ray_storage, ray_storage, storage_uri
 from raycheck.train.signals import saves_on_signals
 
 MAX_FAILURES = 3
@@ -56,10 +56,11 @@ def fit(
 
     SIGUSR1 to this process asks for a save; SIGTERM too, and ends it after the commit, for which it waits 30 s and
     three times the last save at most. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is
-    started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume,
-    FencedError when another driver has taken the run over, and Ray's TrainingFailedError for everything else that ends
-    a run; but a mistake in the program (`ray_names.MISTAKES`: AttributeError, TypeError, ImportError and the like) is
-    raised as it is and at once when this call has not completed a step by then, since another try would end alike.
+    started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume and for a
+    place that Ray's own file system does not reach, where Ray would hang; FencedError when another driver has taken the
+    run over, and Ray's TrainingFailedError for everything else that ends a run; but a mistake in the program
+    (`ray_names.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as it is and at once when this
+    call has not completed a step by then, since another try would end alike.
     """
     show_log()
     if not enabled:
@@ -68,7 +69,9 @@ def fit(
     config = trainer.run_config
     where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
     uri = join_uri(where, config.name)
-    resume = checked_resume(resume, open_store(uri), storage)
+    store = open_store(uri)
+    resume = checked_resume(resume, store, storage)
+    check_ray_storage(config, where, store)
     _settle_failures(config)
     # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))

@@ -2,7 +2,10 @@
 
 import logging
 
+from raycheck.terminal import PrintableFilter
+
 logger = logging.getLogger("raycheck")
+logger.addFilter(PrintableFilter())
 
 
 def name_of(uri: str) -> str:

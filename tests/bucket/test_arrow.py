@@ -21,6 +21,7 @@ def name_of(value: object) -> str:
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,16 @@ def test_settings_of_the_environment_reach_ray_too(monkeypatch):
     _, files = ray_filesystem("s3://bucket/of-the-environment")
 
     assert files.handler.fs.endpoint_url == "http://127.0.0.1:9000"
+
+
+def test_an_emulator_of_google_reaches_ray_too(monkeypatch):
+    """pyarrow's own client does not know this variable, and would look for credentials for a quarter of an hour."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+
+    path, files = ray_filesystem("gs://bucket/runs")
+
+    assert path == "bucket/runs"
+    assert uri_of(files, "bucket/runs/r") == "gs://bucket/runs/r"
 
 
 def test_azure_is_given_as_a_file_system_where_its_scheme_is_not_pyarrows():

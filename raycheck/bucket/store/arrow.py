@@ -2,9 +2,14 @@
 
 Ray takes the URI itself wherever pyarrow can say all of it. Otherwise it is given an fsspec file system that is nothing
 but the URI: pickled it carries no secret, and equal URIs are equal file systems, which Ray compares.
+
+`main` is a process that uses Ray's file system as Ray would, for a caller who ends it when it hangs: pyarrow waits in
+C++, some of its clients for a quarter of an hour, and no thread of Python could be told to stop.
 """
 
 import os
+import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -75,6 +80,39 @@ def uri_of(filesystem: Any, path: str) -> str:
     return settings.into(f"{'s3' if kind == 'S3FileSystem' else 'gs'}://{_quoted(path)}")
 
 
+def main() -> None:
+    """Reads a file by Ray's file system and writes another; says on stdout what it is about to do, and what it cannot.
+
+    From stdin, pickled: Ray's storage path and file system (None: of the path), the two names, and the bytes.
+    """
+    storage_path, files, source, target, data = pickle.load(sys.stdin.buffer)  # noqa: S301  of its parent process
+    doing = "be made for it"
+    try:
+        from pyarrow.fs import FileSystem
+
+        files, path = FileSystem.from_uri(storage_path) if files is None else (files, storage_path)
+        doing = _begin("read there what raycheck has written")
+        with files.open_input_stream(f"{path.rstrip('/')}/{source}") as stream:
+            assert stream.read() == data, "these are other bytes"
+        doing = _begin("write there")
+        with files.open_output_stream(f"{path.rstrip('/')}/{target}") as stream:
+            stream.write(data)
+        _begin("")
+    except Exception as error:  # noqa: BLE001  whatever it is, the caller reports it
+        _say("failed", f"{doing}: {type(error).__name__}: {error}")
+    os._exit(0)  # pyarrow's threads may not end by themselves
+
+
+def _begin(doing: str) -> str:
+    _say("begins", doing)
+    return doing
+
+
+def _say(*words: str) -> None:
+    sys.stdout.write("\0".join(words) + "\1")
+    sys.stdout.flush()
+
+
 def _is_sayable(uri: str, at: Address) -> bool:
     """Whether pyarrow would do all that raycheck does. It reads AWS's region, endpoint and profile from the environment
     itself, and of az:// it speaks the other spelling only."""
@@ -82,7 +120,9 @@ def _is_sayable(uri: str, at: Address) -> bool:
     is_pyarrows_scheme = at.kind != "az" or (uri.startswith("abfs") and "?" not in uri)
     has_own_environment = any(name.startswith("RAYCHECK_STORAGE_") for name in os.environ)
     has_own_ca = at.kind == "s3" and not at.settings.is_plain_http and bool(os.environ.get("AWS_CA_BUNDLE"))
-    return is_pyarrows_scheme and said <= SAYABLE_TO_PYARROW[at.kind] and not has_own_environment and not has_own_ca
+    has_emulator = at.kind == "gs" and bool(os.environ.get("STORAGE_EMULATOR_HOST"))  # pyarrow does not look at it
+    has_own = has_own_environment or has_own_ca or has_emulator
+    return is_pyarrows_scheme and said <= SAYABLE_TO_PYARROW[at.kind] and not has_own
 
 
 def _of_azure(options: Mapping[str, Any]) -> StorageSettings:
