@@ -44,11 +44,33 @@ def verify(checkpoint: "Checkpoint", *, reads: bool) -> Iterator[Finding]:
     yield Finding(key=key, size_bytes=store.head(key))
     index = cache(partial(checkpoint.index, manifest, values=False))
     for key, record in manifest.objects():
-        there, problem = _looked_at(store, key, record.size_bytes, record.crc32 if reads else None)
+        try:
+            there, problem = _looked_at(store, key, record.size_bytes, record.crc32 if reads else None)
+        except CorruptError as error:  # no file, or one that has shrunk meanwhile
+            there, problem = None, str(error)
         where: tuple[str, ...] = ()
         if problem and isinstance(record, ShardRecord):
             where = _where(store, index, key, record, there or 0)
         yield Finding(key=key, size_bytes=record.size_bytes, problem=problem, where=where)
+
+
+def _looked_at(store: Store, key: str, size: int, crc: int | None) -> tuple[int | None, str]:
+    """Size of an object, None when it is missing, and what is wrong with it. crc: None when only its size counts. Each
+    answer is asked for again before it counts: it may have been changed on its way."""
+    there = next((there for _ in range(READS - 1) if (there := _size(store, key)) == size), None)
+    there = _size(store, key) if there is None else there
+    if there is None:
+        return there, "missing"
+    if there != size:
+        return there, f"has {there} bytes, the manifest says {size}"
+    total = crc
+    for _ in range(READS if crc is not None else 0):
+        total = 0
+        for start in range(0, size, READ_BYTES):
+            total = crc32(store.get_range(key, start, min(start + READ_BYTES, size)), total)
+        if total == crc:
+            break
+    return there, "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
 
 
 def _size(store: Store, key: str) -> int | None:
@@ -56,29 +78,6 @@ def _size(store: Store, key: str) -> int | None:
         return store.head(key)
     except NotFoundError:
         return None
-
-
-def _looked_at(store: Store, key: str, size: int, crc: int | None) -> tuple[int | None, str]:
-    """Size of an object, None when it is missing, and what is wrong with it, after looking twice."""
-    for _ in range(READS):
-        there = _size(store, key)
-        problem = _problem(store, key, there, size, crc)
-        if not problem:
-            break
-    return there, problem
-
-
-def _problem(store: Store, key: str, there: int | None, size: int, crc: int | None) -> str:
-    if there is None:
-        return "missing"
-    if there != size:
-        return f"has {there} bytes, the manifest says {size}"
-    total = crc
-    if crc is not None:
-        total = 0
-        for start in range(0, size, READ_BYTES):
-            total = crc32(store.get_range(key, start, min(start + READ_BYTES, size)), total)
-    return "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
 
 
 def _where(

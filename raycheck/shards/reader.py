@@ -16,7 +16,7 @@ from raycheck.bucket.checksum import READS, SUB_BLOCK, crc32
 from raycheck.bucket.index import Chunk, Index, Tensor
 from raycheck.bucket.layout import shard_file
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, DamagedError
+from raycheck.errors import CorruptError, DamagedError, NotFoundError
 from raycheck.shards.pieces import Piece, strides_of
 from raycheck.shards.proof import Written, written_bytes
 
@@ -186,6 +186,9 @@ def _serve(store: Store, request: Request) -> list[tuple[Piece, int]]:
         except CorruptError as error:
             if attempt == READS:
                 raise _damaged(request, error) from None
+        except NotFoundError:
+            if attempt == READS:
+                raise
         else:
             return counts
     raise AssertionError("the last reading returns or raises")

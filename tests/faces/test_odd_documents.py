@@ -10,6 +10,7 @@ import json
 import math
 import os
 import struct
+import subprocess
 import sys
 import time
 import zlib
@@ -265,3 +266,132 @@ def test_no_document_ends_a_command_with_a_traceback(
         check(documents.store.uri, command, tmp_path_factory.getbasetemp())
     finally:
         documents.restore()
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "prune", "sweep"])
+@pytest.mark.parametrize("at", [1e18, -1e15, 1e300, -1e300, 0, -1])
+def test_a_time_that_no_calendar_has_is_shown_as_none(
+    documents: Documents, tmp_path: Path, command: str, at: float
+) -> None:
+    def edit(tree: Any) -> Any:
+        tree["attempts"][-1]["claimed_at"] = at
+        tree["evicted"] = [{"key": "step-000000001-a1-s9", "at": at}]
+        for entry in tree["live"]:
+            entry["committed_at"] = at
+        return tree
+
+    documents.change("latest", edit)
+
+    try:
+        assert check(documents.store.uri, command, tmp_path) == (0, "")
+    finally:
+        documents.restore()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_pipe_in_place_of_a_document_is_an_error_and_not_a_wait(tmp_path: Path, command: str) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    a_run(store)
+    for key in [layout.LATEST_KEY, layout.attempt_key(1)]:
+        store.delete(key)
+        os.mkfifo(tmp_path / "run" / key)
+
+    code, stderr = check(store.uri, command, tmp_path)
+
+    assert code == 2
+    assert "latest is no file but a pipe" in stderr
+
+
+@pytest.mark.parametrize("key", ["latest", "manifest.json", "index", "shard"])
+def test_a_pipe_below_a_checkpoint_is_damage(tmp_path: Path, key: str) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    a_run(store)
+    name = read_latest(store).head
+    assert name is not None
+    paths = {"manifest.json": layout.manifest_key(name), "index": layout.index_key(name), "latest": layout.LATEST_KEY}
+    path = tmp_path / "run" / paths.get(key, layout.shard_key(name, "train", 0))
+    path.unlink()
+    os.mkfifo(path)
+
+    assert check(store.uri, "verify", tmp_path)[0] == (2 if key == "latest" else 1)
+
+
+# --- memory ---
+
+GIB = 1 << 30
+MEGABYTES = 200
+"""What a command may take more than it takes of a run without anything odd; torch is loaded in both."""
+
+
+def peak_megabytes(*arguments: str) -> float:
+    """Of a process of its own."""
+    program = (
+        "import re, sys\n"
+        "from pathlib import Path\n"
+        "from raycheck.cli import main\n"
+        "sys.argv = ['raycheck', *sys.argv[1:]]\n"
+        "try:\n    main()\n"
+        # not ru_maxrss, which begins with that of the process that started this one
+        "finally:\n    print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1], file=sys.stderr)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert "Traceback" not in ended.stderr
+    return int(ended.stderr.split()[-1]) / 1e3
+
+
+def grown_values(tree: Any) -> Any:
+    """A hundred megabytes of brackets, of which the stream has a thousandth."""
+    return tree | {"bomb": [[[]] * 1000] * 25_000}
+
+
+def grown_lines(rows: Any) -> Any:
+    return rows + [["a", "float32", [], ["a"]]] * 4_000_000
+
+
+def grown_header(tree: Any) -> Any:
+    return tree | {"bomb": [[]] * 20_000_000}
+
+
+BOMBS = {"values": grown_values, "plan lines": grown_lines, "plan header": grown_header}
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = open_store(f"file://{tmp_path_factory.mktemp('hostile')}/run")
+    a_run(store)
+    return store
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_small_index_does_not_unpack_to_gigabytes(hostile: Store, tmp_path: Path, bomb: str) -> None:
+    documents, commands = Documents(hostile), (("show",), ("verify",), ("export-hf", f"{tmp_path}/dest"))
+    without = {verb: peak_megabytes(verb, hostile.uri, *more) for verb, *more in commands}
+    documents.change(bomb, BOMBS[bomb])
+    assert hostile.head(layout.index_key(read_latest(hostile).head or "")) < 1_000_000
+
+    try:
+        peaks = {
+            verb: peak_megabytes(verb, hostile.uri, *(f"{item}2" for item in more)) - without[verb]
+            for verb, *more in commands
+        }
+    finally:
+        documents.restore()
+
+    assert max(peaks.values()) < MEGABYTES, peaks
+
+
+@pytest.mark.parametrize("key", ["latest", "attempts/000001.json", "attempts/000001.start.json", "manifest", "index"])
+def test_an_object_of_a_gigabyte_is_not_read(hostile: Store, key: str) -> None:
+    head = read_latest(hostile).head or ""
+    key = {"manifest": layout.manifest_key(head), "index": layout.index_key(head)}.get(key, key)
+    path = Path(hostile.uri.removeprefix("file://")) / key
+    without, whole = peak_megabytes("show", hostile.uri), path.read_bytes()
+    os.truncate(path, GIB)  # with a hole: it takes no place on the disk
+
+    try:
+        assert peak_megabytes("show", hostile.uri) - without < 30
+    finally:
+        path.write_bytes(whole)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import s3fs
+from botocore.exceptions import FlexibleChecksumError
 
 from raycheck.bucket.checksum import crc32
 from raycheck.bucket.store.base import (
@@ -238,6 +239,8 @@ class S3Store(RemoteStore):
         return await self._fs.set_session()
 
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
+        if isinstance(error, FlexibleChecksumError):  # newer botocore looks itself
+            return self._judge(key, ChangedError())
         translated, may_repeat = translate(self.uri, key, error, self._settings)
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
 
