@@ -104,6 +104,14 @@ def seeds() -> list[bytes]:
         what="nothing",
     )
     odd = {"a": {"$tuple": [1, {"$float": "inf"}, {"$ndarray": ["<f4", [1], "AACAPw=="]}]}, "b": {"$deque": [2, [1]]}}
+    odd |= {
+        "c": {"$enum": ["a:B", "C", 1]},
+        "d": {"$dataclass": ["a:B", ["x"], {"x": {"$path": ["PosixPath", "YQ=="]}}]},
+    }
+    odd |= {
+        "e": {"$datetime": ["2026-01-01T00:00:00", 0, {"$timezone": [[0, 3600, 0]]}]},
+        "f": {"$defaultdict": ["int", []]},
+    }
     bodies = (
         dump(body),
         dump(a_manifest()),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from raycheck.bucket.catalog import Checkpoint
@@ -14,7 +15,6 @@ from raycheck.shards.progress import Progress
 from raycheck.shards.state import TrainState
 from tests.shards.saving import save, save_state
 
-torchmetrics = pytest.importorskip("torchmetrics")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
