@@ -195,22 +195,39 @@ class Checkpointer:
             self._is_restored = True
             start_alone(self._periodics, lambda: self._position.progress, world_size=self._group.world_size)
             return At(**asdict(self._position.progress), attempt=1)
-        state = self._checked_state()
-        group = self._group
-        claim = self._claim_run()
+        state, claim = self._checked_state(), self._claim_run()
         if self._preview is not None:
             self._preview.check(selection)
         if claim.restore is None:
-            state.check()
-            state.check_selection(selection)
-            if selection != EVERYTHING:
-                logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(group.uri), selection)
-            self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
-            warn_of_rays_checkpoint(group, None)
-            self._furthest = furthest_of(claim.resume)
-            self._save_at_start()
-            return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
-        began = time.monotonic()
+            at = self._start_fresh(state, claim, selection)
+        else:
+            at = self._fill(state, claim, selection, strict=strict, on_corrupt=on_corrupt, cast=cast)
+        self._save_at_start()
+        return at
+
+    def _start_fresh(self, state: TrainState, claim: Claim, selection: Selection) -> At:
+        state.check()
+        state.check_selection(selection)
+        if selection != EVERYTHING:
+            uri = self._group.uri
+            logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(uri), selection)
+        self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
+        warn_of_rays_checkpoint(self._group, None)
+        self._furthest = furthest_of(claim.resume)
+        return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
+
+    def _fill(
+        self,
+        state: TrainState,
+        claim: Claim,
+        selection: Selection,
+        *,
+        strict: bool,
+        on_corrupt: OnCorrupt,
+        cast: bool,
+    ) -> At:
+        """Put a checkpoint into the live state."""
+        group, began = self._group, time.monotonic()
         claim, done, resume = restore_together(
             group,
             state,
@@ -236,7 +253,6 @@ class Checkpointer:
         if at.report.missing or at.report.unexpected:
             logger.warning("rank %d: the checkpoint and the state differ: %s", group.rank, at.report)
         self._say_where_it_differs(at)
-        self._save_at_start()
         return at
 
     def _checked_state(self) -> TrainState:

@@ -341,3 +341,33 @@ def test_the_drivers_own_periodic_work_goes_on_where_it_was(actors: list[Any], s
                     turns.append(step)
 
     assert turns == [3, 6, 9]
+
+
+def test_a_driver_saves_at_step_0_at_listed_steps_and_when_its_function_says_so_and_waits(
+    actors: list[Any], s3: str
+) -> None:
+    uri, asked = join_uri(s3, uuid4().hex), []
+
+    def when(step: int, metrics: dict[str, Any]) -> bool:
+        asked.append((step, metrics["loss"]))
+        return metrics["loss"] < 0.25
+
+    settings = raycheck.SaveSettings(at_start=True, at_steps=[2], when=when)
+    with raycheck.ActorCheckpointer(
+        actors, lambda actor: {"model": actor.model}, uri, settings, state={"own": {"seen": [7]}}
+    ) as ckpt:
+        ckpt.restore()
+        ckpt.wait()
+        at_first = [entry.step for entry in raycheck.open_run(uri).latest.live]
+        for step in range(1, 6):
+            ckpt.end_step({"loss": 1 / step})
+        ckpt.wait()
+        at_last = [entry.step for entry in raycheck.open_run(uri).latest.live]
+
+    assert (at_first, at_last) == ([0], [0, 2, 5])
+    assert asked == [(step, 1 / step) for step in range(1, 6)]
+    own: dict[str, Any] = {"seen": []}
+    afresh(actors)
+    with led(actors, uri, state={"own": own}, resume=0) as ckpt:
+        assert ckpt.restore().step == 0
+    assert own == {"seen": [7]}, "what the driver holds is in the checkpoint of step 0, too"

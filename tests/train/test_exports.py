@@ -362,7 +362,7 @@ def test_exports_need_a_model_that_says_what_it_is(entry: str | None, which: str
 
     settings = SaveSettings(exports=ExportSettings(entry=entry))
     with pytest.raises(ConfigError, match=f"{which} with a Hugging Face configuration"):
-        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place)
+        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place).restore()
 
 
 def test_an_export_on_demand_needs_a_word_on_how() -> None:
