@@ -20,6 +20,7 @@ from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.components import Components, StagedState, by_component, frozen_component
 from raycheck.shards.entries import entries_of, parts_of
 from raycheck.shards.holdings import holdings_of
+from raycheck.shards.loaders import LoaderPart
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import TRAIN, Piece, mine, piece_of, tied, without_memory
 from raycheck.shards.progress import Progress
@@ -57,6 +58,11 @@ class TrainState:
     def models(self) -> list[str]:
         """Entries that can be exported as they are: models with a Hugging Face configuration."""
         return [name for name, files in self._assets.items() if CONFIG in files]
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a loader with a position of its own is in it."""
+        return any(isinstance(part, LoaderPart) for part in self._parts)
 
     def check(self) -> None:
         """Raise ConfigError, naming the path, for what could not be saved."""

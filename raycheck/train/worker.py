@@ -25,7 +25,7 @@ from raycheck.train.meeting import Claim, OnCorrupt
 from raycheck.train.metrics import detached
 from raycheck.train.pace import Pace
 from raycheck.train.position import Position
-from raycheck.train.restoring import At, restore_together, say_what_changed
+from raycheck.train.restoring import At, restore_together, say_what_begins_anew, say_what_changed
 from raycheck.train.rhythm import Due, Rhythm, due_of, strongest
 from raycheck.train.saver import Saver
 from raycheck.train.standing import Standing
@@ -116,6 +116,8 @@ class Checkpointer:
             if selection != EVERYTHING:
                 logger.warning("run %s: restore %s: there is no checkpoint; starting fresh", group.uri, selection)
             self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
+            if not self._has_data_position:
+                say_what_begins_anew(group, None)
             return At(attempt=claim.attempt, resume=claim.resume)
         began = time.monotonic()
         claim, done, resume = restore_together(
@@ -127,10 +129,16 @@ class Checkpointer:
         self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
         say_what_changed(group, done.manifest, self.settings)
         where = self._position.progress
+        if not self._has_data_position:
+            say_what_begins_anew(group, where)
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
             logger.warning("rank %d: the checkpoint and the state differ: %s", group.rank, at.report)
         return at
+
+    @property
+    def _has_data_position(self) -> bool:
+        return bool(self._position.data) or self._state.has_loader
 
     def _begin(self, claim: Claim, lineage: tuple[str, ...], *, trained_s: float, began_at: float | None) -> None:
         """trained_s, began_at: as the restored manifest has them."""
