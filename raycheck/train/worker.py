@@ -115,6 +115,7 @@ class Checkpointer:
             self._state.check_selection(selection)
             if selection != EVERYTHING:
                 logger.warning("run %s: restore %s: there is no checkpoint; starting fresh", group.uri, selection)
+            self._position.start_at(self._position.progress)
             self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
             if not self._has_data_position:
                 say_what_begins_anew(group, None)
@@ -124,7 +125,7 @@ class Checkpointer:
             group, self._state, claim, selection, strict=strict, on_corrupt=on_corrupt
         )
         rng = self._apply_rng(done)
-        self._position.go_to(done.progress)
+        self._position.start_at(done.progress)
         # Only now: what a failed restore left behind must never be saved.
         self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
         say_what_changed(group, done.manifest, self.settings)
