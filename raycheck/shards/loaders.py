@@ -4,7 +4,8 @@ For another number of ranks these would mean other samples, so that is refused; 
 all of them.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
@@ -18,6 +19,7 @@ class LoaderPart(PerRankPart):
 
     def __init__(self, name: str, loader: Any, *, rank: int, world_size: int) -> None:
         super().__init__(name, PerRank(loader), rank=rank)
+        self._loader = loader
         self._world_size = world_size
 
     def prepare(self, saved: SavedPart) -> Named:
@@ -29,6 +31,21 @@ class LoaderPart(PerRankPart):
             )
             return {}
         return super().prepare(saved)
+
+    def finish(self, saved: SavedPart, tensors: Named) -> None:
+        begun: Any = getattr(self._loader, "_iterator", None)
+        super().finish(saved, tensors)
+        if saved.values is not None and begun is not None:
+            # The loader has let go of it, and a script that has not would train on at the old position: the next save
+            # would take that of the loader, which nobody iterates.
+            begun._next_data = partial(_refuse, self.name)  # noqa: SLF001  what torch's iterators ask for each batch
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ConfigError(
+        f"state[{name!r}]: this iterator was begun before restore(), so its batches are not those that come next. "
+        "Iterate the loader after restore(): `for batch in loader`, or iter(loader)"
+    )
 
 
 def is_loader(name: str, value: object) -> bool:

@@ -21,6 +21,7 @@ from raycheck.shards.assets import CONFIG, assets_of
 from raycheck.shards.components import Components, StagedState, by_component, frozen_component
 from raycheck.shards.entries import Containers, entries_of, parts_of
 from raycheck.shards.holdings import holdings_of
+from raycheck.shards.loaders import LoaderPart
 from raycheck.shards.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.modules import ModulePart
 from raycheck.shards.overlap import overlapping, read_again, writable
@@ -80,6 +81,11 @@ class TrainState:
     def models(self) -> list[str]:
         """Entries that can be exported as they are: models with a Hugging Face configuration."""
         return [name for name, files in self._assets.items() if CONFIG in files]
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a loader with a position of its own is in it."""
+        return any(isinstance(part, LoaderPart) for part in self._parts)
 
     def check(self, *, is_before_restore: bool = False) -> None:
         """Raise ConfigError, naming the path, for what could not be saved.

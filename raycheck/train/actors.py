@@ -146,7 +146,7 @@ class ActorCheckpointer:
         for name, state in states.items():
             self._owners[name].load_state_dict(deepcopy(state))  # Ray's arrays are read-only
         counts = {name: getattr(at, name) for name in (spec.name for spec in fields(Progress))}
-        self._position.go_to(Progress(**counts))
+        self._position.start_at(Progress(**counts))
         claims = [attempt.claimed_at for attempt in read_latest(self._store).attempts]
         self._rhythm.start_at(self._position.progress, claims)
         if then is not None:

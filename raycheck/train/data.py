@@ -125,6 +125,12 @@ class Batches:
         self._go_on_to(self._epoch + 1)
         self._move(_NEW_EPOCH)
 
+    def leave_loaders(self) -> None:
+        """Refuse the next batch of any loader that was begun before a restore, in a fresh run too: else the script
+        would run until its first restart. Called by Checkpointer.restore."""
+        self._delivered = self._consumed
+        self._move(_RESTORE)
+
     def before_first_batch(self, call: Callable[[], object]) -> None:
         """Have `call` run once, just before the next batch is fetched, when the stream stands inside an epoch: where
         random state is put back exactly. At an epoch's beginning the script's own draws come before the first batch

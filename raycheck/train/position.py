@@ -49,6 +49,12 @@ class Position:
             data.end_epoch()
         self.go_to(replace(self.progress, epoch=self.progress.epoch + 1, epoch_step=0))
 
+    def start_at(self, progress: Progress) -> None:
+        """Training begins here, after a restore or afresh."""
+        for data in self.data:
+            data.leave_loaders()
+        self.go_to(progress)
+
     def go_to(self, progress: Progress) -> None:
         """Batches know their own place."""
         for data in self.data:

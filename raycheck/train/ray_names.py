@@ -340,6 +340,15 @@ def refuse_unsupported(trainer: Any) -> None:
         raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
 
 
+def dataset_names() -> list[str]:
+    """The datasets that the trainer of this worker was given, as get_dataset_shard hands them out."""
+    provider = getattr(_context(), "dataset_shard_provider", None)
+    for holder in ("_dataset_names", "_dataset_iterators"):  # the second one up to Ray 2.51
+        if names := getattr(provider, holder, None):
+            return sorted(names)
+    return []
+
+
 def report_pointer(prefix: str, metrics: Mapping[str, float], *, validate: bool = False) -> None:
     """Tell Ray of the pointer directory `prefix` (relative to the run). Every rank calls this at the same step, with
     one directory, so that ray.train.get_checkpoint() says the same on all of them; Ray keeps rank 0's metrics."""

@@ -24,6 +24,7 @@ from raycheck.train import ray_names
 from raycheck.train.group import Group
 from raycheck.train.log import logger, name_of
 from raycheck.train.meeting import Arrival, Claim, OnCorrupt, Ruling, Verdict
+from raycheck.train.ray_names import dataset_names
 
 RESTORE_TIMEOUT_S = 3600.0
 """How much later than the first rank the last one may be through."""
@@ -212,6 +213,34 @@ def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
 def furthest_of(resume: Resume | None) -> int:
     """The furthest step that an attempt before this one is known to have completed; -1 for none."""
     return -1 if resume is None or resume.furthest_step is None else resume.furthest_step
+
+
+def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
+    """Without a position in the data in the state: warn of Ray Data's epoch that is cut off, at a run's first start and
+    whenever it happens. It is no error: a run of one epoch loses nothing, and one that is restarted at night is better
+    off with some samples twice than with an end. restored: None in a fresh run."""
+    names = ", ".join(dataset_names())
+    if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):
+        return
+    where = f"run {group.uri}"
+    if restored is not None:
+        where += (
+            f": training goes on at step {restored.step}, after {restored.epoch_step} steps of epoch {restored.epoch}"
+        )
+    if not names:
+        logger.info("%s; the state has no position in the data, which begin where the script begins them", where)
+        return
+    happens = "the epoch begins anew after a restart in the middle of it, while step and schedule go on"
+    if restored is not None:
+        happens = "they begin that epoch anew, so that its samples are trained on again"
+    logger.warning(
+        "%s; the datasets of Ray Data (%s) cannot say where they stand: %s. Call end_epoch() after each epoch and loop "
+        "over range(at.epoch, epochs); where the order of an epoch is fixed, skip its first at.epoch_step batches; "
+        "raycheck.Batches need neither",
+        where,
+        names,
+        happens,
+    )
 
 
 def _arrival(done: Restored, seconds: float) -> Arrival:

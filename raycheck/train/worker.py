@@ -38,6 +38,7 @@ from raycheck.train.restoring import (
     furthest_of,
     peek_together,
     restore_together,
+    say_what_begins_anew,
     say_what_changed,
     warn_of_rays_checkpoint,
 )
@@ -193,6 +194,7 @@ class Checkpointer:
         selection = Selection.of(only, skip)
         if self._is_off:
             self._is_restored = True
+            self._position.start_at(self._position.progress)
             start_alone(self._periodics, lambda: self._position.progress, world_size=self._group.world_size)
             return At(**asdict(self._position.progress), attempt=1)
         state, claim = self._checked_state(), self._claim_run()
@@ -211,7 +213,10 @@ class Checkpointer:
         if selection != EVERYTHING:
             uri = self._group.uri
             logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(uri), selection)
+        self._position.start_at(self._position.progress)
         self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
+        if not self._has_data_position(state):
+            say_what_begins_anew(self._group, None)
         warn_of_rays_checkpoint(self._group, None)
         self._furthest = furthest_of(claim.resume)
         return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
@@ -240,7 +245,7 @@ class Checkpointer:
         )
         state.check_memory()
         rng = self._apply_rng(done)
-        self._position.go_to(done.progress)
+        self._position.start_at(done.progress)
         # Only now: what a failed restore left behind must never be saved.
         self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
         if done.is_whole:  # else nothing in the bucket holds what stands here, and save() must save it
@@ -249,11 +254,16 @@ class Checkpointer:
         warn_of_rays_checkpoint(group, done.manifest)
         self._furthest = furthest_of(resume)
         where = self._position.progress
+        if not self._has_data_position(state):
+            say_what_begins_anew(group, where)
         at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
             logger.warning("rank %d: the checkpoint and the state differ: %s", group.rank, at.report)
         self._say_where_it_differs(at)
         return at
+
+    def _has_data_position(self, state: TrainState) -> bool:
+        return bool(self._position.data) or state.has_loader
 
     def _checked_state(self) -> TrainState:
         """The whole state, before the run is claimed. Raises ConfigError for what could not be saved or exported."""

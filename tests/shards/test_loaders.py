@@ -79,6 +79,23 @@ def test_each_rank_goes_on_with_the_samples_it_had_not_seen(store: Store, worker
     assert all(len(own) == 14 for own in rest)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [0, 3])
+def test_an_iterator_begun_before_the_restore_is_refused(store: Store, workers: int, taken: int) -> None:
+    checkpoint, rest = saved_in_mid_epoch(store, workers=workers)
+    loaders = [loader(rank, 2, workers=workers) for rank in range(2)]
+    early = iter(loaders[0])
+    if taken:
+        samples(early, taken)
+
+    for state in states(loaders):
+        state.apply(checkpoint)
+
+    with pytest.raises(ConfigError, match=r"state\['loader'\]: this iterator was begun before restore\(\)"):
+        next(early)
+    assert samples(loaders[0]) == rest[0]
+
+
 def test_another_number_of_ranks_is_refused_and_changes_nothing(store: Store) -> None:
     checkpoint, _ = saved_in_mid_epoch(store)
     (state,) = states([loader(0, 1)])

@@ -46,6 +46,21 @@ def test_a_restore_goes_on_counting():
     assert position.progress == Progress(step=8, epoch=2, epoch_step=2, tokens=80, episodes=10)
 
 
+def test_an_iterator_begun_before_the_start_is_refused_in_a_fresh_run_too():
+    data = batches()
+    position = Position([data])
+    early, later = data.loader(0), data.loader(0)
+    next(early)
+
+    position.start_at(Progress())
+
+    with pytest.raises(raycheck.ConfigError, match="begun before a restore"):
+        next(early)
+    position.end_step(tokens=0, episodes=0)
+    assert position.progress.samples == 0
+    assert len(list(later)) == data.batches_per_epoch
+
+
 def test_two_streams_have_no_one_position():
     with pytest.raises(raycheck.ConfigError, match="two Batches"):
         Position([batches(), batches()])

@@ -49,7 +49,7 @@ class AzStore(RemoteStore):
     def __init__(
         self, uri: str, *, container: str, account: str | None, prefix: str, settings: StorageSettings
     ) -> None:
-        self.uri = uri
+        super().__init__(uri)
         self._prefix = f"{prefix}/" if prefix else ""
         optional_import("adlfs", extra="az")
         from raycheck.bucket.store.az_files import AzClient

@@ -5,6 +5,7 @@ refused), StoreError (anything else; after it a write may or may not have been a
 conditional write: the caller judges by effect.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Upload:
 
 
 class Store(ABC):
-    """Objects under one root. Safe to use from several threads; not to be carried through fork."""
+    """Objects under one root. Safe to use from several threads; after a fork, one behind a network refuses."""
 
     uri: str
 
@@ -133,6 +134,15 @@ class Store(ABC):
     def abort_upload(self, upload: Upload) -> None:
         """End one of `list_uploads` for good, and free what it holds; aborting what is gone is fine."""
         del upload
+
+
+def check_process(uri: str, opened_in: int) -> None:
+    """Contract of each store with threads, which a fork leaves behind: a request of the child would wait for ever."""
+    if os.getpid() != opened_in:
+        raise ConfigError(
+            f"{uri}: it was opened before this process was forked; open it anew in here, for a dataset in its "
+            "__getitem__ or in the DataLoader's worker_init_fn"
+        )
 
 
 def check_conditional_size(key: str, data: bytes) -> None:

@@ -52,7 +52,7 @@ class GsStore(RemoteStore):
     """One bucket and prefix. Of the settings: endpoint, anonymous, requester_pays, ca_bundle."""
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
-        self.uri = uri
+        super().__init__(uri)
         self._bucket = quote(bucket, safe="")
         self._prefix = f"{prefix}/" if prefix else ""
         self._api = Api(settings)

@@ -12,6 +12,7 @@ caller's buffer. It is faster than handing over a whole part, which asyncio woul
 import asyncio
 import email.utils
 import math
+import os
 import ssl
 import time
 from abc import abstractmethod
@@ -26,7 +27,7 @@ from typing import Any, Self, TypeVar
 
 from fsspec.asyn import get_loop
 
-from raycheck.bucket.store.base import Buffer, ChangedError, Store, check_length
+from raycheck.bucket.store.base import Buffer, ChangedError, Store, check_length, check_process
 from raycheck.bucket.store.chance import CHANCE
 from raycheck.bucket.store.deadline import CLEAN_UP_S, deadline, ends_by
 from raycheck.errors import ConfigError, RaycheckError, StoreError
@@ -51,6 +52,10 @@ class Repeat(Enum):
 class RemoteStore(Store):
     """One bucket and prefix behind a client whose coroutines run on fsspec's loop."""
 
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._process = os.getpid()
+
     @abstractmethod
     async def _client(self) -> Any:
         """What each `call` is given."""
@@ -74,11 +79,13 @@ class RemoteStore(Store):
 
     def _run_conditional(self, key: str, call: Callable[[Any], Awaitable[T]]) -> T:
         """Once, except after an answer that says it was turned away unread."""
+        check_process(self.uri, self._process)
         return asyncio.run_coroutine_threadsafe(
             self._repeated(key, call, ATTEMPTS, CONDITIONAL_TIMEOUT_S, deadline(), is_conditional=True), get_loop()
         ).result()
 
     def _start(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> Future[T]:
+        check_process(self.uri, self._process)
         return asyncio.run_coroutine_threadsafe(
             self._repeated(key, call, attempts, REQUEST_TIMEOUT_S, deadline(), is_conditional=False), get_loop()
         )

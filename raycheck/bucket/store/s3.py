@@ -42,7 +42,7 @@ class S3Store(RemoteStore):
     def __init__(
         self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings, chain: Chain | None = None
     ) -> None:
-        self.uri = uri
+        super().__init__(uri)
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._settings = settings

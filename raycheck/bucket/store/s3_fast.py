@@ -4,11 +4,14 @@ What obstore does not answer with an object, or does not begin to write, is aske
 redirects to a bucket's region, and its errors are translated in one place. So this class decides nothing, and a process
 that only moves bytes imports neither s3fs nor botocore while plain access keys, or none, are in use.
 
+It is a copy of obstore of raycheck's own (own_obstore.py): readers in forked loader workers use the script's.
+
 Parts go to the wire from the caller's buffer. obstore drops them in threads of its own, also after an error; the caller
 gets the buffer back when all of them are seen to be free.
 """
 
 import asyncio
+import logging
 import os
 import re
 import time
@@ -17,9 +20,6 @@ from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import obstore
-from obstore.store import S3Store as Client
 
 from raycheck.bucket.store.base import (
     MAX_WHOLE_BYTES,
@@ -30,20 +30,22 @@ from raycheck.bucket.store.base import (
     Store,
     Upload,
     check_length,
+    check_process,
     check_whole,
 )
 from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.engines import obstore_options
 from raycheck.bucket.store.lending import CUTS, Loan
+from raycheck.bucket.store.own_obstore import own_obstore
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
     from raycheck.bucket.store.credentials import Chain
 
+logger = logging.getLogger("raycheck")
 MAX_RETRIES = 4
 """Of an upload's requests. Any other one is repeated through s3fs, by the rules of remote.py."""
-_DENIED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
 _PLAIN_REGION = "us-east-1"  # what S3 servers at an endpoint of their own are content with
 
 
@@ -52,6 +54,7 @@ class FastS3Store(Store):
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         self.uri = uri
+        self._process = os.getpid()
         self._bucket = bucket
         self._prefix = prefix
         self._settings = settings
@@ -68,10 +71,10 @@ class FastS3Store(Store):
             # Who has written needs the store's clock, and obstore does not tell it.
             return self.through_s3fs.get(key, max_bytes)
         try:
-            answer = obstore.get(self._client, key)
+            answer = own_obstore().get(self._client, key)
             check_whole(self.uri, key, answer.meta["size"], max_bytes)
             data, version = answer.bytes().to_bytes(), answer.meta["e_tag"] or ""
-        except (obstore.exceptions.BaseError, OSError):
+        except _failures():
             return self.through_s3fs.get(key, max_bytes)
         return _Browsed(data, version, lambda: self.through_s3fs.get(key, max_bytes).at)
 
@@ -79,8 +82,8 @@ class FastS3Store(Store):
         if self._client is None or start == stop:
             return self.through_s3fs.get_range(key, start, stop)
         try:
-            data = memoryview(obstore.get_range(self._client, key, start=start, end=stop))
-        except (obstore.exceptions.BaseError, OSError):
+            data = memoryview(own_obstore().get_range(self._client, key, start=start, end=stop))
+        except _failures():
             return self.through_s3fs.get_range(key, start, stop)
         return check_length(self.uri, key, data, start, stop)
 
@@ -88,8 +91,8 @@ class FastS3Store(Store):
         if self._client is None:
             return self.through_s3fs.head(key)
         try:
-            return obstore.head(self._client, key)["size"]
-        except (obstore.exceptions.BaseError, OSError):
+            return int(own_obstore().head(self._client, key)["size"])
+        except _failures():
             return self.through_s3fs.head(key)
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
@@ -104,8 +107,8 @@ class FastS3Store(Store):
             return
         loan = Loan()
         try:
-            _until_deadline(partial(obstore.put_async, self._client, key, loan.lend(data), use_multipart=False))
-        except (obstore.exceptions.BaseError, OSError):
+            _until_deadline(partial(own_obstore().put_async, self._client, key, loan.lend(data), use_multipart=False))
+        except _failures():
             self._take_back(key, loan)
             self.through_s3fs.put(key, data)
         except BaseException:
@@ -126,8 +129,8 @@ class FastS3Store(Store):
         loan = Loan()
         cut: dict[str, Any] = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": CUTS["s3"].in_flight}
         try:
-            _until_deadline(lambda: obstore.put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
-        except (obstore.exceptions.BaseError, OSError) as error:
+            _until_deadline(lambda: own_obstore().put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
+        except _failures() as error:
             self._take_back(key, loan)
             if isinstance(error, TimeoutError):
                 self._abandon(key)
@@ -179,9 +182,11 @@ class FastS3Store(Store):
         if code and code[1] in BAD_IDENTITY:
             return not_accepted(self.uri, code[1])
         said = str(error).partition("\n")[0].partition("<")[0].rpartition(" - ")[2].strip(" :")
-        advice = ". Grant s3:PutObject" if isinstance(error, _DENIED) else ""
+        kinds = own_obstore().exceptions
+        is_denied = isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError)
+        advice = ". Grant s3:PutObject" if is_denied else ""
         typed = StoreError(f"{self.uri}: {key}: upload of parts: {said}{f' ({code[1]})' if code else ''}{advice}")
-        typed.is_denied = isinstance(error, _DENIED)
+        typed.is_denied = is_denied
         return typed
 
     def put_if_absent(self, key: str, data: bytes) -> None:
@@ -208,15 +213,25 @@ class FastS3Store(Store):
 
         return Chain(self._settings)
 
+    @property
+    def _client(self) -> Any:
+        check_process(self.uri, self._process)
+        return self._for_reads
+
+    @property
+    def _uploads(self) -> Any:
+        check_process(self.uri, self._process)
+        return self._for_uploads
+
     @cached_property
-    def _client(self) -> Client | None:
+    def _for_reads(self) -> Any:
         return self._connected(max_retries=0)
 
     @cached_property
-    def _uploads(self) -> Client | None:
+    def _for_uploads(self) -> Any:
         return self._connected(max_retries=MAX_RETRIES)
 
-    def _connected(self, *, max_retries: int) -> Client | None:
+    def _connected(self, *, max_retries: int) -> Any:
         """obstore's store of this prefix; None where s3fs has to find region or host, or to say what is wrong."""
         settings, options = self._settings, _plain_keys(self._settings)
         if options is None:
@@ -235,9 +250,19 @@ class FastS3Store(Store):
             return None
         options |= obstore_options(settings, self._bucket) | {"retry_config": {"max_retries": max_retries}}
         try:
-            return Client(self._bucket, prefix=self._prefix or None, **options)
-        except obstore.exceptions.BaseError:
+            client = own_obstore()._store.S3Store  # noqa: SLF001  what obstore's own classes for Python derive from
+        except (ImportError, OSError) as error:
+            logger.info("%s: the bytes go through s3fs: raycheck's copy of obstore was not loaded: %s", self.uri, error)
             return None
+        try:
+            return client(self._bucket, prefix=self._prefix or None, **options)
+        except _failures():
+            return None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What the client raises."""
+    return own_obstore().exceptions.BaseError, OSError
 
 
 def _until_deadline(start: Callable[[], Awaitable[object]]) -> None:
