@@ -226,7 +226,7 @@ def go_through(flips: Callable[[], Store], store: Store) -> None:
     assert len(read_latest(store).live) == 3
 
 
-@pytest.mark.parametrize("at", [0.0, 0.3, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_one_changed_answer_to_each_read_disturbs_nobody(store: Store, at: float) -> None:
     go_through(lambda: Flips(store, at=at), store)
 
@@ -320,7 +320,7 @@ def test_a_committer_never_writes_back_what_it_read_wrong(store: Store) -> None:
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0), raising=False)
+    monkeypatch.setattr(remote, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))
 
 
 @pytest.fixture(params=["s3 by s3fs", "s3 by obstore", "gs"])

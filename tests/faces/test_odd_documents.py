@@ -252,7 +252,7 @@ def check(uri: str, command: str, folder: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", DOCUMENTS)
 @settings(
-    max_examples=int(os.environ.get("RAYCHECK_TEST_EXAMPLES", "15")),
+    max_examples=int(os.environ.get("RAYCHECK_TEST_EXAMPLES", "4")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
