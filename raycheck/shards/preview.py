@@ -121,7 +121,7 @@ def _trees(index: Index, rank: int) -> dict[str, Any]:
         name: tree
         for name, tree in trees.items()
         if name not in {ASSETS, *OWN_ENTRIES, *with_tensors}
-        and not (isinstance(tree, dict) and set(tree) in _OWN_FORMS)
+        and not (isinstance(tree, dict) and any(form <= set(tree) for form in _OWN_FORMS))
     }
 
 
