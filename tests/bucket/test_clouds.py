@@ -222,7 +222,7 @@ def test_bytes_that_change_on_their_way_are_refused_and_sent_again(proxied, cond
 
 def test_bytes_that_always_change_on_their_way_are_an_error_of_the_store(proxied, monkeypatch):
     proxy, store = proxied
-    monkeypatch.setattr(remote, "random", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    monkeypatch.setattr(remote, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     in_transit(proxy, times=99)
 
     for write in (store.put, store.put_if_absent):
