@@ -144,6 +144,7 @@ def test_a_job_that_fails_after_its_run_has_finished_is_not_submitted_again(
 ) -> None:
     storage = join_uri(s3, tmp_path.name)
     config: dict[str, Any] = {"folder": str(tmp_path), "uri": storage, "name": "run", "workers": 2, "steps": 6}
+    config |= {"pause_s": 0.0, "settings": {}}
     script = SCRIPT + "raise SystemExit('the evaluation after it failed')"
     submitting = Submitting(tmp_path, server[1], join_uri(storage, "run"), script, json.dumps(config))
 
