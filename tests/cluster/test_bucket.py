@@ -26,7 +26,7 @@ from raycheck.bucket import layout
 from raycheck.bucket.probe import probe, probe_node
 from raycheck.bucket.store import open_store
 from raycheck.bucket.sweep import prune, sweep
-from tests.bucket.helpers import Driver
+from tests.bucket.helpers import Driver, write_export
 from tests.bucket.test_policy import reads, sweeps
 from tests.cluster.files import CLUSTER
 from tests.faultproxy import FaultProxy, fault_proxy
@@ -220,7 +220,8 @@ def a_run(proxy: FaultProxy, name: str) -> None:
     driver = Driver(store)
     driver.claim("g1")
     for save in (1, 2):
-        driver.save(1, save)
+        entry = driver.save(1, save)
+        write_export(store, layout.exports_prefix(entry.key), entry.key)
     store.put(layout.shard_key("step-000000040-a1-s4", "train", 0), b"torn")
     driver.claim("g2")
 

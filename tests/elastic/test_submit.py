@@ -9,12 +9,17 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.job_submission import JobSubmissionClient
 
+from raycheck.bucket.record import record_failure
+from raycheck.bucket.store import open_store
 from raycheck.bucket.store.uri import join_uri
+from raycheck.submit import _hopeless, _Job
+from tests.bucket.helpers import Driver
 from tests.elastic.arena import Arena, Story, arena, wait_for
 from tests.ports import free_ports
 
@@ -139,6 +144,7 @@ def test_a_job_that_fails_after_its_run_has_finished_is_not_submitted_again(
 ) -> None:
     storage = join_uri(s3, tmp_path.name)
     config: dict[str, Any] = {"folder": str(tmp_path), "uri": storage, "name": "run", "workers": 2, "steps": 6}
+    config |= {"pause_s": 0.0, "settings": {}}
     script = SCRIPT + "raise SystemExit('the evaluation after it failed')"
     submitting = Submitting(tmp_path, server[1], join_uri(storage, "run"), script, json.dumps(config))
 
@@ -164,6 +170,37 @@ def test_a_mistake_in_the_training_function_is_not_submitted_again(
     assert submitting.log.count("raycheck: submitted") == 1, submitting.log
     assert "its driver gave up: AttributeError: 'Linear' object has no attribute 'no_such_thing'" in submitting.log
     assert "it is not submitted again" in submitting.log
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "is_told"),
+    [(1, 3, True), (127, 3, True), (1, 500, False), (-9, 3, False), (137, 3, False), (None, 3, False)],
+)
+def test_only_a_script_that_ended_by_itself_and_at_once_is_held_against_it(
+    tmp_path: Path, code: int | None, seconds: int, is_told: bool
+) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    job = _Job(None, "a-job", store, print)
+    job._details = SimpleNamespace(driver_exit_code=code, start_time=1_000_000, end_time=1_000_000 + 1000 * seconds)
+
+    assert bool(_hopeless(store, job, before=0)) is is_told
+
+
+def test_after_a_claim_only_what_the_bucket_says_counts(tmp_path: Path) -> None:
+    driver = Driver(open_store(f"file://{tmp_path}/run"))
+    job = _Job(None, "a-job", driver.store, print)
+    job._details = SimpleNamespace(driver_exit_code=1, start_time=0, end_time=1)
+    attempt, _ = driver.claim("g1")
+
+    assert _hopeless(driver.store, job, before=0) == "", "nobody knows why it failed"
+    driver.finish("g1")
+    assert "finished" in _hopeless(driver.store, job, before=0)
+    attempt, _ = driver.claim("g2")
+    record_failure(driver.store, attempt, at=attempt.claimed_at, cause="too many failures", is_final=False)
+    assert _hopeless(driver.store, job, before=0) == "", "another driver may have better luck"
+    attempt, _ = driver.claim("g3")
+    record_failure(driver.store, attempt, at=attempt.claimed_at, cause="TypeError: x", is_final=True)
+    assert "TypeError: x" in _hopeless(driver.store, job, before=0)
 
 
 class WantsAToken(BaseHTTPRequestHandler):
