@@ -109,3 +109,21 @@ def test_a_store_that_was_opened_before_the_fork_says_so_instead_of_waiting_for_
 
     assert "ConfigError" in done.stderr
     assert "opened before this process was forked; open it anew in here" in done.stderr
+
+
+def test_where_no_copy_of_obstore_can_be_made_the_bytes_go_through_s3fs(samples: str):
+    """A limit on the size of files stands for a system that allows no libraries in memory."""
+    code = """
+import resource, sys
+from raycheck.bucket.store import open_store
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+store = open_store(sys.argv[1])
+store.put("weights", b"1234")
+print(bytes(store.get_range("weights", 1, 3)), bytes(store.get("sample-3").data), store._client)
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, samples], capture_output=True, text=True, timeout=100, check=True
+    )
+
+    assert done.stdout.strip() == "b'23' b'3' None"
