@@ -372,7 +372,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(uri):
     run = open_run(uri)
     with pytest.raises(NotFoundError, match="step 10; there are: 20"):
         run.at_step(10)
-    with pytest.raises(NotFoundError, match=f"{gone.key} is no longer live"):
+    with pytest.raises(NotFoundError, match=f"{gone.key} was dropped"):
         run.checkpoint(gone.key)
     assert_invariants(store)
 
