@@ -232,12 +232,15 @@ class TrainState:
         written = Written()
         targets = [writable(piece) for piece in pieces]
         read_own = partial(read, written=written)
+        # The copies run on streams of the reader's threads: what the script has enqueued must not come after them.
+        _synchronize(pieces)
         try:
             if share:
                 fetched = read_shared(read_own, targets, self._rank, self._world_size, written=written)
             else:
                 fetched = read_own(targets)
             written.check(targets)
+            _synchronize(pieces)
             return fetched + read_again(overlapping(pieces), read)
         except NotFoundError as error:
             raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
@@ -392,6 +395,12 @@ class TrainState:
     def _cast(piece: Piece, found: SavedPart) -> Piece:
         dtype: torch.dtype = getattr(torch, found.tensors[piece.name].dtype)
         return piece if dtype == piece.local.dtype else replace(piece, cast_from=dtype)
+
+
+def _synchronize(pieces: Sequence[Piece]) -> None:
+    """Wait until the accelerators that hold any of these have done all that was enqueued, on whatever stream."""
+    for device in {piece.local.device for piece in pieces} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)
 
 
 def _give_memory(wanted: Mapping[Part, Named]) -> None:
