@@ -35,6 +35,29 @@ def entries_of(state: Mapping[str, object]) -> dict[str, object]:
     return entries
 
 
+class Given(Mapping[str, object]):
+    """The entries of a state from several mappings, each still held by the one in which the caller gave it."""
+
+    def __init__(self, *sources: Mapping[str, object]) -> None:
+        self.sources = sources
+
+    def holder(self, name: str) -> Mapping[str, object]:
+        """Raises KeyError."""
+        for source in self.sources:
+            if name in source:
+                return source
+        raise KeyError(name)
+
+    def __getitem__(self, name: str) -> object:
+        return self.holder(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for source in self.sources for name in source)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+
 def parts_of(entries: Mapping[str, object], *, rank: int, world_size: int) -> list[Part]:
     """One part per entry."""
     named = NamedParameters({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
@@ -90,7 +113,7 @@ def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             raise ConfigError(
                 f"state[{name!r}]: use a plain name; {', '.join((*OWN_ENTRIES, ASSETS))} are raycheck's own"
             )
-        yield from _nested(name, value, top, state, name)
+        yield from _nested(name, value, top, state.holder(name) if isinstance(state, Given) else state, name)
 
 
 def _nested(

@@ -38,25 +38,35 @@ class InPlace:
 
 
 class Held:
-    """A plain value where it stands: in the caller's own dict or list, under a key."""
+    """A plain value where it stands: in the caller's own dict or list, under a key. What can be filled in place may
+    also stand where nothing can be put."""
 
     def __init__(self, holder: Any, key: Any, name: str) -> None:
         self._holder = holder
         self._key = key
-        if not isinstance(holder, list | MutableMapping):
-            raise ConfigError(
-                f"state[{name!r}] is a {type(self.value).__qualname__} in a {type(holder).__qualname__}, which a "
-                "restore could not put back there; hold it in a dict or list"
-            )
+        self._name = name
+        if not is_container(self.value):
+            self._refuse_unless_it_can_be_put()
 
     @property
     def value(self) -> Any:
-        return self._holder[self._key]
+        try:
+            return self._holder[self._key]
+        except LookupError:
+            raise ConfigError(f"state[{self._name!r}] is no longer where it was given") from None
 
     def put(self, saved: object) -> None:
         found = filled(self.value, saved)
         if found is not self.value:
+            self._refuse_unless_it_can_be_put()
             self._holder[self._key] = found
+
+    def _refuse_unless_it_can_be_put(self) -> None:
+        if not isinstance(self._holder, list | MutableMapping):
+            raise ConfigError(
+                f"state[{self._name!r}] is a {type(self.value).__qualname__} in a {type(self._holder).__qualname__}, "
+                "which a restore could not put back where anybody sees it; hold it in a dict or list of your own"
+            )
 
 
 def is_container(value: object) -> bool:

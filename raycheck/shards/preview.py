@@ -9,24 +9,29 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.class_values import loaded
 from raycheck.bucket.index import Index
 from raycheck.bucket.lossless import decode
 from raycheck.errors import ConfigError
+from raycheck.shards.parts import HELD
 from raycheck.shards.progress import Progress
 from raycheck.shards.selection import ASSETS, EVERYTHING, OWN_ENTRIES, Selection, corrupt_if_odd
 
-_OWN_FORMS = ({"extra", "flattened"}, {"slots", "state", "other"})
+_OWN_FORMS = ({"extra", "flattened"}, {"slots", "state", "other"}, {"slots", "state", "other", "own"})
 """What modules and optimizers without tensors have is in a form of raycheck's own."""
 
 
 class Values(Mapping[str, Any]):
-    """The saved values of entries that hold no tensors, by entry; each is decoded anew when it is asked for."""
+    """The saved values of entries that hold no tensors, by entry; each is decoded anew when it is asked for. A value of
+    a class that this process has not loaded is a plain structure: an enum's value, a dict, a tuple."""
 
     def __init__(self, trees: Mapping[str, Any]) -> None:
         self._trees = dict(trees)
 
     def __getitem__(self, name: str) -> Any:
-        return decode(self._trees[name], _no_tensor)
+        tree = self._trees[name]
+        is_bare = isinstance(tree, dict) and HELD in tree
+        return decode(tree[HELD] if is_bare else tree, _no_tensor, loaded)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trees)

@@ -7,14 +7,14 @@ triggers locally, everything else by rank 0's word.
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NoReturn, Self, get_args
 
 from ray.exceptions import RayError
 
 from raycheck.errors import ConfigError, SaveFailedError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries import entries_of
+from raycheck.shards.entries import Given, entries_of
 from raycheck.shards.preview import Preview
 from raycheck.shards.restored import Restored
 from raycheck.shards.rng import rng_values
@@ -74,7 +74,7 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         self._is_off = not self.settings.enabled or (group is None and is_turned_off())
         group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
-        self._given: dict[str, object] = {}
+        self._given = Given()
         self._state: TrainState | None = None
         self._position = position or Position(())
         self._take(state or {})
@@ -105,10 +105,10 @@ class Checkpointer:
             raise ConfigError(f"add({name!r}) comes after restore(), which has filled the state; call it before")
         if name in self._given:
             raise ConfigError(f"add({name!r}): the state has an entry of this name already")
-        self._take({name: value})
+        self._take(MappingProxyType({name: value}))
 
     def _take(self, more: Mapping[str, object]) -> None:
-        given = {**self._given, **more}
+        given = Given(*self._given.sources, more)  # bare values are read from the caller's own dict
         rank, world_size = self._group.rank, self._group.world_size
         if given and not self._is_off:
             self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)

@@ -14,6 +14,8 @@ from torch import nn
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.per_rank import PerRank
+from raycheck.shards.preview import Preview
+from raycheck.shards.selection import EVERYTHING
 from raycheck.shards.state import TrainState
 from tests.shards.saving import Own, save_state
 from tests.values import Frozen, Options, Phase, same
@@ -175,6 +177,17 @@ def test_a_bare_value_is_read_anew_at_every_save(memory: Store) -> None:
     TrainState(again, rank=0, world_size=1).apply(save_state(memory, state))
 
     assert (again["best"], again["none"], again["history"]) == (0.25, "now", [4])
+
+
+def test_a_peek_gives_bare_values_as_they_were_saved(memory: Store) -> None:
+    state = {"best": 0.5, "none": None, "seen": [1, {2}], "phase": Phase.MAIN, "plain": {"a": 1}}
+    state["empty"] = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    checkpoint = save_state(memory, state)
+
+    values = Preview.of(checkpoint, EVERYTHING, attempt=1, rank=0, refused=()).values
+
+    del state["empty"]
+    assert same(dict(values), state)
 
 
 @pytest.mark.parametrize(
