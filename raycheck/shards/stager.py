@@ -6,6 +6,7 @@ was started from it has ended; the caller waits for that.
 """
 
 import io
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import repeat
@@ -117,7 +118,7 @@ class Stager:
         self._is_dressed = False
         self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._pickles: dict[str, bytes] = {}
+        self._pickles: dict[bytes, bytes] = {}
 
     def wanted(self, pieces: Sequence[Piece], *, world_size: int) -> int:
         """Bytes that this rank's part of `pieces` will take. What other ranks may hold as well counts by the share that
@@ -174,7 +175,7 @@ class Stager:
             return _pickled(value)
         if len(self._pickles) > MAX_PICKLES:
             self._pickles.clear()
-        key = repr(value)
+        key = pickle.dumps(value)
         if key not in self._pickles:
             self._pickles[key] = _pickled(value)
         return self._pickles[key]

@@ -1,4 +1,4 @@
-"""Writes `tests/golden/v1/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
+"""Writes `tests/golden/v2/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
 
 Once a format version is released its run is never written again: it stands for what lies in people's buckets. A
 later version gets a folder beside `v1`, and readers must read both.
@@ -8,18 +8,19 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from raycheck.bucket import commit as protocol
 from raycheck.bucket import edits
 from raycheck.bucket.register import Register
 from raycheck.bucket.store import open_store
 from tests.golden import state
 from tests.shards.ranks import Ranks
-from tests.shards.saving import claimed, committed
+from tests.shards.saving import ME, claimed, committed
 
-VERSION = "v1"
+VERSION = "v2"
 
 
 def make(folder: Path) -> None:
-    """Two ranks, two checkpoints, the older one pinned."""
+    """Two ranks, two checkpoints, the older one pinned, and the end of the run put down."""
     shutil.rmtree(folder, ignore_errors=True)
     store = open_store(f"file://{folder}")
     names = []
@@ -33,6 +34,7 @@ def make(folder: Path) -> None:
         finally:
             ranks.stop()
     edits.pin(Register(store), names[0], pinned=True)
+    protocol.finish(Register(store), ME, group=f"group-of-{state.WORLD_SIZE}")
     for lock in folder.glob(".raycheck-*"):
         lock.unlink()
 

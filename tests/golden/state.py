@@ -1,10 +1,15 @@
 """What the golden run holds. Every tensor is a formula of its name and step, so that no seed and no version of torch
 decides what a reader must find."""
 
+import enum
+import io
 import random
 import zlib
-from collections import Counter, OrderedDict, deque
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +60,40 @@ def values_of(step: int) -> dict[str, Any]:
     }
 
 
+class Mode(enum.Enum):
+    TRAIN = "train"
+
+
+@dataclass
+class Best:
+    step: int
+    loss: float
+
+
+class Span(NamedTuple):
+    start: int
+    stop: int
+
+
+def kinds_of(step: int) -> dict[str, Any]:
+    """One of every kind of value that format version 2 added."""
+    bytesio = io.BytesIO(b"abc")
+    bytesio.seek(1)
+    return {
+        "default": defaultdict(int, {"a": step}),
+        "large": 1 << 40_000,
+        "text": "\ud83d\ude00",
+        "moment": datetime(2026, 11, 23, 4, 5, 6, 789, tzinfo=UTC),
+        "times": [date(2026, 1, 2), time(3, 4), timedelta(seconds=step)],
+        "path": PurePosixPath("a/b"),
+        "bytesio": bytesio,
+        "torch": [torch.bfloat16, torch.device("cpu"), torch.Size([2, step])],
+        "mode": Mode.TRAIN,
+        "best": Best(step=step, loss=0.5),
+        "span": Span(step, step + 1),
+    }
+
+
 def build(*, is_sharded: bool) -> dict[str, Any]:
     """The objects before anything was put into them, FSDP2 over the group where there is one."""
     model = Tied(seed=SEED, rows=7)
@@ -68,6 +107,7 @@ def build(*, is_sharded: bool) -> dict[str, Any]:
         "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3], gamma=0.5),
         "tensors": Own({}),
         "values": Own({}),
+        "kinds": kinds_of(0),
         "counter": PerRank(0),
     }
 
@@ -86,6 +126,7 @@ def fill(state: dict[str, Any], rank: int, step: int) -> None:
         assign(tensor, value_of(name, 0, tuple(tensor.shape), tensor.dtype))
     state["tensors"].state = others_of(step)
     state["values"].state = values_of(step)
+    state["kinds"].update(kinds_of(step))
     state["counter"].value = {"of rank": rank, "tensor": torch.tensor([rank, step])}
 
 

@@ -1,6 +1,7 @@
 """Runs that earlier code wrote stay readable: by raycheck at another world size, and by stock torch."""
 
 import random
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import raycheck
 from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.document import FORMAT_VERSION
 from raycheck.bucket.layout import component_prefix
 from raycheck.shards.pieces import TRAIN
 from raycheck.shards.state import TrainState
@@ -39,8 +41,10 @@ def random_state():
     torch.set_rng_state(kept[2])
 
 
-def test_the_first_format_version_is_there() -> None:
-    assert "v1" in [folder.parent.name for folder in FOLDERS]
+def test_every_format_version_is_there() -> None:
+    versions = [folder.parent.name for folder in FOLDERS]
+
+    assert versions == [f"v{number}" for number in range(1, FORMAT_VERSION + 1)]
 
 
 def test_the_catalog_lists_it_every_object_is_whole_and_reading_writes_nothing(folder: Path) -> None:
@@ -53,6 +57,7 @@ def test_the_catalog_lists_it_every_object_is_whole_and_reading_writes_nothing(f
     assert [checkpoint.entry.pinned for checkpoint in run.checkpoints] == [True, False]
     assert run.head is not None
     assert run.head.entry.metrics == {"loss": 0.25}
+    assert run.latest.is_finished is not is_of_version_1(folder)
     for checkpoint in run.checkpoints:
         findings = list(checkpoint.verify())
         assert len(findings) == 5 + golden.WORLD_SIZE
@@ -67,6 +72,7 @@ def test_the_catalog_lists_it_every_object_is_whole_and_reading_writes_nothing(f
 @steps
 def test_raycheck_restores_it_into_one_process(folder: Path, step: int, random_state: None) -> None:
     state = golden.build(is_sharded=False)
+    kinds = state.pop("kinds") if is_of_version_1(folder) else state["kinds"]
 
     restored = TrainState(state, rank=0, world_size=1).apply(checkpoint_of(folder, step))
     restored.apply_rng(0)
@@ -82,6 +88,7 @@ def test_raycheck_restores_it_into_one_process(folder: Path, step: int, random_s
     assert [group["lr"] for group in state["optimizer"].param_groups] == state["scheduler"].get_last_lr()
     fsdp.assert_same(state["tensors"].state, golden.others_of(step))
     assert_equal(state["values"].state, golden.values_of(step))
+    assert_equal(kinds, golden.kinds_of(0 if is_of_version_1(folder) else step))
     assert_equal(state["counter"].value, {"of rank": 0, "tensor": torch.tensor([0, step])})
     assert random.random() == random.Random(golden.SEED).random()
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(golden.SEED)))
@@ -118,6 +125,10 @@ def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
     assert leaves["progress"] == {"step": step, "epoch": 1, "samples": 8 * step}
 
 
+def is_of_version_1(folder: Path) -> bool:
+    return folder.parent.name == "v1"
+
+
 def checkpoint_of(folder: Path, step: int) -> Checkpoint:
     return raycheck.open_run(f"file://{folder}").at_step(step)
 
@@ -140,6 +151,8 @@ def assert_equal(found: Any, wanted: Any) -> None:
     elif isinstance(wanted, torch.Tensor | np.ndarray):
         assert found.dtype == wanted.dtype
         assert found.tolist() == wanted.tolist()
+    elif isinstance(wanted, BytesIO):
+        assert (found.getvalue(), found.tell()) == (wanted.getvalue(), wanted.tell())
     else:
         assert found == wanted
         assert getattr(found, "maxlen", None) == getattr(wanted, "maxlen", None)
