@@ -1,7 +1,14 @@
-"""raycheck's own copy of obstore in a forked child: it is one that the child has started, whatever files are open."""
+"""raycheck's own copy of obstore: a forked child has started its own, whatever files are open; not every system can."""
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+from raycheck.bucket.store import own_obstore
+from raycheck.bucket.store.s3_fast import FastS3Store
+from raycheck.storage_settings import StorageSettings
 
 SCRIPT = """
 import os, signal
@@ -41,3 +48,15 @@ def test_a_forked_child_has_its_own_copy_though_its_file_has_the_number_that_the
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["answered, by a copy from file 40"] * 3
+
+
+def test_where_there_are_no_files_in_memory_the_bytes_go_through_s3fs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_obstore, "_here", own_obstore._Process())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "memfd_create")
+
+    settings = StorageSettings(anonymous=True, region="us-east-1")
+    store = FastS3Store("s3://bucket/run", bucket="bucket", prefix="run", settings=settings)
+
+    assert store._client is None
+    assert store._uploads is None

@@ -52,6 +52,8 @@ def _load() -> Any:
     original = PathFinder.find_spec(f"obstore.{_NAME}", package.submodule_search_locations) if package else None
     if original is None or original.origin is None:
         raise ImportError("obstore has no compiled part")
+    if sys.platform != "linux":
+        raise ImportError("a file in memory is something that Linux has")
     memory = os.memfd_create("raycheck-obstore")
     with os.fdopen(memory, "wb") as copy, Path(original.origin).open("rb") as source:
         shutil.copyfileobj(source, copy, 1024 * 1024)
