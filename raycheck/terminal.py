@@ -9,8 +9,12 @@ JSON escapes what it must.
 
 import logging
 
-_INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0")
-"""Fillers and joiners that Unicode counts among letters and marks; `str.isprintable` knows all others."""
+_INVISIBLE = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
+    + "".join(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
+)
+"""Fillers, joiners, variation selectors and the empty Braille pattern, which Unicode counts among letters, marks and
+symbols; `str.isprintable` knows all others."""
 
 
 def printable(text: str) -> str:

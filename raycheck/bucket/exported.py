@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from raycheck.bucket.document import FORMAT_VERSION, Document, dump, load
+from raycheck.bucket.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
 from raycheck.bucket.latest import Latest
 from raycheck.bucket.layout import EXPORT_ENDS, EXPORT_RECORD, CheckpointName, export_key
-from raycheck.bucket.store import Got, Store
+from raycheck.bucket.reading import read_document
+from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -110,10 +111,12 @@ def prune_exports(store: Store, prefix: str, body: Latest, *, keep_last: int) ->
 
 
 def check_not_being_pruned(store: Store, place: str) -> None:
-    """Raise ConfigError where a delete has begun and not ended: it would take a new export's files along."""
+    """Raise ConfigError where a delete has begun and not ended: it would take a new export's files along. Raises
+    NewerFormatError where only a newer raycheck knows whether one has."""
     try:
-        got = store.get(export_key(place, EXPORT_RECORD), MAX_BYTES)
-        record = load(ExportRecord, got.data, what=f"{store.uri}: {place}", max_bytes=MAX_BYTES)
+        record, _ = read_document(store, export_key(place, EXPORT_RECORD), load_export_record, max_bytes=MAX_BYTES)
+    except NewerFormatError:
+        raise
     except (NotFoundError, CorruptError):
         return
     if record.is_pruned:
@@ -179,10 +182,14 @@ def _record(store: Store, place: str, sizes: Mapping[str, int]) -> tuple[ExportR
         return None, ""
     key = export_key(place, EXPORT_RECORD)
     try:
-        got: Got = store.get(key, MAX_BYTES)
-        return load(ExportRecord, got.data, what=f"{store.uri}: {key}", max_bytes=MAX_BYTES), got.version
+        record, got = read_document(store, key, load_export_record, max_bytes=MAX_BYTES)
     except (NotFoundError, CorruptError):
         return None, ""
+    return record, got.version
+
+
+def load_export_record(data: bytes, *, what: str) -> ExportRecord:
+    return load(ExportRecord, data, what=what, max_bytes=MAX_BYTES)
 
 
 def _is_file_name(name: str) -> bool:

@@ -100,7 +100,7 @@ def read_record(store: Store, number: int) -> Record | None:
 
 
 def record_resume(store: Store, resume: Resume) -> bool:
-    """The same for how an attempt began."""
+    """Write the record of how an attempt began, once. Whether it could be written."""
     return _put(store, layout.resume_key(resume.attempt), resume)
 
 

@@ -136,7 +136,7 @@ def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head
 
 
 def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
-    """The same unverified, but for the manifest: its bytes came twice alike."""
+    """The entry behind a directory, and the bucket's time. Of its objects only the manifest is looked at, twice."""
     key = layout.manifest_key(str(name))
     try:
         got = store.get(key, MAX_MANIFEST)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from raycheck.bucket import layout
-from raycheck.bucket.document import dump
+from raycheck.bucket.document import NewerFormatError, dump
 from raycheck.bucket.edits import pin
 from raycheck.bucket.exported import (
     ExportRecord,
@@ -16,7 +16,8 @@ from raycheck.bucket.exported import (
     prune_exports,
 )
 from raycheck.bucket.layout import EXPORT_ENDS, EXPORT_RECORD, EXPORTS_PREFIX, export_key, exports_prefix
-from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store import Got, Store, open_store
+from raycheck.bucket.store.base import MAX_WHOLE_BYTES
 from raycheck.errors import ConfigError, CorruptError, StoreError
 from tests.bucket.helpers import Around, Driver, everything, sealed, write_export
 from tests.invariants import assert_invariants
@@ -174,6 +175,27 @@ def test_after_a_crash_at_any_write_no_reader_finds_half_and_the_next_prune_ends
     pruned(store, ann)
     assert not [key for key in everything(store) if key.startswith(places[0])]
     check_not_being_pruned(store, places[0])
+
+
+def test_a_mark_is_seen_though_the_first_answer_was_changed_and_so_is_a_newer_formats(store: Store) -> None:
+    ann, places = run_of(store, saves=2)
+    with pytest.raises(StoreError):
+        prune_exports(Fails(store, 1, is_late=False), EXPORTS_PREFIX, ann.look(), keep_last=1)
+
+    class OnceChanged(Around):
+        is_changed = False
+
+        def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+            got = self.inner.get(key, max_bytes)
+            data = got.data if self.is_changed else got.data.replace(b"true", b"tru3")
+            self.is_changed = True
+            return Got(data, got.version, got.at)
+
+    with pytest.raises(ConfigError, match="being pruned"):
+        check_not_being_pruned(OnceChanged(store), places[0])
+    newer_format(store, places[0])
+    with pytest.raises(NewerFormatError):
+        check_not_being_pruned(store, places[0])
 
 
 def test_the_index_goes_first_and_the_record_last(store: Store) -> None:

@@ -35,6 +35,8 @@ HOSTILE = {
     "right to left": "\u202egnp.exe\u2066",
     "zero width": "lo\u200bss\u2060\ufeff",
     "a filler": "lo\u3164ss",
+    "a variation selector": "lo\ufe0f\u180bss\U000e0100",
+    "an empty pattern": "loss\u2800",
     "a line separator": "one\u2028two\u2029",
     "a tag": "loss\U000e0041",
     "a lone surrogate": "loss\udc9b",
@@ -44,8 +46,12 @@ HOSTILE = {
 ALL = "".join(HOSTILE.values())
 
 
+UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\ufe00\ufe0f\U000e0100\U000e01ef"
+"""Nothing is drawn for these, though Python calls them printable."""
+
+
 def is_fit(text: str) -> bool:
-    return all(letter.isprintable() or letter == "\n" for letter in text)
+    return all((letter.isprintable() and letter not in UNSEEN) or letter == "\n" for letter in text)
 
 
 def raycheck(*args: str, **environment: str) -> "subprocess.CompletedProcess[bytes]":

@@ -30,13 +30,15 @@ def own_obstore() -> Any:
 
 
 class _Process:
-    """What this process has loaded."""
+    """What this process has loaded. forks: how many lie between it and the process that first came here."""
 
     def __init__(self) -> None:
+        self.forks = -1
         self.start_anew()
 
     def start_anew(self) -> None:
         """In a forked child, where the threads of the parent's copy are not."""
+        self.forks += 1
         self.lock = threading.Lock()
         self.module: Any = None
 
@@ -50,11 +52,15 @@ def _load() -> Any:
     original = PathFinder.find_spec(f"obstore.{_NAME}", package.submodule_search_locations) if package else None
     if original is None or original.origin is None:
         raise ImportError("obstore has no compiled part")
+    if sys.platform != "linux":
+        raise ImportError("a file in memory is something that Linux has")
     memory = os.memfd_create("raycheck-obstore")
     with os.fdopen(memory, "wb") as copy, Path(original.origin).open("rb") as source:
         shutil.copyfileobj(source, copy, 1024 * 1024)
         copy.flush()
-        path = f"/proc/self/fd/{memory}"
+        # The loader of shared libraries knows them by path. It would answer with the parent's copy where a child's file
+        # has the number that the parent's had, so each generation writes the path in a way of its own.
+        path = f"/proc/self/fd/{'./' * _here.forks}{memory}"
         name = f"raycheck.bucket.store.{_NAME}"
         spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
         assert spec is not None, "a loader was given"
