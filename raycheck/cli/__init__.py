@@ -93,10 +93,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     for name, count in written.files.items():
         table.add_row(Text(name), Text(size(count)))
     out.print(table)
-    out.print(
-        Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"),
-        soft_wrap=True,
-    )
+    out.print(Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"))
 
 
 @app.command()

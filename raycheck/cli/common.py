@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import wraps
@@ -20,8 +19,8 @@ from raycheck.storage_settings import StorageSettings
 from raycheck.terminal import printable
 
 UNCUT = 1_000_000
-out = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else UNCUT)
-"""Without a terminal a row is one line, however long: a program that reads it needs whole names."""
+out = Console(highlight=False, width=UNCUT)
+"""A row is one line, however long, in a terminal too: other commands want whole names, and a terminal wraps lines."""
 Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]

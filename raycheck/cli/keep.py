@@ -16,6 +16,7 @@ from raycheck.bucket.repair import repair as repair_run
 from raycheck.bucket.retention import judge
 from raycheck.bucket.rewind import rewind as rewind_run
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.uri import join_uri
 from raycheck.bucket.sweep import GRACE_S, Waste
 from raycheck.cli.common import Json, Storage, Text, Uri, out, print_json, settings_of, size
 from raycheck.errors import ConfigError
@@ -87,7 +88,14 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
     is_alike = to is None or kind_of(to) == kind_of(uri)
     place, prefix = open_store(to or uri, settings if is_alike else None), "" if to else layout.EXPORTS_PREFIX
     verdicts = exported.judge_exports(exported.find_exports(place, prefix), body, keep_last=keep_last)
+    if not verdicts and not as_json:
+        out.print(Text(f"{to or join_uri(uri, layout.EXPORTS_PREFIX.rstrip('/'))}: no exports here"))
+        return
     gone = () if dry_run else exported.prune_exports(place, prefix, body, keep_last=keep_last)
+    kept = {verdict.directory.place: verdict.reason for verdict in verdicts if verdict.is_kept}
+    if not dry_run:
+        going = [verdict.directory.place for verdict in verdicts if not verdict.is_kept]
+        kept |= dict.fromkeys(set(going) - set(gone), "its record was changed meanwhile")
     found = [
         Waste(
             name=verdict.directory.place,
@@ -96,9 +104,8 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
             reason=verdict.reason,
         )
         for verdict in verdicts
-        if not verdict.is_kept
+        if verdict.directory.place not in kept
     ]
-    kept = {verdict.directory.place: verdict.reason for verdict in verdicts if verdict.is_kept}
     _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
 
 

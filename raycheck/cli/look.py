@@ -50,7 +50,7 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
         row = (mark, str(entry.step), entry.key, size(entry.size_bytes), *when, metrics)
         table.add_row(*map(Text, row))
     out.print(table)
-    out.print(Text(f"\n{status.text}"), soft_wrap=True)
+    out.print(Text(f"\n{status.text}"))
 
 
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
@@ -73,7 +73,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         return
     out.print(Text(f"run {uri}"))
     out.print(Text(f"id {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
-    out.print(Text(f"{status.text}\n"), soft_wrap=True)
+    out.print(Text(f"{status.text}\n"))
     table = Table("attempt", "ranks", "restored", "saves", "claimed", "age", box=None, pad_edge=False)
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"
@@ -82,12 +82,12 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         table.add_row(*(Text(str(cell)) for cell in row))
     out.print(table)
     for number, resume in began.items():
-        out.print(Text(f"\nattempt {number} went on {resume}"), soft_wrap=True)
+        out.print(Text(f"\nattempt {number} went on {resume}"))
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
         for name, value in facts["checkpoint"].items():
             label = name.removesuffix("_at").removesuffix("_bytes").removesuffix("_s")
-            out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"), soft_wrap=True)
+            out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"))
 
 
 def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
@@ -133,6 +133,8 @@ def _fields(resume: Resume) -> dict[str, Any]:
 def _in_words(name: str, value: object, *, now: float) -> str:
     """A fact for people; its name says what a number is: a time (`_at`), bytes (`_bytes`) or seconds (`_s`). Names
     inside it are the user's, and say nothing."""
+    if value is None or value in ([], {}):
+        return "-"
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_in_words('', item, now=now)}" for key, item in value.items())
     if isinstance(value, list):
@@ -140,7 +142,7 @@ def _in_words(name: str, value: object, *, now: float) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):
-        return "-" if value is None else str(value)
+        return str(value)
     if name.endswith("_at"):
         return f"{time_of(value)}, {age(value, now)}"
     if name.endswith("_bytes"):

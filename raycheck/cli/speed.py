@@ -166,7 +166,7 @@ def _mib(count: int) -> str:
 
 
 def _say(text: str) -> None:
-    out.print(Text(text), soft_wrap=True)
+    out.print(Text(text))
 
 
 COMMANDS = (bench,)

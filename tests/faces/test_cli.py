@@ -1,10 +1,15 @@
 """The command line, as a real process on a real run."""
 
+import fcntl
 import importlib.util
 import json
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -326,6 +331,7 @@ def test_prune_exports_says_first_what_goes_and_why_the_rest_stays(run, tmp_path
     to = ["--to", f"file://{tmp_path}/models"] if is_elsewhere else []
     place, prefix = (open_store(to[1]), "") if is_elsewhere else (store, "exports/")
     run_id = read_latest(store).run_id
+    nothing = raycheck("prune-exports", uri, "--keep-last", "1", *to)
     for entry in read_latest(store).live:
         write_export(place, f"{prefix}{entry.key}/", entry.key, run_id=run_id)
     write_export(place, f"{prefix}mine/", read_latest(store).live[0].key, run_id=run_id, by_training=False)
@@ -337,6 +343,7 @@ def test_prune_exports_says_first_what_goes_and_why_the_rest_stays(run, tmp_path
     no_rule = raycheck("prune-exports", uri)
 
     gone = f"{prefix}step-000000003-a1-s1/"
+    assert (nothing.returncode, nothing.stdout) == (0, f"{to[1] if to else f'{uri}/exports'}: no exports here\n")
     assert untouched
     assert "not among the newest 1" in dry.stdout
     assert "it was exported by hand" in dry.stdout
@@ -438,7 +445,7 @@ def wide(tmp_path: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("columns", ["20", None])
-def test_without_a_terminal_a_row_is_one_line_with_whole_names(wide, columns: str | None, monkeypatch) -> None:
+def test_a_row_is_one_line_with_whole_names(wide, columns: str | None, monkeypatch) -> None:
     uri, key = wide
     if columns:
         monkeypatch.setenv("COLUMNS", columns)
@@ -455,6 +462,20 @@ def test_without_a_terminal_a_row_is_one_line_with_whole_names(wide, columns: st
     assert pinned.stdout == f"{key} is pinned\n"
 
 
+def test_a_row_is_one_line_in_a_terminal_too(wide) -> None:
+    uri, key = wide
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+
+    done = subprocess.run([sys.executable, "-m", "raycheck", "ls", uri], stdout=terminal, check=True, timeout=60)
+    os.close(terminal)
+    shown = os.read(master, 100_000).decode()
+    os.close(master)
+
+    assert done.returncode == 0
+    assert any(key in line and f"{LONG}-2" in line for line in shown.splitlines())
+
+
 def test_show_speaks_to_people_and_json_is_exact(wide) -> None:
     uri, _ = wide
 
@@ -467,6 +488,7 @@ def test_show_speaks_to_people_and_json_is_exact(wide) -> None:
     assert re.search(r"^  size +\d+\.\d [kM]B$", shown, re.MULTILINE)
     assert re.search(r"^  is_pinned +no$", shown, re.MULTILINE)
     assert re.search(r"^  restored_from +-$", shown, re.MULTILINE)
+    assert re.search(r"^  refs +-$", shown, re.MULTILINE)
     for text in (f"{LONG}: 0.333333", f"{LONG}-2: 1.23457e+08", "val_loss_at: 2", "took_s: 7"):
         assert re.search(rf"{re.escape(text)}(,|$)", shown, re.MULTILINE), "a user's name says no unit"
     assert not re.search(r"\d\.\d{7}", shown)
