@@ -48,7 +48,7 @@ from raycheck.train.standing import Standing
 
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
-_RESTORE_FIRST = "call restore() before the first step: it claims the run, also a fresh one"
+RESTORE_FIRST = "call restore() before the first step: it claims the run, also a fresh one"
 
 
 class Checkpointer:
@@ -557,12 +557,12 @@ class Checkpointer:
     def _is_counting_only(self) -> bool:
         """Whether it is turned off. Raises ConfigError before a restore even then, as when it is on."""
         if self._is_off and not self._is_restored:
-            raise ConfigError(_RESTORE_FIRST)
+            raise ConfigError(RESTORE_FIRST)
         return self._is_off
 
     def _claimed(self) -> Saver:
         if self._saver is None:
-            raise ConfigError(_RESTORE_FIRST)
+            raise ConfigError(RESTORE_FIRST)
         return self._saver
 
     def _hear_of(self, committed: str | None) -> None:
