@@ -35,13 +35,14 @@ from raycheck.train.meeting import OnCorrupt
 from raycheck.train.member import Word, hear, join, leave, node_of, restore
 from raycheck.train.metrics import detached, numbers_of
 from raycheck.train.pace import Pace
-from raycheck.train.periodic import Periodic
+from raycheck.train.periodic import Periodic, start_alone
 from raycheck.train.position import Position
 from raycheck.train.ray_calls import results, run_in
 from raycheck.train.ray_names import drain_deadline
 from raycheck.train.restoring import At
 from raycheck.train.rhythm import Due, Rhythm, due_of
 from raycheck.train.standing import Standing
+from raycheck.train.worker import RESTORE_FIRST
 
 LEAVE_S = 35.0
 NOTICE_PAUSE_S = 1.0
@@ -156,15 +157,18 @@ class ActorCheckpointer:
                 owner.start(lambda: (self._position.progress, self._rhythm.clock_s))
         self._is_restored = True
         self._pace.go()
-        if self._settings.at_start and not self._position.step and (not at.checkpoint or at.report.skipped):
-            self._say("save", save="keep")
+        if self._settings.at_start and not self._position.step:
+            self._say("save", save="keep")  # the actors know whether a checkpoint has this state already
         return replace(at, **asdict(self._position.progress))
 
     def _begin_without(self, then: Callable[[Any, At], object] | None) -> At:
         """By SaveSettings(enabled=False), at step 0."""
+        self._position.start_at(self._position.progress)
         at = At(**asdict(self._position.progress), attempt=1)
         if then is not None:
             results([run_in(actor, then, at) for actor in self._actors])
+        periodics = [owner for owner in self._owners.values() if isinstance(owner, Periodic)]
+        start_alone(periodics, lambda: self._position.progress, world_size=1)
         self._is_restored = True
         return at
 
@@ -187,8 +191,8 @@ class ActorCheckpointer:
 
     def end_epoch(self) -> None:
         """An epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
-        self._position.end_epoch()
         self._hear()
+        self._position.end_epoch()
         self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=self._standing.is_busy))
 
     def save(
@@ -235,9 +239,9 @@ class ActorCheckpointer:
         timeout_s: float | None = None,
     ) -> None:
         """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
+        self._hear()
         if not self._settings.enabled:
             return
-        self._hear()
         began = time.monotonic()
         word = Word(
             at=at,
@@ -259,6 +263,8 @@ class ActorCheckpointer:
             self._pace.skip(time.monotonic() - began)
 
     def _hear(self) -> None:
+        if not self._settings.enabled and not self._is_restored:  # else the actors say so
+            raise ConfigError(RESTORE_FIRST)
         told, self._told = self._told, []
         if told:
             self._standing = Standing.joined(results(told))

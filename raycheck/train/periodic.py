@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from raycheck.errors import ConfigError
-from raycheck.settings import SaveSettings
+from raycheck.settings import ExportSettings
 from raycheck.shards.progress import Progress
 from raycheck.train.group import Group
 from raycheck.train.log import logger
@@ -29,7 +29,7 @@ class Periodic:
     ) -> None:
         if (every_steps, every_seconds, every_epochs) == (None, None, None):
             raise ConfigError("Periodic(): give every_steps, every_seconds or every_epochs")
-        SaveSettings(every_steps=every_steps, every_seconds=every_seconds, every_epochs=every_epochs)  # checks them
+        ExportSettings(every_steps=every_steps, every_seconds=every_seconds, every_epochs=every_epochs)  # checks them
         self.every_steps = every_steps
         self.every_seconds = every_seconds
         self.every_epochs = every_epochs

@@ -222,7 +222,7 @@ def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
     names = ", ".join(dataset_names())
     if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):
         return
-    where = f"run {group.uri}"
+    where = name_of(group.uri)
     if restored is not None:
         where += (
             f": training goes on at step {restored.step}, after {restored.epoch_step} steps of epoch {restored.epoch}"

@@ -226,13 +226,14 @@ class Saver:
         """How long to wait for what any save comes to."""
         return self._settings.save_timeout_s + LAST_ANSWER_S
 
-    def problem_since(self, failed: int) -> str:
-        """Why, after `wait`, not every save begun so far is committed; "" when they are, but for such as failed while
-        no more than `failed` had, and were followed by another."""
+    @property
+    def problem(self) -> str:
+        """Why, after `wait`, not all of the newest saves are committed, as many as there are buffers; "" when they are.
+        Of an earlier one some ranks have heard before they waited and some not, and all of them must say alike."""
         if self._pending:
             names = ", ".join(str(save.number) for save in self._pending)
             return f"save(s) {names} of this attempt have not ended in time; they go on"
-        if self.failed > failed or (self.saves and self._last_failed == self.saves):
+        if self._last_failed > max(0, self.saves - self._settings.buffers):
             return f"not every save was committed: {self._last_failure}"
         return ""
 

@@ -48,7 +48,7 @@ from raycheck.train.standing import Standing
 
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
-_RESTORE_FIRST = "call restore() before the first step: it claims the run, also a fresh one"
+RESTORE_FIRST = "call restore() before the first step: it claims the run, also a fresh one"
 
 
 class Checkpointer:
@@ -399,7 +399,7 @@ class Checkpointer:
         if step != self._position.step or strongest(before, due) != before:
             self._save(metrics or {}, due)
         elif not self._group.rank:
-            logger.info("nothing to save: step=%d is saved already, run %s", step, self._group.uri)
+            logger.info("%s: nothing to save: step %d is saved already", name_of(self._group.uri), step)
 
     def _save(self, metrics: Mapping[str, object], due: Due) -> None:
         saver, progress, began = self._claimed(), self._position.progress, time.monotonic()
@@ -418,20 +418,23 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed; nothing is saved that is not under way. Every rank calls it.
 
-        timeout_s: how long at most; None: as long as a save may take. Raises SaveFailedError for a save that failed
-        meanwhile or has not ended then, and for a newest one that failed before; else as end_step does.
+        timeout_s: how long at most; None, or longer than that: as long as a save may take. Raises SaveFailedError when
+        one of the newest saves, as many as there are buffers, has failed or not ended then; else as end_step does.
+        After a wait without timeout_s that raised it, `save` saves this step once more.
         """
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise ConfigError(f"wait(timeout_s={timeout_s!r}): give a number of seconds")
         if self._is_counting_only():
             return
         saver = self._claimed()
-        failed, began = saver.failed, time.monotonic()
-        self._hear_of(saver.wait(saver.longest_s if timeout_s is None else timeout_s))
+        began = time.monotonic()
+        self._hear_of(saver.wait(saver.longest_s if timeout_s is None else min(timeout_s, saver.longest_s)))
         self._pace.skip(time.monotonic() - began)
         if self._watch.over is not None:
             raise self._watch.over
-        if problem := saver.problem_since(failed):
+        if problem := saver.problem:
+            if timeout_s is None:  # else some ranks may have heard of it and some not, and all must save alike
+                self._begun = -1, "keep"
             raise SaveFailedError(f"rank {self._group.rank}: wait(): {problem}")
 
     def _validate(self) -> None:
@@ -557,12 +560,12 @@ class Checkpointer:
     def _is_counting_only(self) -> bool:
         """Whether it is turned off. Raises ConfigError before a restore even then, as when it is on."""
         if self._is_off and not self._is_restored:
-            raise ConfigError(_RESTORE_FIRST)
+            raise ConfigError(RESTORE_FIRST)
         return self._is_off
 
     def _claimed(self) -> Saver:
         if self._saver is None:
-            raise ConfigError(_RESTORE_FIRST)
+            raise ConfigError(RESTORE_FIRST)
         return self._saver
 
     def _hear_of(self, committed: str | None) -> None:

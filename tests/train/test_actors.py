@@ -371,3 +371,21 @@ def test_a_driver_saves_at_step_0_at_listed_steps_and_when_its_function_says_so_
     with led(actors, uri, state={"own": own}, resume=0) as ckpt:
         assert ckpt.restore().step == 0
     assert own == {"seen": [7]}, "what the driver holds is in the checkpoint of step 0, too"
+
+
+def test_a_driver_saves_at_step_0_what_the_checkpoint_of_step_0_has_not(actors: list[Any], s3: str) -> None:
+    uri, settings = join_uri(s3, uuid4().hex), raycheck.SaveSettings(at_start=True)
+
+    def saves_of(state: dict[str, Any]) -> list[str]:
+        with raycheck.ActorCheckpointer(
+            actors, lambda actor: {"model": actor.model}, uri, settings, state=state
+        ) as ckpt:
+            ckpt.restore()
+        return [entry.key for entry in raycheck.open_run(uri).latest.live]
+
+    first = saves_of({"own": {"seen": 1}})
+    again = saves_of({"own": {"seen": 1}})
+    more = saves_of({"own": {"seen": 1}, "more": {"best": 2}})
+
+    assert first == again == ["step-000000000-a1-s1"], "it was saved already"
+    assert more == [*first, "step-000000000-a3-s1"]

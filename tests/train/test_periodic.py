@@ -160,7 +160,10 @@ def test_every_rank_hears_rank_0_of_time():
     assert len(found[0]) > 2
 
 
-@pytest.mark.parametrize("wrong", [{}, {"every_steps": 0}, {"every_seconds": float("nan")}, {"every_epochs": True}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"every_steps": 0}, {"every_steps": "default"}, {"every_seconds": float("nan")}, {"every_epochs": True}],
+)
 def test_what_cannot_work_is_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong), "every_steps")):
         Periodic(**wrong)

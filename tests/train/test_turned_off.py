@@ -72,6 +72,29 @@ def test_what_a_script_does_wrong_it_does_wrong_when_turned_off_too() -> None:
         ckpt.wait(timeout_s=-1)
 
 
+def test_a_driver_of_actors_that_is_turned_off_keeps_its_own_objects_going(tmp_path: Path) -> None:
+    evaluate, data = raycheck.Periodic(every_steps=2), raycheck.Batches(range(12), global_batch=4)
+    early = iter(data.loader())
+    next(early)
+    state = {"evaluate": evaluate, "data": data}
+    ckpt = raycheck.ActorCheckpointer(
+        ["nobody calls it"], lambda actor: {}, f"file://{tmp_path}/run", SaveSettings(enabled=False), state=state
+    )
+
+    for act in (ckpt.end_step, ckpt.end_epoch, ckpt.save, ckpt.wait):
+        with pytest.raises(raycheck.ConfigError, match="call restore"):
+            act()
+    ckpt.restore()
+    with pytest.raises(raycheck.ConfigError, match="begun before a restore"):
+        next(early)
+    due = []
+    for _ in data.loader():
+        ckpt.end_step()
+        due.append(evaluate.take_turn())
+
+    assert due == [False, True, False]
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
