@@ -61,6 +61,8 @@ NOT_MODELLED = {
     27: "with 10",
     30: "fork",
     32: "repair",
+    33: "moves neither head nor attempt; test_crashes and test_interleavings enumerate it",
+    34: "exports, which nothing restores",
 }
 SEARCH_TIMEOUT_S = 200
 MEMORY_MIB = 6000

@@ -30,6 +30,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "ExportSettings": [raycheck.ExportSettings],
     "FailureConfig": [ray.train.FailureConfig],
     "Group": [raycheck.Group],
+    "Periodic": [raycheck.Periodic],
     "Retention": [Retention],
     "RunConfig": [ray.train.RunConfig],
     "SaveSettings": [raycheck.SaveSettings],

@@ -200,7 +200,8 @@ def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
     """The failed handshake behind a client's error, if the next one would fail alike."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError) or getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
-            return error if isinstance(error, ssl.SSLError) else None
+            found = getattr(error, "certificate_error", error)  # aiohttp wraps it in a class of the same kind
+            return found if isinstance(found, ssl.SSLError) else None
         error = error.__cause__ or error.__context__
     return None
 
@@ -208,7 +209,7 @@ def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
 def _no_tls(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
-            f"the server's certificate is not trusted on this node ({error.verify_message}): set "
+            f"the server's certificate is not trusted on this node ({getattr(error, 'verify_message', error)}): set "
             "StorageSettings(ca_bundle=...) or correct the endpoint's host name"
         )
     return (
