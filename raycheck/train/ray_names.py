@@ -377,12 +377,12 @@ def _ranked(metrics: Mapping[str, float], config: Any) -> dict[str, float]:
 def check_validation(*, is_ray_train: bool) -> None:
     """Raise ConfigError where Ray has no validation function to run."""
     if not is_ray_train:
-        raise ConfigError("save(validate=True): only Ray Train validates checkpoints; here nobody would")
+        raise ConfigError("save(..., validate=True): only Ray Train validates checkpoints; here nobody would")
     if "validation" not in inspect.signature(ray.train.report).parameters:
-        raise ConfigError(f"save(validate=True): Ray {ray.__version__} cannot do this; 2.60 can")
+        raise ConfigError(f"save(..., validate=True): Ray {ray.__version__} cannot do this; 2.60 can")
     if not getattr(_context(), "has_validation_fn", False):
         raise ConfigError(
-            "save(validate=True): give the trainer a function, TorchTrainer(validation_config=ValidationConfig(fn=...))"
+            "save(..., validate=True): give the trainer a function, TorchTrainer(validation_config=ValidationConfig(fn=...))"
         )
 
 
