@@ -770,14 +770,14 @@ DIFFERENT: dict[str, tuple[Callable[[], State], Callable[[], State], str]] = {
         lambda: {"model": layers(2), "data": Batches(range(10), global_batch=2, seed=2, rank=0, world_size=1)},
         r"not alike: data: .*seed: saved 1, here 2",
     ),
-    "a module where a dict is": (
+    "a module where an object is": (
         lambda: {"own": layers(1)},
-        lambda: {"own": {"number": 1}},
+        lambda: {"own": Own({"number": 1})},
         r"not alike: own: an object or dict here, a module or an optimizer saved",
     ),
-    "an optimizer where a dict is": (
+    "an optimizer where an object is": (
         lambda: {"own": stepped(bag(a=torch.ones(2)))["optimizer"]},
-        lambda: {"own": {"number": 1}},
+        lambda: {"own": Own({"number": 1})},
         r"not alike: own: an object or dict here, a module or an optimizer saved",
     ),
     "a dict where an optimizer is": (
