@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from raycheck.bucket.checksum import sub_block_crcs
+from raycheck.shards.pieces import as_bytes
 
 Digest = tuple[int, ...]
 _WORDS = 1 << 20
@@ -22,11 +23,11 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
     found: list[Digest | None] = [None] * len(tensors)
     there: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        plain = as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
         if not plain.numel():
             found[number] = ()
         elif plain.device.type == "cpu":
-            found[number] = tuple(sub_block_crcs(memoryview(cast("Any", plain.view(torch.uint8).numpy()))))
+            found[number] = tuple(sub_block_crcs(memoryview(cast("Any", plain.numpy()))))
         else:
             there.setdefault(plain.device, []).append((number, weighted_sums(plain)))
     for sums in there.values():

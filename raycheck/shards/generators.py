@@ -55,8 +55,9 @@ class GeneratorState:
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise StateMismatchError for the state of a generator of another kind, whose numbers would be others."""
         kind = kind_of_generator(self._generator)
-        if state["kind"] != kind:
-            raise StateMismatchError(f"the checkpoint has a random generator of {state['kind']}, here is one of {kind}")
+        there = state.get("kind", "another object")
+        if there != kind:
+            raise StateMismatchError(f"the checkpoint has a random generator of {there}, here is one of {kind}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises as check_state_dict does."""

@@ -10,7 +10,7 @@ import torch
 from raycheck.bucket.checksum import crc32
 from raycheck.shards.agreement import Held, Holdings, Values
 from raycheck.shards.parts import Gathered, Part
-from raycheck.shards.pieces import Piece
+from raycheck.shards.pieces import Piece, as_bytes
 
 
 def holdings_of(parts: Sequence[Part], gathered: Sequence[Gathered], pieces: Sequence[Piece]) -> Holdings:
@@ -52,8 +52,8 @@ def _held(piece: Piece, of: Mapping[str, Part]) -> list[Held]:
 
 def _crc32(tensor: torch.Tensor) -> int:
     """Of the tensor's bytes, row by row."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return crc32(memoryview(cast("Any", flat.view(torch.uint8).numpy()))) if flat.numel() else 0
+    flat = as_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    return crc32(memoryview(cast("Any", flat.numpy()))) if flat.numel() else 0
 
 
 def _crc32_of(values: Any) -> int:

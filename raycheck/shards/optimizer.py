@@ -185,13 +185,19 @@ class OptimizerPart(Part):
         ]
 
     def lost(self, tensors: Named) -> list[str]:
+        tree = self.tree()
         live = {
             f"{self.name}.state.{name}.{slot}": value
-            for name, slots in self.tree()["state"].items()
+            for name, slots in tree["state"].items()
             for slot, value in slots.items()
             if isinstance(value, torch.Tensor)
         }
-        return [name for name, tensor in live.items() if name in tensors and not holds(tensor, tensors[name])]
+        own = (f"{self.name}.state.", f"{self.name}.{OWN}.")  # groups may stand in another order here
+        read = {name: tensor for name, tensor in tensors.items() if name.startswith(own)}
+        if not read.keys() <= live.keys():
+            self.values(tree, live)  # adds those inside of values
+        changed = [name for name, tensor in live.items() if name in read and not holds(tensor, read[name])]
+        return [*changed, *(name for name in read if name not in live)]
 
     def may_spread(self, name: str) -> bool:
         del name
@@ -201,6 +207,9 @@ class OptimizerPart(Part):
         self._look_at_groups()
         if saved.values is None:
             saved.missing.append(f"{self.name} (the whole optimizer)")
+            return {}
+        if not {"slots", "state", "other"} <= saved.values.keys():
+            saved.mismatched.append(f"{self.name}: an optimizer here, something else saved")
             return {}
         values = _merged(saved)
         slots: dict[str, list[str]] = values["slots"]

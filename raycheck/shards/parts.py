@@ -90,9 +90,12 @@ class Part(ABC):
         return []
 
     def lost(self, tensors: Named) -> list[str]:
-        """Names of tensors that were read, and that the live objects do not hold after all."""
-        del tensors
-        return []
+        """Names of tensors that were read, and that the live objects do not hold after all. What an owner of its own
+        kind does with its values is its own affair, but a copy into nothing is never meant."""
+        live: Named = {}
+        if tensors:
+            self.values(self.tree(), live)
+        return [name for name, tensor in live.items() if is_on_meta(tensor)]
 
     def names(self) -> list[str]:
         """Places in it that a rank of a pipeline may hold without the others, and that a restore may name."""
@@ -152,6 +155,15 @@ class Part(ABC):
         except StateMismatchError as error:
             saved.mismatched.append(f"{self.name} {error}")
             return decode(tree, tensor)
+
+    def ask(self, owner: object, saved: "SavedPart", value: object) -> None:
+        """Let an object that has check_state_dict refuse the value that it would be given. Its refusal is recorded."""
+        check = getattr(owner, "check_state_dict", None)
+        if callable(check):
+            try:
+                check(value)
+            except StateMismatchError as error:
+                saved.mismatched.append(f"{self.name}: {error}")
 
     def _learn_classes(self) -> None:
         with suppress(ConfigError):  # what cannot be saved is for a save to say
@@ -247,10 +259,12 @@ class ObjectPart(Part):
         if isinstance(saved.values, dict) and HELD in saved.values:
             saved.mismatched.append(f"{self.name}: an object or dict here, a bare value saved")
             return {}
-        value = self.compared(saved, saved.values, _no_tensor_yet)
-        check = getattr(self.owner, "check_state_dict", None)
-        if callable(check):  # lets an object refuse before anything was changed
-            check(value)
+        names: list[str] = []
+        value = self.compared(saved, saved.values, names.append)
+        if saved.tensors.keys() - names:  # which a module or an optimizer keeps beside its values
+            saved.mismatched.append(f"{self.name}: an object or dict here, a module or an optimizer saved")
+            return {}
+        self.ask(self.owner, saved, value)
         return self.targets(saved)
 
     def targets(self, saved: SavedPart) -> Named:
@@ -266,13 +280,6 @@ class ObjectPart(Part):
     def finish(self, saved: SavedPart, tensors: Named) -> None:
         if saved.values is not None:
             self.owner.load_state_dict(self.decoded(saved.values, tensors.__getitem__))
-
-    def lost(self, tensors: Named) -> list[str]:
-        """What the owner does with its values is its own affair, but a copy into nothing is never meant."""
-        live: Named = {}
-        if tensors:
-            self.encode(self.tree(), self.name, live)
-        return [name for name, tensor in live.items() if is_on_meta(tensor)]
 
 
 def refuse_odd(name: str, tensor: torch.Tensor) -> None:
@@ -290,11 +297,6 @@ def refuse_odd(name: str, tensor: torch.Tensor) -> None:
         )
     if not local.is_meta and not has_memory(local):  # on the meta device it may be until the restore
         raise ConfigError(f"state at {name} has no memory on {tensor.device}: its storage was freed")
-
-
-def _no_tensor_yet(name: str) -> None:
-    """Stands for a tensor that is not read yet."""
-    del name
 
 
 def empty_like(live: torch.Tensor | None, entry: SavedTensor) -> torch.Tensor:

@@ -68,9 +68,7 @@ class PerRankPart(Part):
             return {}
         names: list[str] = []
         (value,) = self.compared(saved, saved.values, names.append)
-        check = getattr(self._owner.owner, "check_state_dict", None)
-        if callable(check):  # lets an object refuse before anything was changed
-            check(value)
+        self.ask(self._owner.owner, saved, value)
         return {name: empty_for(saved.tensors[name]) for name in names}
 
     def finish(self, saved: SavedPart, tensors: Named) -> None:
@@ -90,6 +88,6 @@ class PerRankPart(Part):
         if owner is None:
             return self._owner.value
         state = owner.state_dict()
-        if state == {}:
+        if isinstance(state, dict) and not state:
             refuse_unsaved(self.name, owner)
         return state

@@ -128,6 +128,12 @@ def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor. Not by view(-1) alone: that keeps the stride of a single element, be it 0 as in
+    an expanded one, and torch refuses to see bytes in it."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def without_memory(piece: Piece) -> Piece:
     """What is known of a piece, to be kept: its memory must be able to go."""
     return replace(piece, local=torch.empty(piece.local.shape, dtype=piece.local.dtype, device="meta"))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from raycheck.errors import ConfigError
-from raycheck.shards.pieces import Piece
+from raycheck.shards.pieces import Piece, as_bytes
 from raycheck.shards.watch import local_of
 
 
@@ -58,4 +58,4 @@ def holds(live: torch.Tensor, read: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())

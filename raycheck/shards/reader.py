@@ -17,7 +17,7 @@ from raycheck.bucket.index import Chunk, Index, Tensor
 from raycheck.bucket.layout import shard_file
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError, NotFoundError
-from raycheck.shards.pieces import Piece, strides_of
+from raycheck.shards.pieces import Piece, as_bytes, strides_of
 from raycheck.shards.proof import Written, written_bytes
 
 REQUEST_BYTES = 16 * 1024 * 1024
@@ -223,7 +223,7 @@ def _place(payload: memoryview, read: Read) -> int:
         len(read.sizes) == 1 and dtype == local.dtype and _is_plain(local)
     ):  # one run of bytes on both sides: straight from what was received
         low, count = read.target_low[0] * item, read.sizes[0] * item
-        target = local.view(-1).view(torch.uint8).numpy()
+        target = as_bytes(local).numpy()
         target = target[low : low + count]
         np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
         return int(target.nbytes)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from raycheck.errors import RaycheckError, StoreError
-from raycheck.shards.pieces import Piece
+from raycheck.shards.pieces import Piece, as_bytes
 from raycheck.shards.proof import Written, written_bytes
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -126,7 +126,7 @@ def _buckets(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _hand_on(bucket: Sequence[Piece], reader: int, rank: int) -> None:
     locals_ = [piece.local for piece in bucket]
     if len(locals_) == 1 and locals_[0].is_contiguous():
-        dist.broadcast(locals_[0].view(-1).view(torch.uint8), src=reader)  # as bytes: gloo does not know every dtype
+        dist.broadcast(as_bytes(locals_[0]), src=reader)  # as bytes: gloo does not know every dtype
         return
     starts, end = [], 0
     for piece in bucket:

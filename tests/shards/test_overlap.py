@@ -17,6 +17,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded rows": lambda base: base[:6].view(1, 6).expand(4, 6),
     "expanded columns": lambda base: base[:6].view(6, 1).expand(6, 4),
     "one number": lambda base: base[0].expand(3, 2),
+    "one number in a row": lambda base: base[:1].expand(4),
     "expanded in the middle": lambda base: base[:6].view(2, 1, 3).expand(2, 5, 3),
     "windows": lambda base: base.unfold(0, 4, 1),
     "as_strided": lambda base: base.as_strided((3, 3), (2, 1)),
@@ -45,6 +46,21 @@ def test_a_buffer_whose_elements_share_memory_comes_back(memory: Store, shape: s
 
     assert torch.equal(two.shared, one.shared)
     assert two.shared.stride() == stride
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("make", [lambda base: base[0].expand(1), lambda base: base.view(4, 3)[:1, 0]])
+def test_a_single_element_of_any_stride_comes_back(
+    memory: Store, make: Callable[[torch.Tensor], torch.Tensor], requires_grad: bool
+):
+    one, two = Holding(shared=make(base(1))), Holding(shared=make(base(50)))
+    for module, start in ((one, 2), (two, 60)):
+        module.odd = nn.Parameter(make(base(start)), requires_grad=requires_grad)
+    TrainState({"model": one}, rank=0, world_size=2).holdings()
+
+    restore_state(save_state(memory, {"model": one}), {"model": two})
+
+    assert (two.shared, two.odd) == (one.shared, one.odd)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

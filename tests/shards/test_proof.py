@@ -76,6 +76,44 @@ def test_an_optimizer_that_keeps_something_else_is_named(memory: Store):
         restore_state(checkpoint, {"model": model, "optimizer": other})
 
 
+class Drops(torch.optim.Adam):
+    """Its load_state_dict leaves out a slot."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        kept = {key: {**slots} for key, slots in state_dict["state"].items()}
+        for slots in kept.values():
+            del slots["exp_avg"]
+        super().load_state_dict({**state_dict, "state": kept})
+
+
+class Anew(torch.optim.SGD):
+    """Keeps tensors in lists, says them in new ones, and takes them back as torch does: cast to the parameter's type."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["factors"] = [torch.full((2,), 1.0001)]
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        return {**packed, "state": {k: {s: [*v] for s, v in slots.items()} for k, slots in packed["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(("kind", "slot"), [(Drops, "exp_avg"), (Anew, "factors.0")])
+def test_an_optimizer_that_keeps_no_slot_or_none_exactly_is_named(memory: Store, kind: type, slot: str):
+    model = nn.Linear(3, 3).to(torch.bfloat16)
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    checkpoint = save_state(memory, {"model": model, "optimizer": optimizer})
+
+    with pytest.raises(ConfigError, match=rf"optimizer\.state\.(weight|bias)\.{slot} was not restored"):
+        restore_state(checkpoint, {"model": model, "optimizer": kind(model.parameters(), lr=0.1)})
+
+
 @pytest.mark.parametrize("counts", [[], [35], [36, 1], [36, 36]])
 def test_every_byte_of_a_piece_is_to_be_written_once(counts: list[int]):
     piece = piece_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)

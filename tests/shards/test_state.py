@@ -768,7 +768,27 @@ DIFFERENT: dict[str, tuple[Callable[[], State], Callable[[], State], str]] = {
     "another stream of batches": (
         lambda: {"model": layers(1), "data": Batches(range(10), global_batch=2, seed=1, rank=0, world_size=1)},
         lambda: {"model": layers(2), "data": Batches(range(10), global_batch=2, seed=2, rank=0, world_size=1)},
-        r"seed: saved 1, here 2",
+        r"not alike: data: .*seed: saved 1, here 2",
+    ),
+    "a module where an object is": (
+        lambda: {"own": layers(1)},
+        lambda: {"own": Own({"number": 1})},
+        r"not alike: own: an object or dict here, a module or an optimizer saved",
+    ),
+    "an optimizer where an object is": (
+        lambda: {"own": stepped(bag(a=torch.ones(2)))["optimizer"]},
+        lambda: {"own": Own({"number": 1})},
+        r"not alike: own: an object or dict here, a module or an optimizer saved",
+    ),
+    "a dict where an optimizer is": (
+        lambda: {"own": {"number": 1}},
+        lambda: {"own": stepped(bag(a=torch.ones(2)))["optimizer"]},
+        r"not alike: own: an optimizer here, something else saved",
+    ),
+    "a bare value where an optimizer is": (
+        lambda: {"own": [1]},
+        lambda: {"own": stepped(bag(a=torch.ones(2)))["optimizer"]},
+        r"not alike: own: an optimizer here, something else saved",
     ),
 }
 
