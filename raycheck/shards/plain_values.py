@@ -19,6 +19,7 @@ from raycheck.bucket.lossless import encode
 from raycheck.errors import ConfigError
 from raycheck.shards.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.parts import HELD, Gathered, Named, ObjectPart, SavedPart
+from raycheck.shards.pieces import as_bytes
 
 logger = logging.getLogger("raycheck")
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
@@ -240,4 +241,4 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())

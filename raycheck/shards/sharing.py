@@ -61,9 +61,11 @@ def told_to_all(world_size: int) -> Iterator[None]:
     """For what comes before `read_shared`: an error on one rank is raised on those that wait for it there."""
     try:
         yield
-    except RaycheckError as error:
+    except Exception as error:
         if _has_group(world_size):
-            _gather((None, error), world_size)
+            is_ours = isinstance(error, RaycheckError)
+            told = error if is_ours else StoreError(f"another rank could not restore: {type(error).__name__}: {error}")
+            _gather((None, told), world_size)
         raise
 
 
