@@ -382,7 +382,8 @@ def check_validation(*, is_ray_train: bool) -> None:
         raise ConfigError(f"save(..., validate=True): Ray {ray.__version__} cannot do this; 2.60 can")
     if not getattr(_context(), "has_validation_fn", False):
         raise ConfigError(
-            "save(..., validate=True): give the trainer a function, TorchTrainer(validation_config=ValidationConfig(fn=...))"
+            "save(..., validate=True): give the trainer a function: "
+            "TorchTrainer(validation_config=ValidationConfig(fn=...))"
         )
 
 
