@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from raycheck.bucket.catalog import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
-from raycheck.settings import SaveSettings
+from raycheck.settings import SaveSettings, function_name
 from raycheck.shards.generators import GeneratorState, is_generator
 from raycheck.shards.parts import ObjectPart
 from raycheck.shards.plain_values import InPlace
@@ -283,7 +283,7 @@ class ActorCheckpointer:
             ray.kill(self._coordinator)
 
     def _join(self, place: Group, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
-        joining = []
+        joining, settings = [], settings_for_actors(self._settings)
         for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
             mine = replace(
                 place,
@@ -293,8 +293,24 @@ class ActorCheckpointer:
                 notice=None,
                 is_first_on_node=node not in nodes[:rank],
             )
-            joining.append(run_in(actor, join, state_of, tuple(self._owners), self._settings, mine))
+            joining.append(run_in(actor, join, state_of, tuple(self._owners), settings, mine))
         results(joining)
+
+
+def settings_for_actors(settings: SaveSettings) -> SaveSettings:
+    """What actors are told. The user's own function is asked in the driver alone, and may hold what cannot travel; only
+    its name goes along, for the manifests."""
+    return settings if settings.when is None else replace(settings, when=_AskedInDriver(function_name(settings.when)))
+
+
+class _AskedInDriver:
+    """Stands for a function of the driver's, under its name."""
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+    def __call__(self, *asked: object) -> bool:
+        raise AssertionError(f"the driver decides when to save, and no actor that was told {asked}")
 
 
 class _Notices:

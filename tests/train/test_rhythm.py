@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray import cloudpickle
 
 import raycheck
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.shards.progress import Progress
+from raycheck.train.actors import settings_for_actors
 from raycheck.train.rhythm import Rhythm
 from tests.train.in_thread import InThread
 
@@ -306,3 +308,13 @@ def test_settings_are_told_alike_in_each_process():
     assert settings.step_trigger is None
     assert SaveSettings(at_start=True).step_trigger == 100
     assert settings.without_triggers.chosen == ("every_steps=None",)
+
+
+def test_a_drivers_function_stays_in_the_driver_and_its_name_goes_to_the_actors():
+    lock = threading.Lock()
+    settings = SaveSettings(when=lambda step, metrics: lock.locked(), at_steps=[3])
+
+    told = cloudpickle.loads(cloudpickle.dumps(settings_for_actors(settings)))
+
+    assert told.chosen == settings.chosen
+    assert told.without_triggers == settings.without_triggers
