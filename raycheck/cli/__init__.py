@@ -19,6 +19,7 @@ from raycheck.cli.look import COMMANDS as LOOKING
 from raycheck.cli.nodes import COMMANDS as WATCHING
 from raycheck.cli.speed import COMMANDS as MEASURING
 from raycheck.errors import RaycheckError
+from raycheck.terminal import printable_lines
 
 app = typer.Typer(
     help="Checkpoints of Ray Train runs in a bucket: look, verify, keep and drop, go back, repair.",
@@ -37,11 +38,14 @@ def _print_version(is_asked: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line; typed errors become one line and exit code 2."""
+    """Run the command line; typed errors become one line. No error exits with 1, which means damage."""
     try:
         app()
-    except RaycheckError as error:
-        print(f"raycheck: {error}", file=sys.stderr)  # noqa: T201
+    except (RaycheckError, OSError) as error:
+        print(f"raycheck: {printable_lines(str(error))}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    except Exception:  # noqa: BLE001  a bug of ours says nothing about the run
+        sys.excepthook(*sys.exc_info())
         sys.exit(2)
 
 

@@ -476,6 +476,28 @@ def test_a_row_is_one_line_in_a_terminal_too(wide) -> None:
     assert any(key in line and f"{LONG}-2" in line for line in shown.splitlines())
 
 
+def test_only_damage_exits_with_one(wide) -> None:
+    uri, _ = wide
+    breaking = "from raycheck import cli\ncli.look.open_run = lambda *_: {}['bug']\ncli.main()"
+
+    with Path("/dev/full").open("w") as full:
+        unwritten = subprocess.run(
+            [sys.executable, "-m", "raycheck", "verify", uri],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    broken = subprocess.run(
+        [sys.executable, "-c", breaking, "verify", uri], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert (unwritten.returncode, broken.returncode) == (2, 2)
+    assert unwritten.stderr.startswith("raycheck: [Errno 28]")
+    assert "KeyError" in broken.stderr
+
+
 def test_show_speaks_to_people_and_json_is_exact(wide) -> None:
     uri, _ = wide
 
