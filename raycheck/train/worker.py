@@ -219,7 +219,7 @@ class Checkpointer:
             say_what_begins_anew(self._group, None)
         warn_of_rays_checkpoint(self._group, None)
         self._furthest = furthest_of(claim.resume)
-        return At(attempt=claim.attempt, resume=claim.resume, is_finished=claim.is_finished)
+        return At(attempt=claim.attempt, resume=claim.resume)  # what ended with nothing committed is begun anew
 
     def _fill(
         self,
@@ -473,7 +473,8 @@ class Checkpointer:
             self._stop()
 
     def _finish(self) -> None:
-        """All that there was to save is committed: what keeps the end from being put down is a warning."""
+        """Put the end down, once all is committed. A store or a rank that keeps this from being done is a warning.
+        Raises FencedError or SupersededError when somebody else has gone on with the run."""
         group, wait_s = self._group, self.settings.save_timeout_s
         deadline, missing = time.monotonic() + wait_s, [group.rank]
         try:

@@ -1,4 +1,4 @@
-"""What `wait` says of saves that failed is the same on all ranks, and what it said was not saved can be saved."""
+"""What all ranks hear of saves that they wait for, and of the end of a run, with the coordinator in this process."""
 
 import math
 import time
@@ -107,3 +107,13 @@ def test_a_rank_that_has_heard_of_a_failed_save_before_is_told_like_the_others(u
     assert said[0] == said[1]
     assert steps_of(uri) == [1, 3]
     on_all(ranks, "close")
+
+
+def test_a_run_that_ended_without_a_step_is_not_finished_for_who_starts_it_again(uri: str) -> None:
+    for _ in range(2):
+        (group,) = group_of(uri, owner=uuid4().hex)
+        with raycheck.Checkpointer({"own": {"x": 1}}, group=group) as ckpt:
+            at = ckpt.restore()
+
+            assert (at.step, at.checkpoint, at.is_finished) == (0, None, False)
+    assert assert_invariants(open_store(uri)).is_finished, "the bucket says that it came to its end"
