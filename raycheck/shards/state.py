@@ -399,7 +399,7 @@ class TrainState:
 
 def _synchronize(pieces: Sequence[Piece]) -> None:
     """Wait until the accelerators that hold any of these have done all that was enqueued, on whatever stream."""
-    for device in {piece.local.device for piece in pieces} - {torch.device("cpu")}:
+    for device in {piece.local.device for piece in pieces if piece.local.device.type != "cpu"}:
         torch.accelerator.synchronize(device)
 
 
