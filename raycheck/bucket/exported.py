@@ -95,7 +95,11 @@ def judge_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last
     """One verdict per directory. Those of the newest so many checkpoints of the run stay, and all that is not proven to
     be one of its own, whole and unchanged."""
     doubts = [_doubt(directory, body) for directory in found]
-    mine = {one.record.name for one, doubt in zip(found, doubts, strict=True) if one.record and doubt is None}
+    mine = {  # what an earlier prune has begun to delete is none of those that stay
+        one.record.name
+        for one, doubt in zip(found, doubts, strict=True)
+        if one.record and doubt is None and not one.record.is_pruned
+    }
     newest = set(sorted(mine)[-keep_last:])
     pinned = {entry.key for entry in body.live if entry.pinned}
     return tuple(

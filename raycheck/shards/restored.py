@@ -36,8 +36,11 @@ class RestoreReport:
         return "; ".join(parts) or "nothing was restored"
 
 
-def refuse_differences(key: str, report: RestoreReport, mismatched: Sequence[str], *, strict: bool) -> None:
-    """Raise StateMismatchError that lists them all. mismatched: on both sides but not alike; always refused."""
+def refuse_differences(
+    key: str, report: RestoreReport, mismatched: Sequence[str], *, strict: bool, cast: bool = False
+) -> None:
+    """Raise StateMismatchError that lists them all. mismatched: on both sides but not alike; always refused. cast:
+    whether floating-point types may differ already."""
     if not mismatched and not (strict and (report.missing or report.unexpected)):
         return
     lines = [
@@ -50,6 +53,8 @@ def refuse_differences(key: str, report: RestoreReport, mismatched: Sequence[str
         lines.append(
             "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
         )
+    elif not cast:
+        lines.append("  where only the floating-point type of a weight differs, restore(cast=True) converts it")
     raise StateMismatchError("\n".join(lines))
 
 

@@ -196,7 +196,7 @@ class TrainState:
         mismatched += [line for part in self._parts for line in part.left_on_meta(wanted.get(part, {}))]
         touched = {*report.restored, *(name for piece in pieces for name in (piece.name, *dict(piece.aliases)))}
         self._refuse_leftovers(key, touched)
-        refuse_differences(key, report, mismatched, strict=strict)
+        refuse_differences(key, report, mismatched, strict=strict, cast=cast)
         if any(is_on_meta(tensor) for tensors in wanted.values() for tensor in tensors.values()):
             _give_memory(wanted)
             with corrupt_if_odd(key):

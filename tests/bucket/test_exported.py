@@ -13,6 +13,7 @@ from raycheck.bucket.exported import (
     check_not_being_pruned,
     find_exports,
     judge_exports,
+    load_export_record,
     prune_exports,
 )
 from raycheck.bucket.layout import EXPORT_ENDS, EXPORT_RECORD, EXPORTS_PREFIX, export_key, exports_prefix
@@ -63,6 +64,17 @@ def test_two_directories_of_one_checkpoint_count_once(store: Store) -> None:
     write_export(store, "exports/best/of-all/", places[2].split("/")[1])
 
     assert pruned(store, ann, keep_last=2) == (places[0],)
+
+
+def test_what_an_earlier_prune_left_half_way_is_none_of_the_newest_that_stay(store: Store) -> None:
+    ann, places = run_of(store, saves=2)
+    key = export_key(places[1], EXPORT_RECORD)
+    record = load_export_record(store.get(key).data, what=key)
+    store.put(key, dump(replace(record, is_pruned=True)))
+
+    assert pruned(store, ann) == (places[1],)
+
+    assert export_key(places[0], EXPORT_ENDS[0]) in everything(store)
 
 
 def test_an_export_of_a_pinned_checkpoint_stays(store: Store) -> None:
