@@ -189,7 +189,8 @@ def test_documents_that_were_handed_over_damaged_are_read_from_the_bucket(checkp
 def test_bytes_that_pass_their_checksums_and_make_no_sense_are_no_damage(checkpoint):
     """Somebody wrote them so. Going back would only find the same."""
     store = open_store("memory://odd")
-    odd = save_state(store, {"model": torch.nn.Linear(2, 2), "own": {"a": 1}})
+    like_an_optimizers = {"slots": 1, "state": 2, "other": 3}
+    odd = save_state(store, {"model": torch.nn.Linear(2, 2), "own": like_an_optimizers})
 
     with pytest.raises(CorruptError) as caught:
         TrainState(
