@@ -50,7 +50,13 @@ def train_epochs(config: dict[str, Any]) -> None:
             ckpt.end_epoch()
 
 
-@pytest.mark.parametrize("start", [raycheck.fit, lambda trainer: trainer.fit()], ids=["raycheck", "ray"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(raycheck.fit, id="raycheck"),
+        pytest.param(lambda trainer: trainer.fit(), id="ray", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_submitted_again_after_its_end_does_nothing_and_says_so(job, tmp_path: Path, start) -> None:
     storage, uri = f"file://{tmp_path}/runs", f"file://{tmp_path}/runs/run"
     start(job(storage, "run", train=train_epochs, epochs=2))
@@ -110,6 +116,7 @@ def test_a_mistake_of_the_program_before_the_first_step_ends_the_run_at_once(job
     assert "AttributeError" in status.text
 
 
+@pytest.mark.slow
 def test_a_mistake_after_a_step_and_an_error_of_the_network_before_it_are_retried(job, tmp_path: Path) -> None:
     for name, options in {"late": {"error": "attribute", "after": 2}, "network": {"error": "runtime"}}.items():
         folder = tmp_path / name

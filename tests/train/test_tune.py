@@ -65,7 +65,7 @@ def reporting(config: dict) -> None:
                 ray.train.report({"loss": config["lr"] / step})
 
 
-@pytest.mark.parametrize("by", ["raycheck.fit", "trainer.fit"])
+@pytest.mark.parametrize("by", ["raycheck.fit", pytest.param("trainer.fit", marks=pytest.mark.slow)])
 def test_what_tune_counts_and_scores_is_what_the_script_reports(cluster: None, tmp_path: Path, by: str) -> None:
     folder = str(tmp_path)
 
