@@ -19,7 +19,7 @@ from raycheck.bucket.lossless import encode
 from raycheck.errors import ConfigError
 from raycheck.shards.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.parts import HELD, Gathered, Named, ObjectPart, SavedPart
-from raycheck.shards.pieces import as_bytes
+from raycheck.shards.proof import holds
 
 logger = logging.getLogger("raycheck")
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
@@ -233,12 +233,8 @@ def _refilled(live: io.BytesIO, saved: io.BytesIO) -> io.BytesIO:
 def _is_same(one: object, other: object) -> bool:
     """Whether two values are equal to the last bit. Containers of tensors count as different."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(_bytes(one), _bytes(other))
+        return holds(one, other)
     try:
         return repr(encode(one, "")) == repr(encode(other, ""))
     except ConfigError:
         return False
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())

@@ -21,7 +21,7 @@ _OWN_FORMS = ({"extra", "flattened"}, {"slots", "state", "other"}, {"slots", "st
 """What modules and optimizers without tensors have is in a form of raycheck's own."""
 
 
-class Values(Mapping[str, Any]):
+class SavedValues(Mapping[str, Any]):
     """The saved values of entries that hold no tensors, by entry; each is decoded anew when it is asked for. A value of
     a class that this process has not loaded is a plain structure: an enum's value, a dict, a tuple."""
 
@@ -40,7 +40,7 @@ class Values(Mapping[str, Any]):
         return len(self._trees)
 
     def __repr__(self) -> str:
-        return f"Values({dict(self)!r})"
+        return f"SavedValues({dict(self)!r})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Preview:
     saved_world_size: int = 0
     entries: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=lambda: Values({}))
+    values: Mapping[str, Any] = field(default_factory=lambda: SavedValues({}))
     refused: tuple[str, ...] = ()
     selection: Selection = EVERYTHING
     partial: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Preview:
             saved_world_size=manifest.world_size,
             entries=tuple(sorted(names - {ASSETS, *OWN_ENTRIES})),
             metrics=dict(manifest.metrics),
-            values=Values(trees),
+            values=SavedValues(trees),
             refused=refused,
             selection=selection,
             partial=manifest.partial,

@@ -14,7 +14,7 @@ from raycheck.shards.pieces import Piece, as_bytes
 from raycheck.shards.watch import local_of
 
 
-class Written:
+class WrittenBytes:
     """Counts the bytes that were written into each piece. The pieces must live as long as it does."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from raycheck.bucket.layout import shard_file
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError, NotFoundError
 from raycheck.shards.pieces import Piece, as_bytes, strides_of
-from raycheck.shards.proof import Written, written_bytes
+from raycheck.shards.proof import WrittenBytes, written_bytes
 
 REQUEST_BYTES = 16 * 1024 * 1024
 GAP_BYTES = 64 * 1024
@@ -61,7 +61,7 @@ def read_into(
     pieces: Sequence[Piece],
     *,
     request_bytes: int = REQUEST_BYTES,
-    written: Written | None = None,
+    written: WrittenBytes | None = None,
 ) -> int:
     """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
     one request fetches at most, a multiple of the sub-block. `written`: where the bytes of each piece are counted.

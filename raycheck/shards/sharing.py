@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from raycheck.errors import RaycheckError, StoreError
 from raycheck.shards.pieces import Piece, as_bytes
-from raycheck.shards.proof import Written, written_bytes
+from raycheck.shards.proof import WrittenBytes, written_bytes
 
 BUCKET_BYTES = 32 * 1024 * 1024
 ALIGN = 16
@@ -24,7 +24,12 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
 def read_shared(
-    read: Callable[[Sequence[Piece]], int], pieces: Sequence[Piece], rank: int, world_size: int, *, written: Written
+    read: Callable[[Sequence[Piece]], int],
+    pieces: Sequence[Piece],
+    rank: int,
+    world_size: int,
+    *,
+    written: WrittenBytes,
 ) -> int:
     """Fill the live tensors of `pieces` by `read`, those that all ranks want by one of them. A collective. `written`:
     where the bytes are counted that other ranks have sent.

@@ -28,7 +28,7 @@ from raycheck.shards.overlap import overlapping, read_again, writable
 from raycheck.shards.parts import Gathered, Leaves, Named, Part, SavedPart
 from raycheck.shards.pieces import TRAIN, Piece, Place, mine, piece_of, tied, without_memory
 from raycheck.shards.progress import Progress
-from raycheck.shards.proof import Written, not_restored
+from raycheck.shards.proof import WrittenBytes, not_restored
 from raycheck.shards.rank_zero import RankZeroPart
 from raycheck.shards.reader import read_into
 from raycheck.shards.restored import Restored, RestoreReport, refuse_differences
@@ -229,7 +229,7 @@ class TrainState:
         share: bool,
     ) -> int:
         """Fill the live tensors, and prove that each of them was filled."""
-        written = Written()
+        written = WrittenBytes()
         targets = [writable(piece) for piece in pieces]
         read_own = partial(read, written=written)
         # The copies run on streams of the reader's threads: what the script has enqueued must not come after them.

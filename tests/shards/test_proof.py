@@ -9,7 +9,7 @@ from torch import nn
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.shards.pieces import piece_of
-from raycheck.shards.proof import Written, written_bytes
+from raycheck.shards.proof import WrittenBytes, written_bytes
 from tests.shards.saving import restore_state, save_state
 
 
@@ -117,13 +117,13 @@ def test_an_optimizer_that_keeps_no_slot_or_none_exactly_is_named(memory: Store,
 @pytest.mark.parametrize("counts", [[], [35], [36, 1], [36, 36]])
 def test_every_byte_of_a_piece_is_to_be_written_once(counts: list[int]):
     piece = piece_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)
-    written = Written()
+    written = WrittenBytes()
     written.add_all((piece, count) for count in counts)
 
     with pytest.raises(ConfigError, match=rf"model\.weight was not restored: {sum(counts)} of its 36 bytes"):
         written.check([piece])
 
-    whole = Written()
+    whole = WrittenBytes()
     whole.add_all([(piece, 12), (piece, 24)])
     whole.check([piece])
 
