@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     )
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
-    from raycheck.shards.per_rank import PerRank
+    from raycheck.shards.entries.per_rank_entry import PerRank
     from raycheck.storage_settings import StorageSettings
-    from raycheck.train.actor_state import ActorState
-    from raycheck.train.actors import ActorCheckpointer
-    from raycheck.train.data import Batches
+    from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
+    from raycheck.train.actors.actor_state import ActorState
+    from raycheck.train.batches import Batches
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
-    from raycheck.train.periodic import Periodic
-    from raycheck.train.worker import Checkpointer
+    from raycheck.train.worker.checkpointer import Checkpointer
+    from raycheck.train.worker.periodic import Periodic
 
 _HOMES = {
     "raycheck.errors": (
@@ -50,15 +50,15 @@ _HOMES = {
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("ExportSettings", "SaveSettings"),
-    "raycheck.shards.per_rank": ("PerRank",),
+    "raycheck.shards.entries.per_rank_entry": ("PerRank",),
     "raycheck.storage_settings": ("StorageSettings",),
-    "raycheck.train.actor_state": ("ActorState",),
-    "raycheck.train.actors": ("ActorCheckpointer",),
-    "raycheck.train.data": ("Batches",),
+    "raycheck.train.actors.actor_state": ("ActorState",),
+    "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
+    "raycheck.train.batches": ("Batches",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
-    "raycheck.train.periodic": ("Periodic",),
-    "raycheck.train.worker": ("Checkpointer",),
+    "raycheck.train.worker.periodic": ("Periodic",),
+    "raycheck.train.worker.checkpointer": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -5,22 +5,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from raycheck.bucket.catalog import Checkpoint, read_latest
-from raycheck.bucket.latest import Latest
-from raycheck.bucket.layout import CheckpointName
-from raycheck.bucket.pointer import MAX_BYTES as MAX_POINTER_BYTES
-from raycheck.bucket.pointer import Pointer, load_pointer
-from raycheck.bucket.reading import again_if_corrupt
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
+from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
+from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.arrow import uri_of
-from raycheck.bucket.store.uri import is_same_place
+from raycheck.bucket.store.address import is_same_place
+from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
     import torch
 
-    from raycheck.shards.export import Exported
+    from raycheck.shards.huggingface.export import Exported
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class CommittedCheckpoint(Checkpoint):
         StateMismatchError when an entry of `into` differs; nothing is changed then. Raises NotFoundError when retention
         has dropped the checkpoint.
         """
-        from raycheck.shards.selection import Selection
-        from raycheck.shards.state import TrainState
+        from raycheck.shards.state.restore_selection import Selection
+        from raycheck.shards.state.train_state import TrainState
 
         state = TrainState(into, rank=0, world_size=1)
         return state.apply(self, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
@@ -160,10 +160,10 @@ def export_hf(
 
     source: a run's URI (its head, or `step`), or a checkpoint, as `open_checkpoint` gives it. dest: a new or empty
     folder, or the URI of a free place in a bucket. storage: how the source's bucket is reached, and a destination of
-    the same kind. The rest: see raycheck.shards.export. Needs torch, but neither Ray nor transformers nor an
-    accelerator, and a bounded amount of memory. Returns the files with their sizes.
+    the same kind. The rest: see raycheck.shards.huggingface.export. Needs torch, but neither Ray nor transformers nor
+    an accelerator, and a bounded amount of memory. Returns the files with their sizes.
     """
-    from raycheck.shards.export import export_hf as export
+    from raycheck.shards.huggingface.export import export_hf as export
 
     if isinstance(source, Checkpoint) and step is not None:
         raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")

@@ -132,7 +132,7 @@ class SaveSettings:
     rolling_every_steps, rolling_every_seconds: save at these moments too, cheaply to keep: of the checkpoints that only
         these asked for the newest rolling_keep_last stay, and older ones go once a newer one is committed.
     overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
-        and how often the run was hurt (interval.py), and is never longer than every_seconds.
+        and how often the run was hurt (young_daly.py), and is never longer than every_seconds.
     exports: when and where the model is written as a Hugging Face directory too; None: never.
     keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
         The others leave `latest` in the same swap that commits a newer one, and their objects are deleted after a grace

@@ -12,11 +12,11 @@ from uuid import uuid4
 import pytest
 
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.uri import join_uri
+from raycheck.bucket.store.address import join_uri
 from raycheck.demo.server import s3_server
-from tests.azurite import azurite
-from tests.faultproxy import FaultProxy, fault_proxy
-from tests.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
+from tests.support.azurite_server import azurite
+from tests.support.gcs_server import BUCKET, START_TIMEOUT_S, gcs_server
+from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 
 _STDERR = pytest.StashKey[int]()
 EMULATOR = os.environ.get("RAYCHECK_TEST_GCS", "").rstrip("/")

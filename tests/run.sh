@@ -7,7 +7,7 @@ cd "$root"
 "$python" -m ruff format --check .
 "$python" -m mypy
 case " $* " in *" --all "*) # made once
-    for made in bucket.ministack bucket.ceph elastic.oldest; do "$python" -m "tests.$made"; done ;;
+    for made in ministack_server ceph_server oldest_ray; do "$python" -m "tests.support.$made"; done ;;
 esac
 # Two at a time: the Ray tests wait most of the time, and must not meet a second Ray. 5: none of them was asked for.
 "$python" -m pytest -m "not ray" "$@" &

@@ -6,17 +6,13 @@ Writes nothing (I8), and needs no torch.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
-from raycheck.bucket import layout
-from raycheck.bucket.checksum import READS, SUB_BLOCK, crc32
-from raycheck.bucket.index import Chunk, Index
-from raycheck.bucket.manifest import ShardRecord
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import READS, SUB_BLOCK, crc32
+from raycheck.bucket.format.index import Chunk, Index
+from raycheck.bucket.format.manifest import Manifest, ShardRecord
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, NotFoundError
-
-if TYPE_CHECKING:
-    from raycheck.bucket.catalog import Checkpoint
 
 READ_BYTES = 16 * 1024 * 1024
 
@@ -32,17 +28,23 @@ class Finding:
     where: tuple[str, ...] = ()
 
 
-def verify(checkpoint: "Checkpoint", *, reads: bool) -> Iterator[Finding]:
-    """One finding per object. reads: False compares sizes only."""
-    store = checkpoint.store
-    key = layout.manifest_key(checkpoint.entry.key)
+def verify(
+    store: Store,
+    name: str,
+    *,
+    read_manifest: Callable[[], Manifest],
+    read_index: Callable[[Manifest], Index],
+    reads: bool,
+) -> Iterator[Finding]:
+    """Yield one finding per object of the checkpoint `name`. reads: False compares sizes only."""
+    key = object_keys.manifest_key(name)
     try:
-        manifest = checkpoint.manifest()
+        manifest = read_manifest()
     except (NotFoundError, CorruptError) as error:  # a store that is away proves nothing
         yield Finding(key=key, size_bytes=0, problem=str(error))
         return
     yield Finding(key=key, size_bytes=store.head(key))
-    index = cache(partial(checkpoint.index, manifest, values=False))
+    index = cache(partial(read_index, manifest))
     for key, record in manifest.objects():
         try:
             there, problem = _looked_at(store, key, record.size_bytes, record.crc32 if reads else None)

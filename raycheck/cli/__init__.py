@@ -12,12 +12,12 @@ import typer
 from rich.table import Table
 
 import raycheck
-from raycheck.cli.common import Json, Step, Storage, Text, Uri, out, print_json, settings_of, size, with_flags
-from raycheck.cli.jobs import COMMANDS as SUBMITTING
-from raycheck.cli.keep import COMMANDS as KEEPING
-from raycheck.cli.look import COMMANDS as LOOKING
-from raycheck.cli.nodes import COMMANDS as WATCHING
-from raycheck.cli.speed import COMMANDS as MEASURING
+from raycheck.cli.bench.command import COMMANDS as MEASURING
+from raycheck.cli.browse import COMMANDS as LOOKING
+from raycheck.cli.manage import COMMANDS as KEEPING
+from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of, size, with_flags
+from raycheck.cli.submit_command import COMMANDS as SUBMITTING
+from raycheck.cli.watch_node import COMMANDS as WATCHING
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
 

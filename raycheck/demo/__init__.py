@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
+from raycheck.bucket.store.address import join_uri
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, RaycheckError
 from raycheck.run import Run, export_hf, open_run
@@ -186,8 +186,6 @@ def _result(where: str, run: Run, events: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _epilogue(screen: Console, run: Run, result: dict[str, Any], *, folder: Path, text: str, steps: int) -> None:
-    from raycheck.cli.common import size
-
     table = Table("step", "attempt", "size", "training blocked", "upload", "MB/s per worker", box=None, pad_edge=False)
     for checkpoint in run.checkpoints:
         manifest = checkpoint.manifest()
@@ -195,7 +193,7 @@ def _epilogue(screen: Console, run: Run, result: dict[str, Any], *, folder: Path
         table.add_row(
             str(manifest.step),
             str(manifest.attempt),
-            size(checkpoint.entry.size_bytes),
+            f"{checkpoint.entry.size_bytes / 1e6:.1f} MB",
             f"{1000 * max(rank.blocked_s for rank in manifest.ranks):.0f} ms",
             f"{slowest.upload_s:.2f} s",
             f"{slowest.size_bytes / 1e6 / max(slowest.upload_s, 1e-9):.0f}",

@@ -13,7 +13,7 @@ from logging import getLogger
 from typing import NoReturn
 
 from raycheck.errors import RaycheckError
-from raycheck.nodes.notices import REBALANCE, Notice, Source
+from raycheck.nodes.cloud_notices import REBALANCE, Notice, Source
 
 logger = getLogger("raycheck")
 INTERVAL_S = 1.0

@@ -13,14 +13,14 @@ from uuid import uuid4
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycheck.bucket.layout import LATEST_KEY
-from raycheck.bucket.probe import probe_node
+from raycheck.bucket.format.object_keys import LATEST_KEY
+from raycheck.bucket.protocol.preflight import probe_node
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, StoreError
-from raycheck.train import ray_names
-from raycheck.train.coordinator import Coordinator
-from raycheck.train.ray_calls import call, this_node
-from raycheck.train.ray_storage import run_uri
+from raycheck.train.coordinator.actor import Coordinator
+from raycheck.train.ray_api import train_context
+from raycheck.train.ray_api.calls import call, this_node
+from raycheck.train.ray_api.run_location import run_uri
 
 RETRY_PAUSE_S = 0.5
 FETCH_TIMEOUT_S = 60.0
@@ -54,24 +54,24 @@ class Group:
 
         Raises ConfigError outside Ray Train, and for an unnamed run.
         """
-        if not ray_names.in_ray_train():
+        if not train_context.in_ray_train():
             raise ConfigError(
                 "not inside a Ray Train worker (num_workers=0 has none): start it with raycheck.fit(trainer), or give "
                 "Checkpointer(..., group=raycheck.Group(...))"
             )
-        guard = ray_names.guard_from_fit()
-        uri = guard.uri if guard and guard.uri else run_uri(ray_names.run_config())
-        rank, world_size = ray_names.rank_and_world_size()
+        guard = train_context.guard_from_fit()
+        uri = guard.uri if guard and guard.uri else run_uri(train_context.run_config())
+        rank, world_size = train_context.rank_and_world_size()
         coordinator = guard.coordinator if guard else None
         mine: tuple[str, Any] | None = None
         if rank == 0:
             group = uuid4().hex[:16]
             if coordinator is None:
-                ray_names.guard_this_run()
-                owner = ray_names.train_run_id()[:16]  # one per trainer.fit(), the same over its restarts
+                train_context.guard_this_run()
+                owner = train_context.train_run_id()[:16]  # one per trainer.fit(), the same over its restarts
                 coordinator = start_coordinator(uri, owner=owner, suffix=f":{group}")
             mine = (group, coordinator)
-        shared = ray_names.broadcast(mine)
+        shared = train_context.broadcast(mine)
         assert shared is not None, "rank 0 has set it"
         return cls(
             id=shared[0],
@@ -79,16 +79,16 @@ class Group:
             rank=rank,
             world_size=world_size,
             coordinator=shared[1],
-            broadcast=ray_names.broadcast if world_size > 1 else same,
-            notice=ray_names.preemption_deadline,
+            broadcast=train_context.broadcast if world_size > 1 else same,
+            notice=train_context.preemption_deadline,
             is_ray_train=True,
-            is_first_on_node=ray_names.is_first_on_node(),
+            is_first_on_node=train_context.is_first_on_node(),
         )
 
     @classmethod
     def alone(cls) -> "Group":
         """This rank's place where nothing is saved: no coordinator, and no place in a bucket."""
-        rank, world_size = ray_names.rank_and_world_size()
+        rank, world_size = train_context.rank_and_world_size()
         return cls(id="", uri="", rank=rank, world_size=world_size, coordinator=None, broadcast=same)
 
     def check_node(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from types import SimpleNamespace
 
-from raycheck.bucket import checksum
+from raycheck.bucket.format import checksum
 from tests.bench.goals import Row, worst_row
 from tests.bench.ours import Ours
 from tests.bench.place import new_folder, open_with, raw_client

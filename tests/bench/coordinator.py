@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from uuid import uuid4
 
-from raycheck.bucket.checksum import crc32
-from raycheck.bucket.index import Chunk, Index, Leaf, Object, Tensor, index_of
-from raycheck.bucket.index_file import load_index
-from raycheck.bucket.layout import index_key, shard_key
-from raycheck.bucket.lossless import encode
-from raycheck.bucket.manifest import ShardRecord
+from raycheck.bucket.assembly.assemble import Report
+from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.index import Chunk, Index, Leaf, Object, Tensor, index_of
+from raycheck.bucket.format.index_codec import load_index
+from raycheck.bucket.format.manifest import ShardRecord
+from raycheck.bucket.format.object_keys import index_key, shard_key
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.format.values import encode
 from raycheck.bucket.store import open_store
-from raycheck.shards.plans import Section
-from raycheck.shards.progress import Progress
-from raycheck.shards.report import Report
-from raycheck.train.coordinator import Coordinator
-from raycheck.train.meeting import Outcome
+from raycheck.train.coordinator.actor import Coordinator
+from raycheck.train.coordinator.rendezvous import Outcome
 
 HEAD, FRAME = 704, 1184
 

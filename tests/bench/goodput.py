@@ -31,7 +31,7 @@ from tests.bench.plots import OURS as OUR_COLOR
 from tests.bench.plots import PEERS as PEER_COLOR
 from tests.bench.scale import RESULTS
 from tests.bench.servers import started
-from tests.elastic.arena import arena
+from tests.support.ray_cluster import arena
 
 ROOT = Path(__file__).parents[2]
 SEED = 7

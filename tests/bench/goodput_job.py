@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 import raycheck
-from raycheck.bucket.store.uri import join_uri
+from raycheck.bucket.store.address import join_uri
 from tests.bench.place import plain_uri, pyarrow_files, s3fs_options
 
 WORKERS = 2

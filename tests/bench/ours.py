@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from raycheck.bucket import commit as protocol
-from raycheck.bucket import layout
-from raycheck.bucket.catalog import Checkpoint, read_latest
-from raycheck.bucket.register import Register
+from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.plan_cache import Plans
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
-from raycheck.shards.components import StagedState
-from raycheck.shards.plans import Plans
-from raycheck.shards.report import Report, assemble
-from raycheck.shards.state import Progress, TrainState
+from raycheck.shards.state.train_state import Progress, TrainState
+from raycheck.shards.transfer.incremental import StagedState
 from tests.bench.sampling import Measured
 from tests.bench.states import State
-from tests.shards.saving import ME, Uploaded, upload
+from tests.support.save_without_ray import ME, Uploaded, upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ class Ours:
     def clear(self) -> None:
         """Delete what was saved; `latest` stays. The next save is whole."""
         self._train_state.components.forget()
-        for item in list(self.store.list_objects(layout.CHECKPOINTS_PREFIX)):
+        for item in list(self.store.list_objects(object_keys.CHECKPOINTS_PREFIX)):
             self.store.delete(item.key)
 
     def turn(self, settle: Callable[[], None]) -> Measured:
@@ -113,7 +113,7 @@ class Ours:
         }
 
     def _name(self, save: int) -> str:
-        return str(layout.CheckpointName(step=save, attempt=self._attempt.number, save=save))
+        return str(object_keys.CheckpointName(step=save, attempt=self._attempt.number, save=save))
 
 
 def emptied(state: State) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from raycheck.bucket.store.uri import parse_uri
+from raycheck.bucket.store.address import parse_uri
 from tests.bench.ours import check_same, emptied
 from tests.bench.place import new_folder, plain_uri, pyarrow_files, s3fs_options
 from tests.bench.sampling import Measured

@@ -5,10 +5,10 @@ from typing import Any
 from uuid import uuid4
 
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.engines import obstore_options
-from raycheck.bucket.store.s3 import S3Store
-from raycheck.bucket.store.s3_fast import FastS3Store
-from raycheck.bucket.store.uri import Address, join_uri, parse_uri
+from raycheck.bucket.store.address import Address, join_uri, parse_uri
+from raycheck.bucket.store.client_options import obstore_options
+from raycheck.bucket.store.s3.obstore_store import FastS3Store
+from raycheck.bucket.store.s3.s3fs_store import S3Store
 
 ENGINES = {"fast": FastS3Store, "fsspec": S3Store}
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raycheck.demo.server import s3_server
-from tests.bucket import ceph
-from tests.bucket.ministack import VERSION, ministack_server
+from tests.support import ceph_server
+from tests.support.ministack_server import VERSION, ministack_server
 
 IDLE_SHARE = 0.15
 IDLE_WITHIN_S = 2.0
@@ -81,7 +81,7 @@ def started(kind: str) -> Iterator[Server]:
 
 @contextmanager
 def _ceph() -> Iterator[tuple[str, str]]:
-    with ceph.ceph_server("memstore", more=ROOM) as cluster:
+    with ceph_server.ceph_server("memstore", more=ROOM) as cluster:
         yield "Ceph RGW on memstore", cluster.uri
 
 
@@ -102,7 +102,7 @@ _SERVERS = {"ceph": _ceph, "ministack": _ministack, "moto": _moto}
 
 def _can_have_ceph() -> bool:
     try:
-        ceph.prepare()
+        ceph_server.prepare()
     except RuntimeError as error:
         print(f"no Ceph here ({str(error).splitlines()[0]}); ministack instead")
         return False

@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from raycheck.bucket.catalog import Checkpoint
-from raycheck.bucket.latest import Entry
-from raycheck.bucket.store.uri import join_uri
-from raycheck.shards.components import frozen_component
-from raycheck.shards.state import TrainState
+from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store.address import join_uri
+from raycheck.shards.state.train_state import TrainState
+from raycheck.shards.transfer.incremental import frozen_component
 from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours
@@ -28,7 +28,7 @@ from tests.bench.place import ENGINES, new_folder, open_with, plain_uri, s3fs_op
 from tests.bench.scale import Bench
 from tests.bench.states import make_state, size_of
 from tests.bench.wire import Wire, bytes_read, bytes_sent, watched, without_data
-from tests.shards.fakes import Played, local, playing, save_played
+from tests.support.played_ranks import Played, local, playing, save_played
 
 SAVED_BY = 4
 RESHARDED, COLUMNS = 2, 1024  # tensors, and their columns

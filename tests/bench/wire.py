@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.uri import parse_uri
-from tests.faultproxy import FaultProxy, Head, fault_proxy
+from raycheck.bucket.store.address import parse_uri
+from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
 
 SHARD = ".distcp"
 

@@ -22,14 +22,14 @@ import yaml
 from google.cloud.storage.bucket import Bucket
 from pyarrow.fs import GcsFileSystem
 
-from raycheck.bucket import layout
-from raycheck.bucket.probe import probe, probe_node
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol.preflight import probe, probe_node
+from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
 from raycheck.bucket.store import open_store
-from raycheck.bucket.sweep import prune, sweep
-from tests.bucket.helpers import Driver, write_export
-from tests.bucket.test_policy import reads, sweeps
-from tests.cluster.files import CLUSTER
-from tests.faultproxy import FaultProxy, fault_proxy
+from tests.bucket.protocol.test_iam_policy import reads, sweeps
+from tests.support.cluster_files import CLUSTER
+from tests.support.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.sample_checkpoints import Driver, write_export
 
 BUCKET = CLUSTER / "bucket"
 LARGE = 16 * 1024 * 1024 + 1  # bytes: more than one part, so a resumable upload
@@ -206,7 +206,7 @@ def trains(proxy: FaultProxy, name: str) -> None:
     probe(store)
     driver = Driver(store)
     driver.claim("g1")
-    store.put_parts(layout.shard_key("step-000000050-a1-s5", "train", 1), iter([memoryview(bytes(LARGE))]), LARGE)
+    store.put_parts(object_keys.shard_key("step-000000050-a1-s5", "train", 1), iter([memoryview(bytes(LARGE))]), LARGE)
     for save in (1, 2):
         driver.save(1, save, keep_last=1)
     driver.claim("g2")
@@ -221,8 +221,8 @@ def a_run(proxy: FaultProxy, name: str) -> None:
     driver.claim("g1")
     for save in (1, 2):
         entry = driver.save(1, save)
-        write_export(store, layout.exports_prefix(entry.key), entry.key)
-    store.put(layout.shard_key("step-000000040-a1-s4", "train", 0), b"torn")
+        write_export(store, object_keys.exports_prefix(entry.key), entry.key)
+    store.put(object_keys.shard_key("step-000000040-a1-s4", "train", 0), b"torn")
     driver.claim("g2")
 
 

@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.store.uri import join_uri
-from raycheck.train.telemetry import COUNTERS, GAUGES
-from tests.cluster.hurt_run import RUN
-from tests.faultproxy import fault_proxy
+from raycheck.bucket.store.address import join_uri
+from raycheck.train.coordinator.ray_metrics import COUNTERS, GAUGES
+from tests.support.http_fault_proxy import fault_proxy
+from tests.support.interrupted_run import RUN
 
 ROOT = Path(__file__).parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "cluster/grafana/raycheck.json").read_text())
@@ -129,7 +129,7 @@ def hurt_run(storage: str, folder: Path) -> Iterator[Exports]:
         "RAY_metrics_report_interval_ms": "1000",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.cluster.hurt_run", str(folder), storage]
+    command = [sys.executable, "-m", "tests.support.interrupted_run", str(folder), storage]
     with (
         (folder / "driver.log").open("wb") as log,
         subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log) as process,

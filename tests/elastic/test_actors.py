@@ -11,8 +11,8 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raycheck
-from raycheck.bucket.store.uri import join_uri
-from tests.elastic.arena import Arena, drain
+from raycheck.bucket.store.address import join_uri
+from tests.support.ray_cluster import Arena, drain
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 NOTICE_S = 12

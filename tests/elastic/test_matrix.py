@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import raycheck
-from raycheck.bucket.record import resumes
+from raycheck.bucket.attempt_records import resumes
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
-from tests.elastic.arena import ROOT, Arena, Driver, arena, wait_for
-from tests.faultproxy import fault_proxy
-from tests.invariants import assert_invariants
+from raycheck.bucket.store.address import join_uri
+from tests.support.http_fault_proxy import fault_proxy
+from tests.support.invariants import assert_invariants
+from tests.support.ray_cluster import ROOT, Arena, Driver, arena, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 EVERY = 5

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
-from tests.elastic import oldest
-from tests.elastic.arena import ENV, Story
-from tests.invariants import assert_invariants
+from raycheck.bucket.store.address import join_uri
+from tests.support import oldest_ray
+from tests.support.invariants import assert_invariants
+from tests.support.ray_cluster import ENV, Story
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_killed_rank_on_the_oldest_ray(s3: str, tmp_path: Path) -> None:
-    oldest.prepare()
+    oldest_ray.prepare()
     storage = join_uri(s3, tmp_path.name)
     config = {"folder": str(tmp_path), "uri": storage, "name": "run", "workers": 2, "steps": 40, "pause_s": 0.1}
     config |= {"settings": {"every_steps": 5}, "hurt": ["kill", 1, 18]}
     environment = {**os.environ, **ENV, "RAYCHECK_TEST_LOCAL_CPUS": "3"}
 
     done = subprocess.run(
-        [oldest.PYTHON, "-m", "tests.elastic.driver", json.dumps(config)],
+        [oldest_ray.PYTHON, "-m", "tests.support.driver_process", json.dumps(config)],
         env=environment,
         capture_output=True,
         text=True,

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from ray.job_submission import JobSubmissionClient
 
-from raycheck.bucket.record import record_failure
+from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
-from raycheck.submit import _hopeless, _Job
-from tests.bucket.helpers import Driver
-from tests.elastic.arena import Arena, Story, arena, wait_for
-from tests.ports import free_ports
+from raycheck.bucket.store.address import join_uri
+from raycheck.cli.submit import _hopeless, _Job
+from tests.support.ports import free_ports
+from tests.support.ray_cluster import Arena, Story, arena, wait_for
+from tests.support.sample_checkpoints import Driver
 
-SCRIPT = "from tests.elastic.driver import main\nmain()\n"
+SCRIPT = "from tests.support.driver_process import main\nmain()\n"
 
 
 @pytest.fixture(scope="module")

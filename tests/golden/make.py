@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from raycheck.bucket import commit as protocol
-from raycheck.bucket import edits
-from raycheck.bucket.register import Register
+from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol import pin_and_evict
+from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from tests.golden import state
-from tests.shards.ranks import Ranks
-from tests.shards.saving import ME, claimed, committed
+from tests.support.gloo_ranks import Ranks
+from tests.support.save_without_ray import ME, claimed, committed
 
 VERSION = "v2"
 
@@ -33,7 +33,7 @@ def make(folder: Path) -> None:
                 committed(store, names[-1], uploads, progress=state.progress_of(step), metrics={"loss": 1 / step})
         finally:
             ranks.stop()
-    edits.pin(Register(store), names[0], pinned=True)
+    pin_and_evict.pin(Register(store), names[0], pinned=True)
     protocol.finish(Register(store), ME, group=f"group-of-{state.WORLD_SIZE}")
     for lock in folder.glob(".raycheck-*"):
         lock.unlink()

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raycheck.bucket.store import open_store
 from raycheck.run import open_run
-from raycheck.shards.per_rank import PerRank
-from raycheck.shards.state import Progress
-from tests.shards.fsdp import Tensors
-from tests.shards.ranks import mesh_of
-from tests.shards.saving import Own, Uploaded, upload
-from tests.shards.shapes import Tied, settled
+from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.state.train_state import Progress
+from tests.support.fsdp_training import Tensors
+from tests.support.gloo_ranks import mesh_of
+from tests.support.parallel_shapes import Tied, settled
+from tests.support.save_without_ray import Own, Uploaded, upload
 
 STEPS = (2, 4)
 WORLD_SIZE = 2

@@ -12,14 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import raycheck
-from raycheck.bucket.catalog import Checkpoint
-from raycheck.bucket.document import FORMAT_VERSION
-from raycheck.bucket.layout import component_prefix
-from raycheck.shards.pieces import TRAIN
-from raycheck.shards.state import TrainState
+from raycheck.bucket.format.document import FORMAT_VERSION
+from raycheck.bucket.format.object_keys import component_prefix
+from raycheck.bucket.reading import Checkpoint
+from raycheck.shards.state.train_state import TrainState
+from raycheck.shards.transfer.local_box import TRAIN
 from tests.golden import state as golden
-from tests.invariants import assert_invariants
-from tests.shards import fsdp
+from tests.support import fsdp_training
+from tests.support.invariants import assert_invariants
 
 FOLDERS = sorted(Path(__file__).parent.glob("v*/run"))
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
@@ -80,13 +80,13 @@ def test_raycheck_restores_it_into_one_process(folder: Path, step: int, random_s
     assert restored.progress == golden.progress_of(step)
     tensors = golden.tensors_of(state)
     assert len(tensors) == 3 + 3 * 3, "parameters, and three slots of each"
-    fsdp.assert_same(tensors, expected(tensors, step))
-    fsdp.assert_same(golden.frozen_of(state), expected(golden.frozen_of(state), 0))
+    fsdp_training.assert_same(tensors, expected(tensors, step))
+    fsdp_training.assert_same(golden.frozen_of(state), expected(golden.frozen_of(state), 0))
     assert state["model"].head.weight is state["model"].embed.weight
     assert state["scheduler"].last_epoch == step
     assert dict(state["scheduler"].milestones) == {1: 1, 3: 2}
     assert [group["lr"] for group in state["optimizer"].param_groups] == state["scheduler"].get_last_lr()
-    fsdp.assert_same(state["tensors"].state, golden.others_of(step))
+    fsdp_training.assert_same(state["tensors"].state, golden.others_of(step))
     assert_equal(state["values"].state, golden.values_of(step))
     assert_equal(kinds, golden.kinds_of(0 if is_of_version_1(folder) else step))
     assert_equal(state["counter"].value, {"of rank": 0, "tensor": torch.tensor([0, step])})
@@ -117,9 +117,9 @@ def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
     dcp.load(leaves, storage_reader=FileSystemReader(place))
 
     assert torch.equal(tensors.pop("model.head.weight"), tensors["model.embed.weight"])
-    fsdp.assert_same(tensors, expected(tensors, step))
-    fsdp.assert_same(frozen, expected(frozen, 0))
-    fsdp.assert_same(others, {f"tensors.{name}": tensor for name, tensor in golden.others_of(step).items()})
+    fsdp_training.assert_same(tensors, expected(tensors, step))
+    fsdp_training.assert_same(frozen, expected(frozen, 0))
+    fsdp_training.assert_same(others, {f"tensors.{name}": tensor for name, tensor in golden.others_of(step).items()})
     assert leaves["scheduler"]["last_epoch"] == step
     assert leaves["values"]["tuple"] == golden.values_of(step)["tuple"]
     assert leaves["progress"] == {"step": step, "epoch": 1, "samples": 8 * step}
@@ -133,7 +133,7 @@ def checkpoint_of(folder: Path, step: int) -> Checkpoint:
     return raycheck.open_run(f"file://{folder}").at_step(step)
 
 
-def expected(tensors: fsdp.Tensors, step: int) -> fsdp.Tensors:
+def expected(tensors: fsdp_training.Tensors, step: int) -> fsdp_training.Tensors:
     return {name: golden.value_of(name, step, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 

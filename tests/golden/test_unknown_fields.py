@@ -11,15 +11,16 @@ import pytest
 import torch
 
 import raycheck
-from raycheck.bucket import edits, layout
-from raycheck.bucket.checksum import crc32
-from raycheck.bucket.index_file import MAGIC
-from raycheck.bucket.register import Register
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.index_codec import MAGIC
+from raycheck.bucket.protocol import pin_and_evict
+from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.settings import Retention
-from tests.bucket.helpers import sealed
-from tests.invariants import assert_invariants
-from tests.shards.saving import claimed, save_state
+from tests.support.invariants import assert_invariants
+from tests.support.sample_checkpoints import sealed
+from tests.support.save_without_ray import claimed, save_state
 
 NEW = {"of a newer writer": [1, {"deep": None}]}
 
@@ -30,29 +31,29 @@ def run() -> Store:
     store = open_store(f"memory://{uuid4().hex}")
     for number in (1, 2):
         save_state(store, {"model": model(number)}, save_number=number, step=number, metrics={"loss": 0.5})
-    edits.evict(Register(store), Retention(keep_last=1))
+    pin_and_evict.evict(Register(store), Retention(keep_last=1))
     name = raycheck.open_run(store.uri).latest.head
     assert name is not None
-    index = rewritten(store, layout.index_key(name), with_new_index_header)
+    index = rewritten(store, object_keys.index_key(name), with_new_index_header)
 
     def manifest_with_new(data: bytes) -> bytes:
         tree = json.loads(data)
         tree["index"] |= {"size_bytes": len(index), "crc32": crc32(index)}
         return sealed(with_new(tree))
 
-    manifest = rewritten(store, layout.manifest_key(name), manifest_with_new)
+    manifest = rewritten(store, object_keys.manifest_key(name), manifest_with_new)
 
     def latest_with_new(data: bytes) -> bytes:
         tree = json.loads(data)
         tree["live"][-1]["manifest_crc32"] = crc32(manifest)
         tree["live"][-1]["size_bytes"] = sum(
             item.size_bytes
-            for item in store.list_objects(layout.checkpoint_prefix(name))
-            if item.key != layout.manifest_key(name)
+            for item in store.list_objects(object_keys.checkpoint_prefix(name))
+            if item.key != object_keys.manifest_key(name)
         )
         return sealed(with_new(tree))
 
-    rewritten(store, layout.LATEST_KEY, latest_with_new)
+    rewritten(store, object_keys.LATEST_KEY, latest_with_new)
     return store
 
 
@@ -100,7 +101,7 @@ def with_new_plan_header(data: bytes) -> bytes:
 
 def news_in(store: Store) -> int:
     """How many documents of `latest` carry the new field."""
-    return store.get(layout.LATEST_KEY).data.decode().count('"of a newer writer"')
+    return store.get(object_keys.LATEST_KEY).data.decode().count('"of a newer writer"')
 
 
 def test_readers_ignore_them(run: Store) -> None:
@@ -120,7 +121,7 @@ def test_a_swap_of_latest_keeps_them_in_every_document(run: Store) -> None:
     before = news_in(run)
     key = raycheck.open_run(run.uri).latest.live[0].key
 
-    edits.pin(Register(run), key, pinned=True)
+    pin_and_evict.pin(Register(run), key, pinned=True)
 
     assert before == news_in(run) == 1 + 1 + 1 + 1, "the body, its attempt, its live entry and the evicted one"
     assert_invariants(run)

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import raycheck
+from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store, open_store
-from raycheck.shards.digest import digests
-from raycheck.shards.progress import Progress
-from raycheck.shards.rng import apply_rng, rng_values
-from raycheck.shards.state import TrainState
-from tests.shards.saving import claimed, committed, restore_state, save_state, upload
+from raycheck.shards.state.random_state import apply_rng, rng_values
+from raycheck.shards.state.train_state import TrainState
+from raycheck.shards.transfer.tensor_digest import digests
+from tests.support.save_without_ray import claimed, committed, restore_state, save_state, upload
 
 pytestmark = pytest.mark.gpu
 LONG = 400_000_000

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from raycheck.errors import ConfigError
-from raycheck.nodes import ray_node
-from tests.nodes.clouds import WAIT_S, Ec2Service, GceService, serving
-from tests.nodes.processes import python, watch_node
+from raycheck.nodes import drain
+from tests.support.child_processes import python, watch_node
+from tests.support.metadata_servers import WAIT_S, Ec2Service, GceService, serving
 
 NOWHERE = "127.0.0.2:1"
 """Nobody listens there. (127.0.0.1 would become the machine's outer address: Ray takes it for that.)"""
@@ -28,10 +28,10 @@ def silent() -> Iterator[str]:
 
 
 def test_a_ray_that_hangs_is_given_up_in_time(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_node, "ATTEMPT_S", 3.0)
+    monkeypatch.setattr(drain, "ATTEMPT_S", 3.0)
 
     with pytest.raises(ConnectionError, match="within 3 s"):
-        ray_node.drain_node(silent, None, deadline=0.0, reason="test")
+        drain.drain_node(silent, None, deadline=0.0, reason="test")
 
 
 def test_waiting_for_ray_ends_with_what_is_missing() -> None:
@@ -42,9 +42,9 @@ def test_waiting_for_ray_ends_with_what_is_missing() -> None:
         now[0] += seconds
 
     with pytest.raises(ConfigError, match="waited 7 s, see --wait-for-ray"):
-        ray_node.wait_for_node(NOWHERE, None, timeout_s=7, clock=lambda: now[0], sleep=sleep)
+        drain.wait_for_node(NOWHERE, None, timeout_s=7, clock=lambda: now[0], sleep=sleep)
 
-    assert slept == [ray_node.PAUSE_S]
+    assert slept == [drain.PAUSE_S]
 
 
 ALIVE = {"aa": "10.0.0.1", "bb": "10.0.0.2", "cc": "10.0.0.2"}
@@ -60,7 +60,7 @@ ALIVE = {"aa": "10.0.0.1", "bb": "10.0.0.2", "cc": "10.0.0.2"}
     ],
 )
 def test_the_node_is_the_one_named_else_this_machines(wanted, local, own_ip, chosen) -> None:
-    assert ray_node.choose(ALIVE, wanted=wanted, local=local, own_ip=own_ip, address="head:6379") == chosen
+    assert drain.choose(ALIVE, wanted=wanted, local=local, own_ip=own_ip, address="head:6379") == chosen
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_node_is_the_one_named_else_this_machines(wanted, local, own_ip, cho
 )
 def test_an_unclear_node_is_never_guessed(wanted, local, own_ip, error) -> None:
     with pytest.raises(error, match=r"--node-id|no live node"):
-        ray_node.choose(ALIVE, wanted=wanted, local=local, own_ip=own_ip, address="head:6379")
+        drain.choose(ALIVE, wanted=wanted, local=local, own_ip=own_ip, address="head:6379")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_sigterm_ends_the_command_while_it_waits_for_ray() -> None:
 
 LOOP = """
 import sys
-from raycheck.nodes.notices import Gce
+from raycheck.nodes.cloud_notices import Gce
 from raycheck.nodes.watch import end_on_sigterm, watch
 
 end_on_sigterm()
@@ -143,7 +143,7 @@ def test_sigterm_ends_the_loop_after_a_last_look(preempted: str) -> None:
 
 def test_the_watch_loads_neither_ray_nor_torch_nor_a_store() -> None:
     code = (
-        "import raycheck.nodes.watch, raycheck.nodes.ray_node, sys;"
+        "import raycheck.nodes.watch, raycheck.nodes.drain, sys;"
         "print(sorted({'ray', 'torch', 'numpy', 'fsspec'} & set(sys.modules)))"
     )
 

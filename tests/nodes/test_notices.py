@@ -7,11 +7,11 @@ import time
 import pytest
 
 from raycheck.errors import ConfigError
-from raycheck.nodes import notices
-from raycheck.nodes.metadata import ask
-from raycheck.nodes.notices import REBALANCE, Azure, Ec2, Gce, Notice, source_of
-from tests.nodes.clouds import AzureService, Ec2Service, GceService, Reply, Service, serving
-from tests.ports import free_ports
+from raycheck.nodes import cloud_notices
+from raycheck.nodes.cloud_notices import REBALANCE, Azure, Ec2, Gce, Notice, source_of
+from raycheck.nodes.metadata_service import ask
+from tests.support.metadata_servers import AzureService, Ec2Service, GceService, Reply, Service, serving
+from tests.support.ports import free_ports
 
 AT = 1505722920.0
 """2017-09-18T08:22:00Z, AWS's own example."""
@@ -146,7 +146,7 @@ def test_azures_freezes_and_the_events_of_other_vms_pass() -> None:
 
 
 def test_azure_may_take_its_time_for_the_first_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cloud_notices, "TIMEOUT_S", 0.2)
     service, answers = AzureService(), threading.Event()
 
     def late() -> Reply:

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from raycheck.nodes.notices import REBALANCE, Ec2, Notice
+from raycheck.nodes.cloud_notices import REBALANCE, Ec2, Notice
 from raycheck.nodes.watch import FALLBACK_S, INTERVAL_S, Watch, watch
-from tests.nodes.clouds import Ec2Service, serving
+from tests.support.metadata_servers import Ec2Service, serving
 
 NOW = 1_700_000_000.0
 

@@ -7,12 +7,12 @@ from uuid import uuid4
 import pytest
 import torch.distributed as dist
 
-from raycheck.bucket.catalog import Checkpoint
+from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.uri import join_uri
-from tests.shards import fsdp
-from tests.shards.ranks import Ranks
-from tests.shards.saving import claimed, committed
+from raycheck.bucket.store.address import join_uri
+from tests.support import fsdp_training
+from tests.support.gloo_ranks import Ranks
+from tests.support.save_without_ray import claimed, committed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Saved:
     """An FSDP2 training's checkpoint in a folder ("file") and on S3 ("s3"), and the full tensors it must hold."""
 
     checkpoints: dict[str, Checkpoint]
-    tensors: fsdp.Tensors
+    tensors: fsdp_training.Tensors
 
 
 Trained = dict[int, Saved]
@@ -63,10 +63,10 @@ def trained(ranks: Ranks, s3: str, tmp_path_factory: pytest.TempPathFactory) -> 
         folder = tmp_path_factory.mktemp(f"saved-by-{world_size}")
         stores = {"file": open_store(f"file://{folder}"), "s3": open_store(join_uri(s3, folder.name))}
         names = {store.uri: claimed(store, world_size=world_size, step=3) for store in stores.values()}
-        answers = ranks.run(fsdp.save_trained, world_size, names)
+        answers = ranks.run(fsdp_training.save_trained, world_size, names)
         checkpoints = {
             kind: committed(
-                store, names[store.uri], [uploads[store.uri] for uploads, _ in answers], progress=fsdp.PROGRESS
+                store, names[store.uri], [uploads[store.uri] for uploads, _ in answers], progress=fsdp_training.PROGRESS
             )
             for kind, store in stores.items()
         }

@@ -11,8 +11,8 @@ import ray.cloudpickle
 import ray.train
 import ray.train.torch
 
-import tests.train.jobs
-from raycheck.bucket.store.uri import join_uri
+import tests.support.ray_jobs
+from raycheck.bucket.store.address import join_uri
 
 SECRETS = ("hush-" + uuid4().hex, "token-" + uuid4().hex)
 """Of the cluster's processes: the embedded server takes any."""
@@ -25,7 +25,7 @@ def cluster(s3: str) -> Iterator[None]:
     os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_SESSION_TOKEN"] = SECRETS
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    ray.cloudpickle.register_pickle_by_value(tests.train.jobs)
+    ray.cloudpickle.register_pickle_by_value(tests.support.ray_jobs)
     yield
     ray.shutdown()
 
@@ -35,7 +35,13 @@ def job(cluster: None, tmp_path):
     """Make a trainer: job(uri, "name", workers=2, mode="fsdp", ...) -> TorchTrainer."""
 
     def make(
-        storage: str, name: str, *, workers: int = 2, max_failures: int = 0, train=tests.train.jobs.train, **config
+        storage: str,
+        name: str,
+        *,
+        workers: int = 2,
+        max_failures: int = 0,
+        train=tests.support.ray_jobs.train,
+        **config,
     ):
         config = {"mode": "fsdp", "epochs": 2, "folder": str(tmp_path), "uri": join_uri(storage, name), **config}
         return ray.train.torch.TorchTrainer(

@@ -11,11 +11,11 @@ import pytest
 import ray.cloudpickle
 
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
+from raycheck.bucket.store.address import join_uri
 from tests.examples import ddp, ddp_with_raycheck, fsdp, fsdp_with_raycheck
-from tests.faultproxy import fault_proxy
-from tests.invariants import assert_invariants
-from tests.train.in_thread import InThread
+from tests.support.background_call import InThread
+from tests.support.http_fault_proxy import fault_proxy
+from tests.support.invariants import assert_invariants
 
 MAX_CHANGED = 9
 README = Path(__file__).parents[2] / "README.md"

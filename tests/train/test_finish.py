@@ -17,14 +17,14 @@ from ray._private.state import state as ray_state
 from ray.train import TrainingFailedError
 
 import raycheck
-from raycheck.bucket.catalog import read_latest
-from raycheck.bucket.record import resumes
-from raycheck.bucket.status import read_status
+from raycheck.bucket.attempt_records import resumes
+from raycheck.bucket.reading import read_latest
+from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
-from tests.invariants import assert_invariants
-from tests.train.in_thread import InThread
-from tests.train.jobs import story, tell
+from raycheck.bucket.store.address import join_uri
+from tests.support.background_call import InThread
+from tests.support.invariants import assert_invariants
+from tests.support.ray_jobs import story, tell
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import raycheck
-from raycheck.bucket import layout
+from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
-from tests.faultproxy import fault_proxy
-from tests.invariants import assert_invariants
-from tests.train.in_thread import InThread
-from tests.train.jobs import BATCH, SAMPLES, story
+from raycheck.bucket.store.address import join_uri
+from tests.support.background_call import InThread
+from tests.support.http_fault_proxy import fault_proxy
+from tests.support.invariants import assert_invariants
+from tests.support.ray_jobs import BATCH, SAMPLES, story
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 STEPS = 2 * SAMPLES // BATCH
@@ -109,7 +109,7 @@ def test_a_worker_killed_in_the_middle_of_its_upload_leaves_no_half_checkpoint(j
         listed = [entry.key for entry in assert_invariants(store).live]
         assert story(tmp_path, "start")[1]["at"] == 8
         assert not any("-a1-s3" in key for key in listed)
-        assert store.list_names(layout.CHECKPOINTS_PREFIX) == sorted(listed), "torn objects were swept"
+        assert store.list_names(object_keys.CHECKPOINTS_PREFIX) == sorted(listed), "torn objects were swept"
 
 
 @pytest.mark.slow

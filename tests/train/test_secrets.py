@@ -14,8 +14,8 @@ from ray.train import TrainingFailedError
 
 import raycheck
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.uri import join_uri
-from tests.faultproxy import fault_proxy
+from raycheck.bucket.store.address import join_uri
+from tests.support.http_fault_proxy import fault_proxy
 from tests.train.conftest import SECRETS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray itself warns

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
 
-from raycheck.bucket.store.base import (
+from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
     Got,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import fsspec
 
-from raycheck.bucket.store.base import (
+from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
     Got,

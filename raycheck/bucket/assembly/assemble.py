@@ -1,0 +1,171 @@
+"""What a rank hands in for a save, and how all ranks' reports become the files of a checkpoint.
+
+Every byte written here is a pure function of the reports sorted by rank, and of what the newest commit has of what they
+did not upload: no clock, no chance, no host. A coordinator that died half-way and its successor write the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from raycheck.bucket.assembly.plan_cache import Plans, Section
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.commit import put_once
+from raycheck.bucket.protocol.verified_copy import copy_object
+from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
+from raycheck.errors import CorruptError, SaveFailedError
+from raycheck.settings import ExportSettings, Retention
+
+SAVE_ALIKE = "every rank must call end_step and save equally often"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one rank hands in when its shards are durable, or why they are not (`failure`).
+
+    section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
+    exports: how it is to be exported, None: not at all. node: where the rank runs.
+    partial, trained_s, began_at, is_rolling, settings: see Manifest.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    attempt: int
+    save: int
+    progress: Progress
+    failure: str = ""
+    shards: tuple[ShardRecord, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    section: Section | None = None
+    restored_from: str | None = None
+    partial: tuple[str, ...] = ()
+    trained_s: float = 0.0
+    began_at: float | None = None
+    is_rolling: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    blocked_s: float = 0.0
+    staged_s: float = 0.0
+    upload_s: float = 0.0
+    retention: Retention = field(default_factory=Retention)
+    settings: tuple[str, ...] = ()
+    exports: ExportSettings | None = None
+    node: str = ""
+
+    @property
+    def checkpoint(self) -> str:
+        """The name of the checkpoint that this save will be."""
+        return str(object_keys.CheckpointName(step=self.progress.step, attempt=self.attempt, save=self.save))
+
+    @property
+    def written(self) -> tuple[ShardRecord, ...]:
+        """The shards that were uploaded."""
+        return tuple(shard for shard in self.shards if shard.component not in self.kept)
+
+
+def assemble(store: Store, reports: Sequence[Report], plans: Plans | None = None) -> tuple[Manifest, bool]:
+    """Step 16: write index and `.metadata`; returns the manifest to write next, and whether ranks wrote something
+    twice, so that they should agree anew on who writes it. `reports`: all, in order of rank. plans: what is known of
+    earlier saves.
+
+    Raises SaveFailedError when the shards leave a hole or overlap, or a report or a shard that was kept is not what it
+    should be; ConfigError when ranks disagree on a tensor.
+    """
+    try:
+        return _assemble(store, reports, plans or Plans())
+    except CorruptError as error:  # which would mean that the run is damaged
+        raise SaveFailedError(f"{reports[0].checkpoint}: {error}") from error
+
+
+def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Manifest, bool]:
+    first, name = reports[0], reports[0].checkpoint
+    if [report.rank for report in reports] != list(range(first.world_size)):
+        raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
+    for report in reports:
+        if report.checkpoint != name:
+            raise SaveFailedError(
+                f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
+            )
+    sections = [report.section for report in reports if report.section is not None]
+    assert len(sections) == len(reports), "a report without a failure has a section"
+    whole = plans.whole(sections, sorted({shard.component for report in reports for shard in report.shards}))
+    holes = whole.holes
+    if holes:
+        raise SaveFailedError(
+            f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
+            f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
+        )
+    components = [_component(store, reports, part, blob, plans) for part, blob in whole.metadata.items()]
+    index = whole.index(sections)
+    _put(store, object_keys.index_key(name), index)
+    manifest = Manifest(
+        key=name,
+        step=first.progress.step,
+        attempt=first.attempt,
+        save=first.save,
+        epoch=first.progress.epoch,
+        samples=first.progress.samples,
+        world_size=len(reports),
+        restored_from=first.restored_from,
+        partial=first.partial,
+        trained_s=first.trained_s,
+        began_at=first.began_at,
+        rolling=first.is_rolling,
+        settings=first.settings,
+        metrics=first.metrics,
+        index=Blob(size_bytes=len(index), crc32=crc32(index)),
+        components=tuple(components),
+        ranks=tuple(
+            RankRecord(
+                rank=report.rank,
+                blocked_s=report.blocked_s,
+                staged_s=report.staged_s,
+                upload_s=report.upload_s,
+                size_bytes=sum(shard.size_bytes for shard in report.written),
+            )
+            for report in reports
+        ),
+    )
+    return manifest, whole.merged.has_copies
+
+
+def _component(
+    store: Store, reports: Sequence[Report], name: str, metadata: tuple[bytes, Blob], plans: Plans
+) -> Component:
+    """One component, its `.metadata` written. When no rank has uploaded anything of it, and the head has or refers to
+    exactly this, it is referred to; else what some ranks kept is copied to where the others have written."""
+    checkpoint = reports[0].checkpoint
+    held = {report.rank: (report, shard) for report in reports for shard in report.shards if shard.component == name}
+    here = Component(
+        name=name, checkpoint=checkpoint, metadata=metadata[1], shards=tuple(shard for _, shard in held.values())
+    )
+    places = {report.kept.get(name, checkpoint) for report, _ in held.values()}
+    there = replace(here, checkpoint=min(places))
+    if len(places) == 1 and there != here and _is_in_head(store, there, plans):
+        return there
+    for rank, (report, shard) in held.items():
+        if name in report.kept:
+            source, target = (object_keys.shard_key(at, name, rank) for at in (report.kept[name], checkpoint))
+            copy_object(store, source, shard, store, target)
+    _put(store, object_keys.metadata_key(checkpoint, name), metadata[0])
+    return here
+
+
+def _is_in_head(store: Store, component: Component, plans: Plans) -> bool:
+    """The newest commit is asked, which the ranks' knowledge is of: a coordinator started again has not seen it."""
+    if component in plans.components:
+        return True
+    body = read_latest(store)
+    head = body.entry(body.head or "")
+    return head is not None and component in Checkpoint(store, head).manifest().components
+
+
+def _put(store: Store, key: str, data: bytes) -> None:
+    if len(data) <= MAX_CONDITIONAL_BYTES:
+        put_once(store, key, data)
+    else:
+        store.put(key, data)  # too large for a condition; a repeated write carries the same bytes

@@ -1,0 +1,141 @@
+"""Each rank's part of the index, apart by what changes at a save, and what a coordinator keeps of it between saves.
+
+A plan stays the same from save to save, so a rank sends it once and then only its hash. A coordinator that was started
+again has none, and asks. Nothing here is truth: the bytes of a checkpoint are a function of what the ranks sent and of
+what the newest commit has, and are the same with and without memory.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+
+from raycheck.bucket.assembly.dcp_metadata import dcp_metadata
+from raycheck.bucket.assembly.plan_merge import Merged, merge_plans, uncovered
+from raycheck.bucket.format.bounded_inflate import MAX_DECODED_BYTES
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.index import Index, Plan
+from raycheck.bucket.format.index_codec import Parts, join_parts, parts_of
+from raycheck.bucket.format.manifest import Blob, Component
+from raycheck.bucket.format.plan_codec import CRC_BYTES, Known, dump_plan, load_plan
+from raycheck.errors import ConfigError, CorruptError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """One rank's part of an index, encoded. plan: empty when only its hash is sent. values: those of all ranks, which
+    count from rank 0 alone, then the rank's own; decoded_bytes: of all of them as JSON."""
+
+    plan_hash: bytes
+    plan: bytes
+    checksums: bytes
+    values: tuple[bytes, ...]
+    decoded_bytes: int
+
+    @classmethod
+    def of(cls, index: Index) -> "Section":
+        parts = parts_of(index)
+        digest = hashlib.blake2b(parts.plan, digest_size=16).digest()
+        decoded = sum(len(zlib.decompress(stream)) for stream in parts.values)
+        return cls(
+            plan_hash=digest,
+            plan=parts.plan,
+            checksums=parts.checksums,
+            values=parts.values,
+            decoded_bytes=decoded,
+        )
+
+    def without_plan(self) -> "Section":
+        return replace(self, plan=b"")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """What all ranks' plans became together. metadata: `.metadata` by component, with size and checksum. holes: names
+    of tensors that are not covered exactly once."""
+
+    plan: bytes
+    merged: Merged
+    holes: tuple[str, ...]
+    metadata: Mapping[str, tuple[bytes, Blob]]
+
+    def index(self, sections: Sequence[Section]) -> bytes:
+        """The bytes of the index. Raises CorruptError when a rank gives more or fewer checksums than its plan says, and
+        ConfigError for values that no reader would take."""
+        decoded = sum(section.decoded_bytes for section in sections)
+        if decoded > MAX_DECODED_BYTES:
+            raise ConfigError(
+                f"the values of {len(sections)} ranks have {decoded} bytes as JSON, and readers take "
+                f"{MAX_DECODED_BYTES}: keep what is large as tensors"
+            )
+        checksums: list[bytes] = []
+        for rank, (section, count, cuts) in enumerate(
+            zip(sections, self.merged.num_crcs, self.merged.cuts, strict=True)
+        ):
+            if len(section.checksums) != CRC_BYTES * count:
+                raise CorruptError(f"rank {rank} reports {len(section.checksums)} bytes of {count} checksums")
+            checksums += (section.checksums[CRC_BYTES * cut.start : CRC_BYTES * cut.stop] for cut in cuts)
+        own = [stream for section in sections for stream in section.values[1:]]
+        values = (sections[0].values[0], *own)
+        return join_parts(Parts(plan=self.plan, checksums=b"".join(checksums), values=values))
+
+
+class Plans:
+    """Those of the ranks' last saves, by hash, and what they became together. Those that no report named since the save
+    before the last are forgotten. components: of the newest commit, as far as it is known."""
+
+    def __init__(self) -> None:
+        self.components: tuple[Component, ...] = ()
+        self._lock = Lock()  # reports come in while a save is concluded in a thread
+        self._named: dict[bytes, bytes] = {}  # since the last save was concluded
+        self._known: dict[bytes, bytes] = {}
+        self._whole: tuple[object, Whole] | None = None
+
+    def knows(self, section: Section) -> bool:
+        """Whether its plan is here, or comes with it."""
+        with self._lock:
+            plan = section.plan or self._plan(section.plan_hash)
+            if plan:
+                self._named[section.plan_hash] = plan
+            return bool(plan)
+
+    def _plan(self, digest: bytes) -> bytes:
+        return self._named.get(digest) or self._known.get(digest, b"")
+
+    def whole(self, sections: Sequence[Section], components: Sequence[str]) -> Whole:
+        """sections: of all ranks, in order, each known. Raises ConfigError when ranks disagree on a tensor."""
+        form = (tuple(section.plan_hash for section in sections), tuple(components))
+        before = self._whole
+        if before is None or before[0] != form:
+            with self._lock:
+                plans = [section.plan or self._plan(section.plan_hash) for section in sections]
+            before = (form, _whole(plans, components))
+            self._whole = before
+        with self._lock:
+            self._known, self._named = self._named, {}
+        return before[1]
+
+
+def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> Whole:
+    known = Known()
+    plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
+    merged = merge_plans(plans)
+    if len(components) > 1:
+        _refuse_split(merged.plan)
+    metadata = {component: dcp_metadata(merged.plan, component) for component in components}
+    return Whole(
+        plan=dump_plan(merged.plan),
+        merged=merged,
+        holes=tuple(uncovered(merged.plan)),
+        metadata={name: (data, Blob(size_bytes=len(data), crc32=crc32(data))) for name, data in metadata.items()},
+    )
+
+
+def _refuse_split(plan: Plan) -> None:
+    """Raises ConfigError for a tensor that ranks put into different components: stock tools would find it in none."""
+    for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True):
+        if len({plan.objects[number].component for number in set(plan.object[first:end])}) > 1:
+            raise ConfigError(
+                f"tensor {tensor.name} is frozen on some ranks only; set requires_grad alike on all of them"
+            )

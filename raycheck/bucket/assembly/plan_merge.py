@@ -1,0 +1,254 @@
+"""All ranks' plans as one, and the proof that nothing is missing.
+
+Works on whole columns: where each tensor's rows lie among those of all ranks is found once, then every column is put
+together from runs of them. Only tensors that several ranks wrote in part alike, or that were cut along several
+dimensions, are looked at box by box.
+"""
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, chain, pairwise, repeat
+
+from raycheck.bucket.format.checksum import SUB_BLOCK
+from raycheck.bucket.format.columns import spread
+from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Rows, Tensor
+from raycheck.errors import ConfigError
+
+Box = tuple[tuple[int, int], ...]
+"""Offset and size in each dimension."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """num_crcs: checksums of each rank. cuts: what is kept of them, as slices. has_copies: ranks wrote the same box."""
+
+    plan: Plan
+    num_crcs: tuple[int, ...]
+    cuts: tuple[tuple[slice, ...], ...]
+    has_copies: bool
+
+
+def merge_plans(plans: Sequence[Plan]) -> Merged:
+    """The whole plan from each rank's, in order of rank; of a box that several ranks wrote, the first one's.
+    Raises ConfigError that names a tensor which two ranks describe differently."""
+    tensors, numbers = _numbered(plans)
+    objects = [item for plan in plans for item in plan.objects]
+    runs = _runs(numbers, len(tensors))
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    rows = _each(_side_by_side(plans, dims), _taken(runs))
+    starts = list(accumulate((sum(map(len, own)) for own in runs), initial=0))
+    copies = _copies(rows, starts)
+    has_copies = any(rows.payload_size[row] for row in copies)
+    num_crcs = tuple(sum(item.num_crcs for item in plan.objects) for plan in plans)
+    cuts = [[slice(0, count)] for count in num_crcs]
+    if copies:
+        ends = [-1, *copies, starts[-1]]
+        rows = _each(rows, _taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
+        starts = [start - bisect_left(copies, start) for start in starts]
+        rows, objects, cuts = _without_crcs_of_copies(rows, objects, [len(plan.objects) for plan in plans])
+    leaves: dict[str, Leaf] = {}
+    for plan in plans:
+        for leaf in plan.leaves:
+            leaves.setdefault(leaf.name, leaf)
+    whole = Plan(
+        tensors=tuple(tensors),
+        objects=tuple(objects),
+        leaves=tuple(leaves.values()),
+        starts=array("q", starts),
+        **{item.name: getattr(rows, item.name) for item in fields(rows)},
+    )
+    return Merged(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
+
+
+def _each(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) -> Rows:
+    """The rows with every column changed."""
+    return Rows(
+        object=change(rows.object),
+        offsets=tuple(map(change, rows.offsets)),
+        sizes=tuple(map(change, rows.sizes)),
+        record_offset=change(rows.record_offset),
+        head=change(rows.head),
+        frame=change(rows.frame),
+        payload_size=change(rows.payload_size),
+        crc_at=change(rows.crc_at),
+    )
+
+
+def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
+    """All tensors in order of their first appearance, and of each rank the tensor's number of each row."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, int] = {}
+    found: list[list[int]] = []
+    before: Plan | None = None
+    for plan in plans:
+        if before is None or (plan.tensors, plan.starts) != (before.tensors, before.starts):
+            for tensor in plan.tensors:
+                known = tensors.setdefault(tensor.name, tensor)
+                if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                    raise ConfigError(
+                        f"ranks disagree on {tensor.name}: {known.dtype}{list(known.shape)} and "
+                        f"{tensor.dtype}{list(tensor.shape)}"
+                    )
+            local = [numbers.setdefault(tensor.name, len(numbers)) for tensor in plan.tensors]
+            found.append(list(spread(local, (end - first for first, end in plan.rows()))))
+            before = plan
+        else:
+            found.append(found[-1])
+    return list(tensors.values()), found
+
+
+def _runs(numbers: Sequence[list[int]], num_tensors: int) -> list[list[range]]:
+    """By tensor its rows among those of all ranks side by side, in order of rank. Neighbours that hold the same tensors
+    give one run for all of them."""
+    runs: list[list[range]] = [[] for _ in range(num_tensors)]
+    at = 0
+    rank = 0
+    while rank < len(numbers):
+        own, end = numbers[rank], rank + 1
+        while end < len(numbers) and numbers[end] is own and len(set(own)) == len(own):
+            end += 1
+        stop = at + len(own) * (end - rank)
+        for row, number in enumerate(own):
+            runs[number].append(range(at + row, stop, len(own)))
+        at, rank = stop, end
+    return runs
+
+
+def _taken(runs: Sequence[Sequence[range]]) -> Callable[["Column[int]"], "Column[int]"]:
+    """Of a column the rows of these runs: run by run while they are long, else row by row."""
+    whole = [run for own in runs for run in own]
+    if sum(map(len, whole)) > 4 * len(whole):
+        return lambda column: _joined(column[run.start : run.stop : run.step] for run in whole)
+    rows = list(chain.from_iterable(whole))
+    return lambda column: array("q", map(column.tolist().__getitem__, rows))
+
+
+def _joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
+    whole = array("q")
+    for part in parts:
+        whole.extend(part)
+    return whole
+
+
+def _side_by_side(plans: Sequence[Plan], dims: int) -> Rows:
+    """The columns of all ranks, one after the other; objects are counted through."""
+    first_objects = accumulate((len(plan.objects) for plan in plans), initial=0)
+
+    def dimension(name: str, dim: int, fill: int) -> "Column[int]":
+        found = ((getattr(plan, name), len(plan.object)) for plan in plans)
+        return _joined(own[dim] if dim < len(own) else repeat(fill, count) for own, count in found)
+
+    return Rows(
+        object=_joined(map(first.__add__, plan.object) for plan, first in zip(plans, first_objects, strict=False)),
+        offsets=tuple(dimension("offsets", dim, 0) for dim in range(dims)),
+        sizes=tuple(dimension("sizes", dim, 1) for dim in range(dims)),
+        record_offset=_joined(plan.record_offset for plan in plans),
+        head=_joined(plan.head for plan in plans),
+        frame=_joined(plan.frame for plan in plans),
+        payload_size=_joined(plan.payload_size for plan in plans),
+        crc_at=_joined(plan.crc_at for plan in plans),
+    )
+
+
+def _copies(rows: Rows, starts: Sequence[int]) -> list[int]:
+    """Rows whose box of the same tensor an earlier row has."""
+    copies: list[int] = []
+    for first, end in pairwise(starts):
+        if end - first < 2 or any(len(set(column[first:end])) == end - first for column in rows.offsets):
+            continue
+        seen: set[tuple[int, ...]] = set()
+        for row in range(first, end):
+            box = tuple(column[row] for column in (*rows.offsets, *rows.sizes))
+            if box in seen:
+                copies.append(row)
+            seen.add(box)
+    return copies
+
+
+def _without_crcs_of_copies(
+    rows: Rows, objects: Sequence[Object], num_objects: Sequence[int]
+) -> tuple[Rows, list[Object], list[list[slice]]]:
+    """What is kept of each rank's checksums; rows and objects by what is kept. num_objects: of each rank."""
+    rank_of = [rank for rank, count in enumerate(num_objects) for _ in range(count)]
+    base_of = [0] * len(objects)
+    for item in range(1, len(objects)):
+        if rank_of[item] == rank_of[item - 1]:
+            base_of[item] = base_of[item - 1] + objects[item - 1].num_crcs
+    kept, until = [0] * len(objects), [0] * len(objects)
+    cuts: list[list[slice]] = [[] for _ in num_objects]
+    moved: dict[tuple[int, int], int] = {}
+    for item, start, size in sorted(set(zip(rows.object, rows.crc_at, rows.payload_size, strict=True))):
+        stop = start - -size // SUB_BLOCK
+        begin = max(start, until[item])
+        moved.setdefault((item, start), kept[item] - (begin - start))
+        if stop > begin:
+            cuts[rank_of[item]].append(slice(begin + base_of[item], stop + base_of[item]))
+            kept[item] += stop - begin
+            until[item] = stop
+    crc_at = array("q", (moved[row] for row in zip(rows.object, rows.crc_at, strict=True)))
+    objects = [replace(item, num_crcs=count) for item, count in zip(objects, kept, strict=True)]
+    return replace(rows, crc_at=crc_at), objects, cuts
+
+
+def uncovered(plan: Plan) -> list[str]:
+    """Names of tensors whose chunks do not cover them exactly once, so that no save with a hole is ever committed."""
+    return [
+        tensor.name
+        for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True)
+        if not _covers(plan, tensor.shape, first, end)
+    ]
+
+
+def _covers(plan: Plan, shape: tuple[int, ...], first: int, end: int) -> bool:
+    if 0 in shape or not shape:
+        return end > first if shape else end == first + 1
+    lows = [column[first:end] for column in plan.offsets[: len(shape)]]
+    counts = [column[first:end] for column in plan.sizes[: len(shape)]]
+    is_cut = [min(column, default=0) != whole for column, whole in zip(counts, shape, strict=True)]
+    if not any(is_cut):
+        return end == first + 1
+    if sum(is_cut) == 1:
+        dim = is_cut.index(True)
+        return _is_chain(zip(lows[dim], counts[dim], strict=True), shape[dim])
+    boxes = zip(*(zip(low, count, strict=True) for low, count in zip(lows, counts, strict=True)), strict=True)
+    whole = [box for box in boxes if all(size for _, size in box)]
+    return sum(math.prod(size for _, size in box) for box in whole) == math.prod(shape) and _tiles(whole, shape)
+
+
+def _is_chain(spans: Iterable[tuple[int, int]], whole: int) -> bool:
+    """Whether spans of (start, size) cover 0 to `whole`, each number once."""
+    at = 0
+    for start, size in sorted(spans):
+        if size and start != at:
+            return False
+        at += size
+    return at == whole
+
+
+def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes, which together are as large as `shape`, cover it: by a dimension that they cut into slices, slice
+    by slice; where there is none, by no two of them overlapping."""
+    if not shape:
+        return len(boxes) == 1
+    for dim, whole in enumerate(shape):
+        slices: dict[tuple[int, int], list[Box]] = {}
+        for box in boxes:
+            slices.setdefault(box[dim], []).append((*box[:dim], *box[dim + 1 :]))
+        if _is_chain(slices, whole):
+            rest = (*shape[:dim], *shape[dim + 1 :])
+            return all(_tiles(group, rest) for group in slices.values())
+    return not _overlaps(sorted(boxes))
+
+
+def _overlaps(ordered: Sequence[Box]) -> bool:
+    """Sorted by the first dimension, only neighbours that still reach into it can overlap."""
+    for i, one in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other[0][0] >= sum(one[0]):
+                break
+            if all(a < b + n and b < a + m for (a, m), (b, n) in zip(one, other, strict=True)):
+                return True
+    return False

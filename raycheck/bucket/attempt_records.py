@@ -1,0 +1,132 @@
+"""Two small documents per attempt, for people: `attempts/NNNNNN.json`, what it was and why it ended, once it is over;
+`attempts/NNNNNN.start.json`, how it went on from the one before, and what that one's end cost. A repair and
+`raycheck submit` read the first one, too.
+
+Each is written once. Nothing in a running system depends on them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raycheck.bucket.document_reading import read_document
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
+from raycheck.bucket.format.latest import Attempt
+from raycheck.bucket.store import Store
+from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
+
+MAX_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record(Document):
+    """An ended attempt. ended_by_attempt: the one that was claimed after it, or itself when its own driver gave the run
+    up. is_final: the driver said that another start of the same script would end in the same way."""
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"is_final"})
+
+    format_version: int = FORMAT_VERSION
+    attempt: Attempt
+    ended_by_attempt: int
+    ended_at: float
+    cause: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume(Document):
+    """How `attempt` went on from `after`, the one before it, which ended by `cause`.
+
+    restored: the checkpoint, None when there was none. step: where training went on. world_size_before: of the attempt
+    before, 0 when that was a person's (rewind, repair). lost_steps, lost_s: what was trained and thrown away, by rank
+    0's last word, which may be a second old; None when there is none, since the driver had died too. furthest_step: the
+    furthest step of all attempts of this driver, by those words; None likewise. since_commit_s:
+    from the restored checkpoint's commit to the end of the restore, downtime included; None without one. restore_s: of
+    the slowest rank; restore_bytes: of all ranks. what: entries that were restored, and those that were not.
+    """
+
+    format_version: int = FORMAT_VERSION
+    attempt: int
+    after: int
+    cause: str
+    restored: str | None
+    step: int
+    world_size_before: int
+    world_size: int
+    lost_steps: int | None
+    lost_s: float | None
+    since_commit_s: float | None
+    restore_s: float
+    restore_bytes: int
+    what: str
+    furthest_step: int | None = None
+
+    @property
+    def lost(self) -> str:
+        """What was trained and thrown away, in words."""
+        steps = "unknown" if self.lost_steps is None else f"{self.lost_steps} steps"
+        return steps if self.lost_s is None else f"{steps}, {self.lost_s:.1f} s"
+
+    def __str__(self) -> str:
+        since = "" if self.since_commit_s is None else f", {self.since_commit_s:.1f} s since that commit"
+        speed = self.restore_bytes / 1e6 / max(self.restore_s, 1e-9)
+        return (
+            f"after attempt {self.after} ({self.cause}): step {self.step} of {self.restored or 'nothing'}, "
+            f"{self.world_size_before} -> {self.world_size} ranks, lost: {self.lost}{since}, "
+            f"{self.restore_bytes / 1e6:.1f} MB restored in {self.restore_s:.2f} s ({speed:.0f} MB/s); {self.what}"
+        )
+
+
+def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str) -> bool:
+    """Write the record, once. Whether it could be written."""
+    record = Record(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
+    return _put(store, object_keys.attempt_key(ended.number), record)
+
+
+def record_failure(store: Store, ended: Attempt, *, at: float, cause: str, is_final: bool) -> bool:
+    """Write the record of an attempt whose driver gives the run up, once. Whether it could be written."""
+    record = Record(attempt=ended, ended_by_attempt=ended.number, ended_at=at, cause=cause, is_final=is_final)
+    return _put(store, object_keys.attempt_key(ended.number), record)
+
+
+def read_record(store: Store, number: int) -> Record | None:
+    """The record of an attempt; None when it has none that can be read. Raises StoreError."""
+    key = object_keys.attempt_key(number)
+    try:
+        return read_document(store, key, load_record, max_bytes=MAX_BYTES)[0]
+    except (NotFoundError, CorruptError):
+        return None
+
+
+def record_resume(store: Store, resume: Resume) -> bool:
+    """Write the record of how an attempt began, once. Whether it could be written."""
+    return _put(store, object_keys.resume_key(resume.attempt), resume)
+
+
+def load_record(data: bytes, *, what: str) -> Record:
+    return load(Record, data, what=what, max_bytes=MAX_BYTES)
+
+
+def load_resume(data: bytes, *, what: str) -> Resume:
+    return load(Resume, data, what=what, max_bytes=MAX_BYTES)
+
+
+def resumes(store: Store, attempts: Iterable[int]) -> dict[int, Resume]:
+    """Those that can be read, by attempt."""
+    found = {}
+    for number in attempts:
+        key = object_keys.resume_key(number)
+        try:
+            found[number] = read_document(store, key, load_resume, max_bytes=MAX_BYTES)[0]
+        except (NotFoundError, CorruptError):
+            continue
+    return found
+
+
+def _put(store: Store, key: str, document: Document) -> bool:
+    try:
+        store.put_if_absent(key, dump(document))
+    except (ConflictError, StoreError):
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""Frozen dataclasses as JSON: typed on the way in, lossless on the way out, and sealed with a checksum.
+
+Readers ignore fields they do not know, writers preserve them: each document carries what it did not understand in
+`unknown` and writes it back. A body from the bucket is hostile until it has passed `load`: wrong types, depth or
+numbers raise CorruptError with the path of the field.
+
+The last field of a body is the CRC-32 of all bytes before its eight digits. So a reader checks the bytes that came, not
+what it would write itself, and no byte of an answer can change on its way unseen. Bodies of format version 1 have none.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from raycheck.bucket.format.checksum import crc32
+from raycheck.errors import CorruptError
+
+FORMAT_VERSION = 2
+FIRST_SEALED_VERSION = 2
+_SEAL = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
+_SEAL_BYTES = 64
+"""The seal as raycheck writes it has 24; other tools may put more white space around it."""
+MAX_INT = 1 << 63
+"""No number, count or size in a document has more bits."""
+
+
+class NewerFormatError(CorruptError):
+    """Not damage: a newer raycheck wrote it, and nobody may write over it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """Base of all documents. `unknown` holds fields of newer minor writers. is_long: has records of every rank, so
+    that it is written without a line for each of their fields. when_true: fields that
+    are left out while they are False or None."""
+
+    is_long: ClassVar[bool] = False
+    when_true: ClassVar[frozenset[str]] = frozenset()
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+D = TypeVar("D", bound=Document)
+
+
+def dump(document: Document) -> bytes:
+    """UTF-8 JSON with sorted keys: equal documents give equal bytes. A body, which has a format version, is sealed."""
+    indent = None if document.is_long else 1
+    text = json.dumps(_to_json(document), sort_keys=True, allow_nan=False, indent=indent).encode()
+    return seal(text) if "format_version" in _names(cast("Any", type(document))) else text
+
+
+def seal(text: bytes) -> bytes:
+    """A JSON object with its checksum as one more field, the last one."""
+    before = text.rstrip().removesuffix(b"}").rstrip() + b',\n "crc32": "'
+    return before + f'{crc32(before):08x}"\n}}'.encode()
+
+
+def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
+    """Parse `data` as `cls`, which counts as of this format version then. `what` names the object in errors.
+
+    Raises CorruptError for anything that is not such a document, and for a higher format version (by number).
+    """
+    if len(data) > max_bytes:
+        raise CorruptError(f"{what} has {len(data)} bytes, more than the {max_bytes} it may have")
+    is_sealed = _check_seal(data, what)
+    try:
+        tree = json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what} is not JSON: {error}") from None
+    version = check_format_version(tree, what=what)
+    if version >= FIRST_SEALED_VERSION and not is_sealed:
+        raise CorruptError(f'{what} does not end with its checksum, a last field like "crc32": "0123abcd"')
+    body = {name: value for name, value in tree.items() if name != "crc32"}
+    return _parse(cls, body | {"format_version": FORMAT_VERSION}, what)  # type: ignore[no-any-return]
+
+
+def _check_seal(data: bytes, what: str) -> bool:
+    """Whether the body says its checksum. Raises CorruptError when it has another one."""
+    start = max(0, len(data) - _SEAL_BYTES)
+    found = _SEAL.search(data, start)
+    if found is None:
+        return False
+    said, actual = found[1].decode(), f"{crc32(memoryview(data)[: found.start(1)]):08x}"
+    if said != actual:
+        raise CorruptError(
+            f"{what} was changed: it says that its checksum is {said}, and it is {actual}. Who has edited it by hand "
+            f'makes its last field "crc32": "{actual}"'
+        )
+    return True
+
+
+def check_format_version(tree: object, *, what: str) -> int:
+    """The version of what was read. Refuses by number what a newer raycheck wrote, before a field of it is believed."""
+    version = tree.get("format_version") if isinstance(tree, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise CorruptError(f"{what} has no format version")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{what} has format version {version}; this raycheck reads up to {FORMAT_VERSION}. Install a newer raycheck"
+        )
+    return version
+
+
+def _to_json(value: object) -> object:
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, Document):
+        known = {name: getattr(value, name) for name in _names(cast("Any", type(value)))}
+        said = {name: _to_json(item) for name, item in known.items() if item or name not in value.when_true}
+        return {**value.unknown, **said}
+    if isinstance(value, tuple | list):
+        return [_to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _to_json(item) for key, item in value.items()}
+    return value
+
+
+_SCALARS = (str, int, float, bool, NoneType)
+
+
+@cache
+def _names(cls: Any) -> frozenset[str]:
+    """Of the fields that are known."""
+    return frozenset(spec.name for spec in fields(cls)) - {"unknown"}
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _parse(expected: Any, value: object, path: str) -> Any:
+    origin = get_origin(expected)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in get_args(expected):
+            return None
+        (inner,) = (arm for arm in get_args(expected) if arm is not NoneType)
+        return _parse(inner, value, path)
+    if expected is Any:
+        return value
+    if origin is tuple and isinstance(value, list):
+        item_type = get_args(expected)[0]
+        return tuple(_parse(item_type, item, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        value_type = get_args(expected)[1]
+        return {key: _parse(value_type, item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(expected, type) and issubclass(expected, Document) and isinstance(value, dict):
+        return _parse_document(expected, value, path)
+    if expected is float and type(value) is int and abs(value) < 1 << 1023:
+        return float(value)
+    if expected in (int, float, str, bool) and type(value) is expected:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CorruptError(f"{path} is not a finite number")
+        if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
+            raise CorruptError(f"{path} is a number of more than 64 bits")
+        return value
+    raise CorruptError(f"{path} is not {getattr(expected, '__name__', expected)}: {str(value)[:80]!r}")
+
+
+def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
+    hints = _hints(cast("Any", cls))
+    known: dict[str, Any] = {}
+    for spec in fields(cls):
+        if spec.name == "unknown":
+            continue
+        if spec.name in value:
+            known[spec.name] = _parse(hints[spec.name], value[spec.name], f"{path}.{spec.name}")
+        elif spec.default is MISSING and spec.default_factory is MISSING:
+            raise CorruptError(f"{path} lacks the field {spec.name!r}")
+    return cls(unknown={key: item for key, item in value.items() if key not in _names(cast("Any", cls))}, **known)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
+def _refuse_constant(text: str) -> object:
+    raise ValueError(f"{text} is not JSON")

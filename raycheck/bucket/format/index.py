@@ -1,0 +1,226 @@
+"""A checkpoint's index: where every tensor's bytes lie, with checksums, and every value that is not a tensor.
+
+In columns, since a large run has a million boxes: a `Chunk` is made only for those that are asked for. What stays the
+same from save to save (`Plan`) is apart from what does not (checksums and values). How it becomes bytes is known to
+index_codec.py and plan_codec.py, how ranks' parts become one to plan_merge.py.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from raycheck.bucket.format.checksum import SUB_BLOCK
+
+Column = array
+"""Of 64-bit integers; checksums have 32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A tensor as a whole. dtype is torch's name without "torch."; shape is global; path is its place in the state."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A box of a tensor, written by one rank: where it lies in the tensor, and where its bytes lie in the object.
+
+    offsets, sizes: elements per dimension. record_*: the torch.save record in the shard object, in bytes.
+    payload_*: the raw little-endian row-major bytes inside the record. crcs: one CRC-32 per 4 MiB of payload.
+    """
+
+    tensor: int
+    component: str
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    record_offset: int
+    record_size: int
+    payload_offset: int
+    payload_size: int
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """A non-tensor leaf as stock DCP sees it: a torch.save record that only stock tools read."""
+
+    name: str
+    path: tuple[str | int, ...]
+    component: str
+    rank: int
+    record_offset: int
+    record_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Object:
+    """A shard object. num_crcs: checksums of its payloads in the index, one per 4 MiB of each."""
+
+    component: str
+    rank: int
+    num_crcs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """One row per chunk, in columns. A row of a tensor with fewer dimensions than others has the offset 0 and the size
+    1 in the rest of them. head, frame: bytes of the record before, and around its payload. crc_at: where a row's
+    checksums begin among those of its object.
+    """
+
+    object: "Column[int]"
+    offsets: tuple["Column[int]", ...]
+    sizes: tuple["Column[int]", ...]
+    record_offset: "Column[int]"
+    head: "Column[int]"
+    frame: "Column[int]"
+    payload_size: "Column[int]"
+    crc_at: "Column[int]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Rows):
+    """Where everything lies, without checksums and values: the same at every save until the state changes its form.
+
+    The rows of tensor i are those from `starts[i]` to `starts[i + 1]`. All checksums of an index are in the order of
+    `objects`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    objects: tuple[Object, ...]
+    leaves: tuple[Leaf, ...]
+    starts: "Column[int]"
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """First row and end of each tensor."""
+        return pairwise(self.starts)
+
+    def crc_bases(self) -> list[int]:
+        """Where each object's checksums begin among all."""
+        return list(accumulate((item.num_crcs for item in self.objects), initial=0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """`crcs` are 32-bit. `values` are the trees (see values.py) that all ranks share, `rank_values` those of each
+    rank, in order."""
+
+    plan: Plan
+    crcs: "Column[int]"
+    values: Mapping[str, Any] = field(default_factory=dict)
+    rank_values: tuple[Mapping[str, Any], ...] = ()
+    _crc_bases: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_crc_bases", self.plan.crc_bases())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.plan.tensors
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.plan.leaves
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All of them, by tensor and then by rank: of a large run far too many, see chunks_of."""
+        return tuple(chunk for number in range(len(self.tensors)) for chunk in self.chunks_of(number))
+
+    def chunks_of(self, tensor: int) -> tuple[Chunk, ...]:
+        """All chunks of one tensor, by its number, in order of rank."""
+        return tuple(self._chunk(tensor, row) for row in self._rows_of(tensor))
+
+    def chunks_in(self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Chunk, ...]:
+        """Those chunks of one tensor that hold elements of a box of it, in order of rank."""
+        rows: Iterable[int] = self._rows_of(tensor)
+        for start, size, lows, counts in zip(offsets, sizes, self.plan.offsets, self.plan.sizes, strict=False):
+            stop = start + size
+            rows = [row for row in rows if lows[row] < stop and lows[row] + counts[row] > start]
+        return tuple(self._chunk(tensor, row) for row in rows)
+
+    def _rows_of(self, tensor: int) -> range:
+        return range(self.plan.starts[tensor], self.plan.starts[tensor + 1])
+
+    def _chunk(self, tensor: int, row: int) -> Chunk:
+        plan, dims = self.plan, len(self.plan.tensors[tensor].shape)
+        written, place, payload_size = plan.objects[plan.object[row]], plan.record_offset[row], plan.payload_size[row]
+        crc_at = self._crc_bases[plan.object[row]] + plan.crc_at[row]
+        return Chunk(
+            tensor=tensor,
+            component=written.component,
+            rank=written.rank,
+            offsets=tuple(column[row] for column in plan.offsets[:dims]),
+            sizes=tuple(column[row] for column in plan.sizes[:dims]),
+            record_offset=place,
+            record_size=payload_size + plan.frame[row],
+            payload_offset=place + plan.head[row],
+            payload_size=payload_size,
+            crcs=tuple(self.crcs[crc_at : crc_at - -payload_size // SUB_BLOCK]),
+        )
+
+
+def index_of(
+    tensors: Sequence[Tensor],
+    chunks: Iterable[Chunk],
+    *,
+    leaves: Sequence[Leaf] = (),
+    values: Mapping[str, Any] | None = None,
+    rank_values: Sequence[Mapping[str, Any]] = (),
+) -> Index:
+    """The index of these chunks. Those that lie at the same place share their checksums."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.tensor)
+    names = sorted({(chunk.component, chunk.rank) for chunk in ordered})
+    crcs: dict[tuple[str, int], list[int]] = {name: [] for name in names}
+    at: dict[tuple[object, ...], int] = {}
+    for chunk in ordered:
+        own = crcs[chunk.component, chunk.rank]
+        if at.setdefault(_place(chunk), len(own)) == len(own):
+            own += chunk.crcs
+    numbers = {name: number for number, name in enumerate(names)}
+    counts = Counter(chunk.tensor for chunk in ordered)
+    dims = range(max((len(tensor.shape) for tensor in tensors), default=0))
+    plan = Plan(
+        tensors=tuple(tensors),
+        objects=tuple(Object(component=name, rank=rank, num_crcs=len(crcs[name, rank])) for name, rank in names),
+        leaves=tuple(leaves),
+        starts=array("q", accumulate((counts[number] for number in range(len(tensors))), initial=0)),
+        object=array("q", (numbers[chunk.component, chunk.rank] for chunk in ordered)),
+        offsets=tuple(array("q", (c.offsets[dim] if dim < len(c.offsets) else 0 for c in ordered)) for dim in dims),
+        sizes=tuple(array("q", (c.sizes[dim] if dim < len(c.sizes) else 1 for c in ordered)) for dim in dims),
+        record_offset=array("q", (chunk.record_offset for chunk in ordered)),
+        head=array("q", (chunk.payload_offset - chunk.record_offset for chunk in ordered)),
+        frame=array("q", (chunk.record_size - chunk.payload_size for chunk in ordered)),
+        payload_size=array("q", (chunk.payload_size for chunk in ordered)),
+        crc_at=array("q", (at[_place(chunk)] for chunk in ordered)),
+    )
+    return Index(
+        plan=plan,
+        crcs=array("I", (crc for own in crcs.values() for crc in own)),
+        values=values or {},
+        rank_values=tuple(rank_values),
+    )
+
+
+def _place(chunk: Chunk) -> tuple[object, ...]:
+    return chunk.component, chunk.rank, chunk.payload_offset, chunk.crcs
+
+
+def places(index: Index) -> dict[str, tuple[str, int, int]]:
+    """Where each tensor's first bytes lie (component, rank, offset): equal for names that share them (tied weights)."""
+    plan = index.plan
+    found: dict[str, tuple[str, int, int]] = {}
+    for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True):
+        row = next((row for row in range(first, end) if plan.payload_size[row]), None)
+        if row is not None:
+            written = plan.objects[plan.object[row]]
+            found[tensor.name] = (written.component, written.rank, plan.record_offset[row])
+    return found

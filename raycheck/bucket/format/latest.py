@@ -1,0 +1,204 @@
+"""`latest`: the run's one mutable object, as a value.
+
+One GET of it tells a reader everything: who owns the run, which attempt is live, which checkpoints exist. It only
+names committed checkpoints (I3). It is replaced by compare-and-swap only, in swap.py; this module knows no store.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from raycheck.bucket.format.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.errors import ConfigError, CorruptError
+
+MAX_BYTES = 256 * 1024
+"""Room for more than a thousand checkpoints."""
+COMMIT_BYTES = MAX_BYTES * 7 // 8
+"""No commit fills more: a claim must always find room, else a run would be lost for want of a name."""
+MAX_ATTEMPTS_LISTED = 50
+MAX_METRICS_LISTED = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry(Document):
+    """A live checkpoint. `refs` are the checkpoints whose directories it uses besides its own. `metrics` are some of
+    those in its manifest: the first 32, and of older entries fewer when `latest` grows full. `damaged`: what a restore
+    found wrong with it, None for nothing; such a one is neither restored nor counted by retention. `rolling`: see
+    Retention."""
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"rolling"})
+
+    key: str
+    refs: tuple[str, ...] = ()
+    step: int
+    committed_at: float
+    size_bytes: int
+    metrics: Mapping[str, float]
+    manifest_crc32: int
+    pinned: bool = False
+    expires_at: float | None = None
+    damaged: str | None = None
+    rolling: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evicted(Document):
+    """A checkpoint that left the live list at `at` (bucket time) for ever. Its objects may be deleted after a grace."""
+
+    key: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt(Document):
+    """One life of the worker group. `number` is the fencing token; `last_save` the highest save committed in it."""
+
+    number: int
+    owner: str
+    coordinator: str
+    group: str
+    world_size: int
+    restore_key: str | None
+    last_save: int = 0
+    claimed_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished(Document):
+    """Attempt number `attempt` came to its end at `at` (bucket time) with all that it had to save in checkpoint `key`,
+    which was the head then; None when nothing was committed."""
+
+    attempt: int
+    key: str | None
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latest(Document):
+    """The body of `latest`. `attempts` lists the newest 50, the live one last; `owners` lists all owners ever.
+
+    proven: the highest attempt whose claim was answered, None before the first. Only then does its group save, so a
+    directory of a higher attempt means that `latest` was lost (step 10). finished: the run's end, until it goes on or
+    back (step 33).
+    """
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"finished"})
+
+    format_version: int = FORMAT_VERSION
+    run_id: str
+    counter: int
+    proven: int | None = None
+    owners: tuple[str, ...]
+    attempts: tuple[Attempt, ...]
+    head: str | None
+    live: tuple[Entry, ...] = ()
+    evicted: tuple[Evicted, ...] = ()
+    finished: Finished | None = None
+
+    def __post_init__(self) -> None:
+        keys = [entry.key for entry in self.live]
+        names = [
+            *keys,
+            *(item.key for item in self.evicted),
+            *(ref for entry in self.live for ref in entry.refs),
+            *((self.finished.key,) if self.finished and self.finished.key else ()),
+        ]
+        bad = [name for name in names if CheckpointName.parse(name) is None]
+        if bad:
+            raise CorruptError(f"latest names {bad[0]!r}, which is not a checkpoint's name")
+        if len(set(keys)) < len(keys):
+            raise CorruptError("latest lists a checkpoint twice")
+        if self.head is not None and self.head not in keys:
+            raise CorruptError(f"latest has head {self.head}, which it does not list")
+        if any(entry.damaged and entry.key == self.head for entry in self.live):
+            raise CorruptError(f"latest has head {self.head}, which it says is damaged")
+        if not self.attempts:
+            raise CorruptError("latest names no attempt")
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.attempts[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the live attempt has come to its end. One that was claimed since has begun the run again."""
+        return self.finished is not None and self.finished.attempt == self.attempt.number and self.ends_with(self.head)
+
+    def ends_with(self, key: str | None) -> bool:
+        """Whether an attempt came to its end with checkpoint `key`, and nothing was committed or decided since. A body
+        that an older raycheck moved on may still name an end that lies behind its head."""
+        return self.finished is not None and self.finished.key == self.head == key
+
+    def entry(self, key: str) -> Entry | None:
+        """The live entry `key`, or None when it is not live (evicted, or never committed)."""
+        return next((entry for entry in self.live if entry.key == key), None)
+
+    def with_entry(self, changed: Entry) -> "Latest":
+        """This body with `changed` for the live entry of its key."""
+        return replace(self, live=tuple(changed if entry.key == changed.key else entry for entry in self.live))
+
+    def knows(self, name: CheckpointName) -> bool:
+        """Whether a directory of that name may be there. A body that lists checkpoints and nothing proven was written
+        before there was `proven`."""
+        proven = self.attempt.number if self.proven is None and self.live else self.proven
+        return proven is not None and name.attempt <= proven
+
+    def held(self) -> set[str]:
+        """Checkpoint directories that a live entry holds, as its own or by reference."""
+        return {name for entry in self.live for name in (entry.key, *entry.refs)}
+
+
+def dump_latest(body: Latest) -> bytes:
+    data = dump(body)
+    if len(data) > MAX_BYTES:
+        raise _full(body, len(data), MAX_BYTES)
+    return data
+
+
+def _full(body: Latest, size: int, bound: int) -> ConfigError:
+    return ConfigError(
+        f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
+        f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also beside a run, for "
+        "what is not pinned; then change SaveSettings"
+    )
+
+
+def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[str, float]:
+    """Those metrics of a manifest that its entry repeats: the one that retention ranks by, and the first others."""
+    names = sorted(metrics, key=lambda name: name != needed)
+    return {name: metrics[name] for name in names[:MAX_METRICS_LISTED]}
+
+
+def fitted(body: Latest, *, needed: str | None) -> Latest:
+    """`body`, when it grows full with fewer metrics in its oldest entries; their manifests hold them all.
+
+    Raises ConfigError that says how to make room when that is not enough.
+    """
+    excess = len(dump(body)) - MAX_BYTES * 3 // 4
+    if excess <= 0:
+        return body
+    live = list(body.live)
+    for place, entry in enumerate(live):
+        live[place] = replace(entry, metrics={name: value for name, value in entry.metrics.items() if name == needed})
+        excess -= len(dump(entry)) - len(dump(live[place]))
+        if excess <= 0:
+            break
+    slim = replace(body, live=tuple(live))
+    size = len(dump(slim))
+    if size > COMMIT_BYTES:
+        raise _full(body, size, COMMIT_BYTES)
+    return slim
+
+
+def load_latest(data: bytes, *, what: str) -> Latest:
+    """Raises CorruptError that says how to get a readable one back."""
+    try:
+        return load(Latest, data, what=what, max_bytes=MAX_BYTES)
+    except NewerFormatError:
+        raise
+    except CorruptError as error:
+        raise CorruptError(
+            f"{error}. If nobody has edited it: put an earlier version back (bucket versioning), or rebuild it with "
+            "'raycheck repair'"
+        ) from None

@@ -1,0 +1,272 @@
+"""A plan as bytes: one zlib stream of a JSON header, one line of JSON per tensor, and columns.
+
+Hostile until it has passed `load_plan`, which guards the reader: it sizes buffers and cuts slices by these numbers.
+"""
+
+import json
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add, le
+from typing import Any
+
+from raycheck.bucket.format.bounded_inflate import MAX_DECODED_BYTES, Allowance, deflate
+from raycheck.bucket.format.checksum import SUB_BLOCK
+from raycheck.bucket.format.columns import packed, spread, unpacked
+from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Tensor
+from raycheck.errors import ConfigError, CorruptError
+
+MAX_DIMS = 64
+PLAN_ROOM_BYTES = 16 << 20
+TENSORS = 100_000
+TENSORS_PER_CHECKSUM = 16
+"""A tensor with elements has a checksum in the index for each of its chunks, but for names that share their bytes. So
+there are not many more tensors and chunks than checksums, which nothing makes smaller."""
+CRC_BYTES = 4
+
+
+def dump_plan(plan: Plan) -> bytes:
+    """Raises ConfigError for a plan that is larger than a reader would take."""
+    num_crcs = sum(item.num_crcs for item in plan.objects)
+    if max(len(plan.tensors), len(plan.object)) > _most(num_crcs):
+        raise ConfigError(
+            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} pieces and {num_crcs} checksums: "
+            f"too many of them hold nothing, or share what they hold. Readers take {_most(num_crcs)}"
+        )
+    lines = b"\n".join(
+        json.dumps([t.name, t.dtype, t.shape, t.path], separators=(",", ":")).encode() for t in plan.tensors
+    )
+    columns = [(name, len(column), *_packed(plan, name, column)) for name, column in _columns(plan)]
+    header = {
+        "objects": [[item.component, item.rank, item.num_crcs] for item in plan.objects],
+        "leaves": [[f.name, f.path, f.component, f.rank, f.record_offset, f.record_size] for f in plan.leaves],
+        "tensors": [len(plan.tensors), len(lines)],
+        "columns": [column[:4] for column in columns],
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    whole = b"".join((struct.pack("<Q", len(text)), text, lines, *(data for *_, data in columns)))
+    if len(whole) > MAX_DECODED_BYTES:
+        raise ConfigError(
+            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} pieces would have {len(whole)} bytes, and "
+            f"readers take {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
+        )
+    return deflate(whole, came=CRC_BYTES * num_crcs)
+
+
+def _most(num_crcs: int) -> int:
+    return TENSORS + TENSORS_PER_CHECKSUM * num_crcs
+
+
+def _columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
+    yield "rows", array("q", (end - first for first, end in plan.rows()))
+    yield "object", plan.object
+    for dim, column in enumerate(plan.offsets):
+        yield f"offsets.{dim}", column
+    for dim, column in enumerate(plan.sizes):
+        yield f"sizes.{dim}", column
+    yield "record_offset", plan.record_offset
+    yield "head", plan.head
+    yield "frame", plan.frame
+    yield "payload_size", plan.payload_size
+    yield "crc_at", plan.crc_at
+
+
+def _packed(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, bytes]:
+    """Width, coding, bytes. Of many ranks' boxes of one tensor all but the offsets are equal, and those of one rank's
+    many tensors lie at equal distances."""
+    is_wide = len(plan.object) > 2 * len(plan.tensors)
+    as_steps = not is_wide or (name.startswith("offsets.") and any(column))
+    top = {"top": len(plan.objects)} if name == "object" else {}
+    width, data = packed(column, as_steps=as_steps, **top)
+    return width, "steps" if as_steps else "plain", data
+
+
+MALFORMED = (
+    ValueError,
+    OverflowError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    struct.error,
+    zlib.error,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What earlier plans held, by its bytes: other ranks' plans are mostly made of the same."""
+
+    tensors: dict[bytes, Tensor] = field(default_factory=dict)
+    lines: dict[bytes, tuple[Tensor, ...]] = field(default_factory=dict)
+    columns: dict[tuple[bytes, int, str], "Column[int]"] = field(default_factory=dict)
+
+
+def load_plan(data: bytes, *, what: str, known: Known | None = None, num_crcs: int | None = None) -> Plan:
+    """Parse a plan. num_crcs: the checksums that came with it; None for what a rank reports.
+
+    Raises CorruptError, naming `what`, for anything that is not a well-formed one.
+    """
+    came = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
+    try:
+        return _load_plan(data, what, known or Known(), Allowance(came, what=what, room=PLAN_ROOM_BYTES), num_crcs)
+    except CorruptError:
+        raise
+    except MALFORMED as error:
+        raise CorruptError(f"{what} is not a plan: {type(error).__name__}: {error}") from None
+
+
+def cut(data: bytes, at: int, size: int, what: str) -> bytes:
+    part = data[at : at + size]
+    if size < 0 or len(part) != size:
+        raise CorruptError(f"{what} is cut short")
+    return part
+
+
+def _load_plan(data: bytes, what: str, known: Known, allowance: Allowance, num_crcs: int | None) -> Plan:
+    raw = allowance.inflate(data)
+    (length,) = struct.unpack_from("<Q", raw)
+    header = allowance.parse(cut(raw, 8, length, what))
+    objects = tuple(_object(item) for item in header["objects"])
+    if num_crcs is not None and sum(item.num_crcs for item in objects) != num_crcs:
+        raise CorruptError(f"{what} has {num_crcs} checksums, which is not what it says of its objects")
+    num_tensors, size = header["tensors"]
+    slices = _slices(raw, 8 + length + size, header["columns"], what)
+    num_chunks = len(slices["object"][0]) // max(1, slices["object"][1])
+    if num_crcs is not None and max(num_tensors, num_chunks) > _most(num_crcs):
+        raise CorruptError(f"{what} has more tensors or chunks than {num_crcs} checksums can be of")
+    tensors = _tensors(cut(raw, 8 + length, size, what), num_tensors, known, allowance, what)
+
+    def column(name: str, length: int) -> "Column[int]":
+        if len(slices[name][0]) != length * slices[name][1]:
+            raise CorruptError(f"{what} has a column {name!r} of another length")
+        return _column(slices[name], known.columns, what)
+
+    leaves = tuple(_leaf(item) for item in header["leaves"])
+    counts = column("rows", len(tensors))
+    num, dims = sum(counts), range(max((len(tensor.shape) for tensor in tensors), default=0))
+    if len(dims) > MAX_DIMS:
+        raise CorruptError(f"{what} has a tensor of {len(dims)} dimensions")
+    plan = Plan(
+        tensors=tensors,
+        objects=objects,
+        leaves=leaves,
+        starts=array("q", accumulate(counts, initial=0)),
+        object=column("object", num),
+        offsets=tuple(column(f"offsets.{dim}", num) for dim in dims),
+        sizes=tuple(column(f"sizes.{dim}", num) for dim in dims),
+        record_offset=column("record_offset", num),
+        head=column("head", num),
+        frame=column("frame", num),
+        payload_size=column("payload_size", num),
+        crc_at=column("crc_at", num),
+    )
+    _check(plan, counts, what)
+    return plan
+
+
+def _object(item: Any) -> Object:
+    component, rank, count = item
+    return Object(component=_text(component), rank=_number(rank), num_crcs=_number(count))
+
+
+def _leaf(item: Any) -> Leaf:
+    name, path, component, rank, start, size = item
+    return Leaf(
+        name=_text(name),
+        path=_path(path),
+        component=_text(component),
+        rank=_number(rank),
+        record_offset=_number(start),
+        record_size=_number(size),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:80]!r} is no text")
+    return value
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:80]!r} is no place, size or count")
+    return value
+
+
+def _path(value: object) -> tuple[str | int, ...]:
+    if not isinstance(value, list) or not set(map(type, value)) <= {str, int}:
+        raise TypeError(f"{str(value)[:80]!r} is no place in the state")
+    return tuple(value)
+
+
+def _tensors(lines: bytes, number: object, known: Known, allowance: Allowance, what: str) -> tuple[Tensor, ...]:
+    """One JSON line each. A line that was seen before is not parsed again."""
+    if lines in known.lines:
+        return known.lines[lines]
+    if lines.count(b"\n") + bool(lines) != number:
+        raise CorruptError(f"{what} has not the {number} tensors that it says")
+    rows = lines.split(b"\n") if lines else []
+    fresh = [row for row in rows if row not in known.tensors]
+    parsed = allowance.parse(b"[" + b",".join(fresh) + b"]")
+    for row, (name, dtype, shape, path) in zip(fresh, parsed, strict=True):
+        tensor = Tensor(
+            name=_text(name), dtype=sys.intern(_text(dtype)), shape=tuple(map(_number, shape)), path=_path(path)
+        )
+        known.tensors[row] = tensor
+    known.lines[lines] = tuple(map(known.tensors.__getitem__, rows))
+    return known.lines[lines]
+
+
+def _slices(raw: bytes, at: int, listed: Iterable[Any], what: str) -> dict[str, tuple[bytes, int, str]]:
+    """Column name to bytes, width, and coding."""
+    found: dict[str, tuple[bytes, int, str]] = {}
+    room = MAX_DECODED_BYTES
+    for name, count, width, coding in listed:
+        found[name] = (cut(raw, at, _number(count) * _number(width), what), width, coding)
+        at += count * width
+        room -= 8 * count
+        if room < 0:
+            raise CorruptError(f"{what} holds more than {MAX_DECODED_BYTES} bytes")
+    return found
+
+
+def _column(
+    packed_column: tuple[bytes, int, str], known: dict[tuple[bytes, int, str], "Column[int]"], what: str
+) -> "Column[int]":
+    if packed_column in known:
+        return known[packed_column]
+    data, width, coding = packed_column
+    if coding not in ("steps", "plain"):
+        raise CorruptError(f"{what} has a column coded as {coding!r}")
+    column = unpacked(data, width, as_steps=coding == "steps")
+    if min(column, default=0) < 0:
+        raise CorruptError(f"{what} has a place or size below 0")
+    known[packed_column] = column
+    return column
+
+
+def _check(plan: Plan, counts: "Column[int]", what: str) -> None:
+    """All columns are of one length, without a number below 0."""
+    if max(plan.object, default=-1) >= len(plan.objects) or any(item.num_crcs < 0 for item in plan.objects):
+        raise CorruptError(f"{what} has a chunk of an object that it does not have")
+    most = -(-max(plan.payload_size, default=0) // SUB_BLOCK)
+    if max(plan.crc_at, default=0) + most > min((item.num_crcs for item in plan.objects), default=0):
+        for row, at, size in zip(plan.object, plan.crc_at, plan.payload_size, strict=True):
+            if at - -size // SUB_BLOCK > plan.objects[row].num_crcs:
+                raise CorruptError(f"{what} gives a chunk checksums that it does not have")
+    for dim, (offsets, sizes) in enumerate(zip(plan.offsets, plan.sizes, strict=True)):
+        wholes = [tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in plan.tensors]
+        if not all(map(le, map(add, offsets, sizes), spread(wholes, counts))):
+            _refuse_outside(plan, dim, wholes)
+
+
+def _refuse_outside(plan: Plan, dim: int, wholes: Sequence[int]) -> None:
+    for tensor, whole, (first, end) in zip(plan.tensors, wholes, plan.rows(), strict=True):
+        if any(map(whole.__lt__, map(add, plan.offsets[dim][first:end], plan.sizes[dim][first:end]))):
+            raise CorruptError(f"a chunk of {tensor.name} lies outside its shape {tensor.shape}")

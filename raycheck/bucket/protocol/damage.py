@@ -1,0 +1,71 @@
+"""What becomes of a checkpoint that proved to be damaged when the group restored it: step 26.
+
+One swap marks it, moves head to the newest checkpoint that training came through on its way there, and has the attempt
+restore that one. What the run went back behind, or rewound past, is not taken, as far as `latest` still lists the
+attempts that tell: that would undo somebody's decision.
+Only proof counts: a checksum, a size, or an object that is missing although `latest` lists its checkpoint.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.commit import Identity, check_current
+from raycheck.bucket.protocol.swap import Register
+from raycheck.errors import DamagedError, SupersededError
+
+MAX_PROBLEM = 300
+
+
+def go_back(register: Register, me: Identity, *, group: str, key: str, problem: str) -> Entry:
+    """Mark `key`, which `group` was to restore, and return what it restores instead. May be repeated.
+
+    The marked one is pinned, so that it is kept for inspection. Raises DamagedError when there is nothing to go back
+    to, and then changes nothing; FencedError or SupersededError when the attempt is over or saves already.
+    """
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        assert body is not None, "a group has claimed, so this process has seen latest"
+        check_current(register, body, me)
+        current = body.attempt
+        if current.group != group or current.last_save:
+            raise SupersededError(f"{register.store.uri}: attempt {current.number} no longer restores {key}")
+        if current.restore_key != key:
+            return None
+        before = next(ancestors(body, key), None)
+        if before is None:
+            raise DamagedError(
+                f"{register.store.uri}: {key} is damaged, and there is no earlier checkpoint that it came from to go "
+                f"back to: {problem}. 'raycheck verify' says what is whole, 'raycheck rewind' makes it the head"
+            )
+        attempts = (*body.attempts[:-1], replace(current, restore_key=before.key))
+        moved = replace(body, head=before.key, finished=None, attempts=attempts)
+        bad = body.entry(key)
+        return moved.with_entry(replace(bad, damaged=problem[:MAX_PROBLEM], pinned=True)) if bad else moved
+
+    body = register.swap(decide, what=f"going back from {key}")
+    entry = body.entry(body.attempt.restore_key or "")
+    if entry is None:
+        raise SupersededError(f"{register.store.uri}: attempt {body.attempt.number} no longer restores {key}")
+    return entry
+
+
+def ancestors(body: Latest, key: str) -> Iterator[Entry]:
+    """The live checkpoints, not marked, that training came through on its way to `key`: the newest first.
+
+    Before the attempts that `latest` still lists, all earlier ones count.
+    """
+    source_of = {attempt.number: attempt.restore_key for attempt in body.attempts}
+    entries = {name: entry for entry in body.live if (name := CheckpointName.parse(entry.key))}
+    at = CheckpointName.parse(key)
+    while at is not None:
+        is_known = at.attempt in source_of
+        for name in sorted(entries, reverse=True):
+            if name < at and (name.attempt == at.attempt or not is_known) and not entries[name].damaged:
+                yield entries[name]
+        source = CheckpointName.parse(source_of.get(at.attempt) or "")
+        at = source if source is not None and source < at else None
+        if at in entries and not entries[at].damaged:
+            yield entries[at]

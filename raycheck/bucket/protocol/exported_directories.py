@@ -1,0 +1,201 @@
+"""Exported directories: what proves that one is this run's own, and which of them may be deleted on request.
+
+A directory is ours only by the record in it, `raycheck.json`, which is written before the index, without which no
+reader starts: it names the run, the checkpoint, and every file with its size. A delete marks the record, by a condition
+on its version, then removes the index, the other files of the record, and the record last. So a reader never finds half
+a model, a crash anywhere leaves a record by which the next prune goes on, and until then nobody exports to that place.
+Nothing that a record does not list is ever deleted.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from raycheck.bucket.document_reading import read_document
+from raycheck.bucket.format.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, CheckpointName, export_key
+from raycheck.bucket.store import Store
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError
+
+MAX_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportRecord(Document):
+    """What an exported directory is. files: the size in bytes of every other file, `last` among them, which was written
+    last. by_training: a training wrote it by its ExportSettings, and nobody gave it a name by hand. is_pruned: it is
+    being deleted."""
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"is_pruned"})
+
+    format_version: int = FORMAT_VERSION
+    run_id: str
+    checkpoint: str
+    by_training: bool
+    last: str
+    files: Mapping[str, int]
+    is_pruned: bool = False
+
+    def __post_init__(self) -> None:
+        if CheckpointName.parse(self.checkpoint) is None:
+            raise CorruptError(f"an export's record names {self.checkpoint!r}, which is no checkpoint's name")
+        odd = [name for name in self.files if not _is_file_name(name) or name == EXPORT_RECORD]
+        if odd or self.last not in self.files or self.last not in EXPORT_ENDS:
+            raise CorruptError(f"an export's record lists {(odd or [self.last])[0]!r}, which is none of its files")
+
+    @property
+    def name(self) -> CheckpointName:
+        """The checkpoint's, which has an order."""
+        name = CheckpointName.parse(self.checkpoint)
+        assert name is not None, "checked at construction"
+        return name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedDirectory:
+    """A directory as it was found. place: its prefix in the store. sizes: of all that lies in it, by file name. record:
+    None where there is none that can be read."""
+
+    place: str
+    sizes: Mapping[str, int]
+    record: ExportRecord | None
+    version: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """What a delete would free."""
+        return sum(self.sizes.get(name, 0) for name in (self.record.files if self.record else ()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportVerdict:
+    """What becomes of a directory, and why."""
+
+    directory: ExportedDirectory
+    is_kept: bool
+    reason: str
+
+
+def find_exports(store: Store, prefix: str) -> tuple[ExportedDirectory, ...]:
+    """Whatever below `prefix` has the index or the record of an export, in order of the places."""
+    by_place: dict[str, dict[str, int]] = {}
+    for item in store.list_objects(prefix):
+        place, slash, file = item.key.rpartition("/")
+        by_place.setdefault(place + slash, {})[file] = item.size_bytes
+    found = []
+    for place, sizes in sorted(by_place.items()):
+        if place and not sizes.keys().isdisjoint({EXPORT_RECORD, *EXPORT_ENDS}):
+            record, version = _record(store, place, sizes)
+            found.append(ExportedDirectory(place=place, sizes=sizes, record=record, version=version))
+    return tuple(found)
+
+
+def judge_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last: int) -> tuple[ExportVerdict, ...]:
+    """One verdict per directory. Those of the newest so many checkpoints of the run stay, and all that is not proven to
+    be one of its own, whole and unchanged."""
+    doubts = [_doubt(directory, body) for directory in found]
+    mine = {  # what an earlier prune has begun to delete is none of those that stay
+        one.record.name
+        for one, doubt in zip(found, doubts, strict=True)
+        if one.record and doubt is None and not one.record.is_pruned
+    }
+    newest = set(sorted(mine)[-keep_last:])
+    pinned = {entry.key for entry in body.live if entry.pinned}
+    return tuple(
+        _verdict(directory, doubt, newest, pinned, keep_last) for directory, doubt in zip(found, doubts, strict=True)
+    )
+
+
+def prune_exports(store: Store, prefix: str, body: Latest, *, keep_last: int) -> tuple[str, ...]:
+    """Delete what `judge_exports` lets go; returns the places. body: `latest` of the run, read before."""
+    verdicts = judge_exports(find_exports(store, prefix), body, keep_last=keep_last)
+    going = [verdict.directory for verdict in verdicts if not verdict.is_kept]
+    return tuple(directory.place for directory in going if _delete(store, directory))
+
+
+def check_not_being_pruned(store: Store, place: str) -> None:
+    """Raise ConfigError where a delete has begun and not ended: it would take a new export's files along. Raises
+    NewerFormatError where only a newer raycheck knows whether one has."""
+    try:
+        record, _ = read_document(store, export_key(place, EXPORT_RECORD), load_export_record, max_bytes=MAX_BYTES)
+    except NewerFormatError:
+        raise
+    except (NotFoundError, CorruptError):
+        return
+    if record.is_pruned:
+        raise ConfigError(
+            f"{store.uri}: {place} is being pruned, or that ended half-way: 'raycheck prune-exports' ends it"
+        )
+
+
+def _verdict(
+    directory: ExportedDirectory, doubt: str | None, newest: set[CheckpointName], pinned: set[str], keep_last: int
+) -> ExportVerdict:
+    record = directory.record
+    if record is None or doubt is not None:
+        return ExportVerdict(directory=directory, is_kept=True, reason=doubt or "not proven to be raycheck's")
+    if record.is_pruned:
+        return ExportVerdict(directory=directory, is_kept=False, reason="an earlier prune did not end")
+    if record.checkpoint in pinned:
+        return ExportVerdict(directory=directory, is_kept=True, reason="its checkpoint is pinned")
+    if record.name in newest:
+        return ExportVerdict(directory=directory, is_kept=True, reason=f"among the newest {keep_last}")
+    return ExportVerdict(directory=directory, is_kept=False, reason=f"not among the newest {keep_last}")
+
+
+def _doubt(directory: ExportedDirectory, body: Latest) -> str | None:
+    """Why a directory is not to be touched, None for one that is this run's, written by a training, and whole."""
+    record, sizes = directory.record, directory.sizes
+    if record is None:
+        return "it has no record of raycheck's" if EXPORT_RECORD not in sizes else "its record cannot be read"
+    if record.run_id != body.run_id:
+        return "it is of another run"
+    if not record.by_training:
+        return "it was exported by hand"
+    if record.is_pruned:
+        return None
+    if record.last not in sizes:
+        return "it is not whole: it is being written, or its export died"
+    if any(sizes.get(name) != size for name, size in record.files.items()):
+        return "its files are not those that were exported"
+    return None
+
+
+def _delete(store: Store, directory: ExportedDirectory) -> bool:
+    """Whether it is gone; not when somebody else has changed its record meanwhile."""
+    record, key = directory.record, export_key(directory.place, EXPORT_RECORD)
+    assert record is not None, "what has no record is kept"
+    if not record.is_pruned:
+        try:
+            store.put_if_match(key, dump(replace(record, is_pruned=True)), directory.version)
+        except (ConflictError, NotFoundError):
+            return False
+    for name in _last_first(record):
+        store.delete(export_key(directory.place, name))
+    store.delete(key)
+    return True
+
+
+def _last_first(record: ExportRecord) -> Iterable[str]:
+    return sorted(record.files, key=lambda name: name != record.last)
+
+
+def _record(store: Store, place: str, sizes: Mapping[str, int]) -> tuple[ExportRecord | None, str]:
+    if sizes.get(EXPORT_RECORD, MAX_BYTES + 1) > MAX_BYTES:
+        return None, ""
+    key = export_key(place, EXPORT_RECORD)
+    try:
+        record, got = read_document(store, key, load_export_record, max_bytes=MAX_BYTES)
+    except (NotFoundError, CorruptError):
+        return None, ""
+    return record, got.version
+
+
+def load_export_record(data: bytes, *, what: str) -> ExportRecord:
+    return load(ExportRecord, data, what=what, max_bytes=MAX_BYTES)
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether it names a file in the record's own directory and nowhere else."""
+    return name.isprintable() and name not in ("", ".", "..") and not {"/", "\\"} & set(name)

@@ -1,0 +1,60 @@
+"""Changes to the list of checkpoints that no attempt makes: pin, unpin, evict, forget. Step 29.
+
+Each is a swap that keeps owner, attempt, coordinator, head and last save as it finds them, so a running coordinator
+goes on undisturbed: its next commit is computed afresh from the changed body. Anybody may make them at any time.
+"""
+
+from dataclasses import replace
+
+from raycheck.bucket.format.latest import Evicted, Latest
+from raycheck.bucket.protocol.retention import dropped
+from raycheck.bucket.protocol.swap import Register
+from raycheck.errors import NotFoundError
+from raycheck.settings import Retention
+
+
+def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
+    """Keep the live checkpoint `key` whatever retention and expiry say, or no longer. Raises NotFoundError."""
+
+    def change(body: Latest, now: float) -> Latest | None:
+        del now
+        entry = body.entry(key)
+        if entry is None:
+            raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
+        if entry.pinned == pinned:
+            return None
+        return body.with_entry(replace(entry, pinned=pinned))
+
+    return register.edit(change, what=f"{'pin' if pinned else 'unpin'} of {key}")
+
+
+def evict(register: Register, rules: Retention) -> Latest:
+    """Step 19, outside of a commit: move what no rule keeps to `evicted`, for ever."""
+
+    def change(body: Latest, now: float) -> Latest | None:
+        new = without(body, dropped(body, rules, now=now), now=now)
+        return None if new == body else new
+
+    return register.edit(change, what="eviction")
+
+
+def without(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
+    """`body` with the live entries `keys` evicted. What only they referred to is evicted anew: a reader of theirs has
+    the whole grace for it."""
+    new = replace(body, live=tuple(entry for entry in body.live if entry.key not in keys))
+    released = body.held() - new.held()
+    left = tuple(item for item in body.evicted if item.key not in released)
+    again = tuple(item.key for item in body.evicted if item.key in released)
+    return replace(new, evicted=(*left, *(Evicted(key=key, at=now) for key in (*again, *keys))))
+
+
+def forget(register: Register, keys: frozenset[str]) -> Latest:
+    """Step 21: take names off `evicted` whose objects are all deleted. They cannot come back: a save number is
+    committed once per attempt, and an older attempt commits nothing."""
+
+    def change(body: Latest, now: float) -> Latest | None:
+        del now
+        left = tuple(item for item in body.evicted if item.key not in keys)
+        return None if len(left) == len(body.evicted) else replace(body, evicted=left)
+
+    return register.edit(change, what="prune")

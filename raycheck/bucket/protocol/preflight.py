@@ -1,0 +1,83 @@
+"""Questions to a store on scratch objects, before anything depends on the answers.
+
+Does it honour conditional writes? Asked once per coordinator. May this node do all that a run needs? Asked on each.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from uuid import uuid4
+
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import READS
+from raycheck.bucket.store import Store
+from raycheck.errors import ConfigError, ConflictError, RaycheckError, StoreError
+
+_CREATES_OVER = "creates over an existing object"
+
+
+def probe(store: Store) -> None:
+    """Step 6: prove on a scratch object that conditional writes are conditional. It cannot prove atomicity.
+
+    Raises ConfigError when a stale swap or a second create is accepted, or the right swap is refused.
+    """
+    key = object_keys.probe_key(uuid4().hex)
+    try:
+        store.put_if_absent(key, b"one")
+        first = store.get(key)
+        _must_refuse(store, lambda: store.put_if_absent(key, b"two"), _CREATES_OVER)
+        try:
+            store.put_if_match(key, b"three", first.version)
+        except ConflictError:
+            raise ConfigError(
+                f"{store.uri}: the store refuses the right If-Match; raycheck cannot commit here"
+            ) from None
+        _must_refuse(store, lambda: store.put_if_match(key, b"four", first.version), "swaps a stale version")
+        if all(store.get(key).data != b"three" for _ in range(READS)):  # it may have been changed on its way
+            raise ConfigError(f"{store.uri}: the store refused a conditional write and applied it all the same")
+    finally:
+        store.delete(key)
+
+
+def _must_refuse(store: Store, write: Callable[[], None], what: str) -> None:
+    try:
+        write()
+    except ConflictError:
+        return
+    raise ConfigError(
+        f"{store.uri}: the store {what} although told not to. Two drivers could overwrite each other here; "
+        "use a store with conditional writes"
+    )
+
+
+def probe_node(store: Store, *, node: str) -> None:
+    """Prove on a scratch object that `node` may do all that a run needs, before anything depends on it.
+
+    Raises ConfigError that names node, verb and missing permission, or what is wrong with the settings there, and
+    StoreError when the network or the store failed.
+    """
+    key = object_keys.probe_key(uuid4().hex)
+    verbs: list[tuple[str, Callable[[], object]]] = [
+        ("put", lambda: store.put(key, b"probe")),
+        ("get", lambda: store.get(key)),
+        ("conditional put", lambda: _must_refuse(store, lambda: store.put_if_absent(key, b"two"), _CREATES_OVER)),
+        ("list", lambda: store.list_names(object_keys.CHECKPOINTS_PREFIX)),
+        ("delete", lambda: store.delete(key)),
+    ]
+    try:
+        for verb, call in verbs:
+            _on_node(node, verb, call)
+    except RaycheckError:
+        with suppress(RaycheckError):  # the first error says more
+            store.delete(key)
+        raise
+
+
+def _on_node(node: str, verb: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except StoreError as error:
+        kind = ConfigError if error.is_denied else StoreError
+        raise kind(f"node {node}: {verb}: {error}") from error
+    except RaycheckError as error:
+        # A right that is missing can look like this, too: an object just written that is not found.
+        raise ConfigError(f"node {node}: {verb}: {error}") from error

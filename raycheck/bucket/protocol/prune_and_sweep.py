@@ -1,0 +1,194 @@
+"""Deletes: the only module that removes anything of a checkpoint.
+
+A delete cannot be fenced, so only what is dead for ever is deleted (I6), and then it does not matter who deletes it,
+how late, or how often. Two things are dead for ever: an evicted checkpoint, less what a live entry holds (a commit may
+refer only to what an entry of the body it replaces holds, so what nobody holds is never held again); and what an
+attempt lower than that of `latest` wrote and `latest` does not name (an older attempt cannot commit, I4).
+
+Nothing outside `checkpoints/` and nothing whose name is not exactly a checkpoint's is ever touched.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.pin_and_evict import evict, forget
+from raycheck.bucket.protocol.retention import judge
+from raycheck.bucket.protocol.swap import Register, lost
+from raycheck.bucket.reading import directories, read_latest
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.interface import Upload
+from raycheck.errors import CorruptError, StoreError
+from raycheck.settings import Retention
+
+GRACE_S = 600.0
+MAX_EVICTED = 200
+AT_ONCE = 8
+NO_RULES = Retention()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waste:
+    """What a prune or sweep would delete, and why. wait_s: until readers' grace is over, by the bucket's clock."""
+
+    name: str
+    num_objects: int
+    size_bytes: int
+    reason: str
+    wait_s: float = 0.0
+
+
+def prune(
+    register: Register,
+    rules: Retention = NO_RULES,
+    *,
+    grace_s: float = GRACE_S,
+    spare: frozenset[str] = frozenset(),
+) -> tuple[str, ...]:
+    """Steps 19 to 21: evict what `rules` do not keep or what has expired, and delete evicted checkpoints after the
+    grace for readers, except those of `spare`, which the caller is still reading itself.
+
+    Returns the names that are gone. A crash anywhere: the next prune goes on. Raises NotFoundError without a run.
+    """
+    crowded = _crowded(register.look()[0])
+    evict(register, rules)
+    body, got = register.look()
+    held = body.held()
+    gone, failures = [], []
+    for name, wait_s in _waits(body, got.at, grace_s, crowded):
+        if not wait_s and name not in spare:
+            try:
+                _delete_checkpoint(register.store, name, is_held=name in held)
+            except (StoreError, CorruptError) as error:  # one object that cannot go must not keep the others
+                failures.append(error)
+                continue
+            if name not in held:
+                gone.append(name)  # else its objects stay, and it stays in `evicted`, until nobody refers to it
+    if gone:
+        forget(register, frozenset(gone))
+    if failures:
+        raise failures[0]
+    return tuple(gone)
+
+
+def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Waste, ...]:
+    """What `prune` would delete now or after the grace. Writes nothing."""
+    body, got = register.look()
+    verdicts = judge(body, rules, now=got.at)
+    held = {name for item in verdicts if item.is_kept for name in (item.entry.key, *item.entry.refs)}
+    due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
+    due += [(item.entry.key, item.reason, grace_s) for item in verdicts if not item.is_kept]
+    return tuple(
+        _waste(register.store, name, f"{why}; others refer to its objects" if name in held else why, wait_s, held)
+        for name, why, wait_s in due
+    )
+
+
+def sweep(store: Store, *, also_whole: bool = False) -> tuple[Waste, ...]:
+    """Steps 22 and 23: delete what saves of earlier attempts left without becoming a checkpoint, and abort their
+    uploads. Returns what is gone; a crash anywhere: the next sweep goes on.
+
+    also_whole: directories that have a manifest, too. They could be restored, so should `latest` ever have been put
+    back to an older state unseen, only a person can tell what they are. Raises NotFoundError without a run,
+    CorruptError when `latest` is older than a directory: nothing is deleted then.
+    """
+    swept, uploads = _garbage(store, also_whole=also_whole)
+    for item in swept:
+        _delete_checkpoint(store, item.name, is_held=False)
+    aborted = [_unfinished(store, upload) for upload in uploads]
+    for upload in uploads:
+        store.abort_upload(upload)
+    return (*swept, *aborted)
+
+
+def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Waste, ...]:
+    """What `sweep` would delete. Writes nothing."""
+    swept, uploads = _garbage(store, also_whole=also_whole)
+    return (*swept, *(_unfinished(store, upload) for upload in uploads))
+
+
+def _crowded(body: Latest) -> set[str]:
+    """What is evicted beyond the newest: `latest` has a size bound, and a reader's grace ends before a run does."""
+    return {item.key for item in body.evicted[:-MAX_EVICTED]}
+
+
+def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Iterator[tuple[str, float]]:
+    """Evicted checkpoints, and how long readers still have each."""
+    for item in body.evicted:
+        yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
+
+
+def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Waste], list[Upload]]:
+    """Listed first, judged by the `latest` read after it: else a claim in between would look like a lost `latest`."""
+    uploads = _uploads(store)
+
+    def look() -> tuple[list[CheckpointName], Latest]:
+        names = directories(store)
+        body = read_latest(store)
+        if names and not body.knows(names[-1]):
+            raise lost(store.uri, f"does not know the checkpoint {names[-1]}")
+        return names, body
+
+    names, body = again_if_corrupt(look)
+    number = body.attempt.number
+    named = body.held() | {item.key for item in body.evicted}
+    found = []
+    for name in names:
+        if name.attempt < number and str(name) not in named:
+            objects = _sizes(store, str(name))
+            is_whole = object_keys.manifest_key(str(name)) in objects
+            if also_whole or not is_whole:
+                found.append(
+                    Waste(
+                        name=str(name),
+                        num_objects=len(objects),
+                        size_bytes=sum(objects.values()),
+                        reason=f"attempt {name.attempt} ended before it was {'listed' if is_whole else 'whole'}",
+                    )
+                )
+    left = [upload for upload in uploads if (of := object_keys.checkpoint_of(upload.key)) and of.attempt < number]
+    return found, left
+
+
+def _uploads(store: Store) -> list[Upload]:
+    """None where listing them needs a permission that is not there: the rest can be swept all the same."""
+    try:
+        return list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX))
+    except StoreError as error:
+        if error.is_denied:
+            return []
+        raise
+
+
+def _unfinished(store: Store, upload: Upload) -> Waste:
+    size_bytes = store.upload_bytes(upload)
+    return Waste(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
+
+
+def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Waste:
+    sizes = _sizes(store, name)
+    if name in held:
+        sizes = {key: size for key, size in sizes.items() if key == object_keys.manifest_key(name)}
+    return Waste(name=name, num_objects=len(sizes), size_bytes=sum(sizes.values()), reason=reason, wait_s=wait_s)
+
+
+def _sizes(store: Store, name: str) -> dict[str, int]:
+    """The bytes of each object of a checkpoint, by key. Nothing else is deleted, whatever a listing says."""
+    prefix = object_keys.checkpoint_prefix(name)
+    return {item.key: item.size_bytes for item in store.list_objects(prefix) if item.key.startswith(prefix)}
+
+
+def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:
+    """Manifest first: from then on no reader takes the rest for a checkpoint."""
+    store.delete(object_keys.manifest_key(name))
+    if is_held:
+        return
+    keys = list(_sizes(store, name))
+    if not keys:
+        return
+    with ThreadPoolExecutor(min(AT_ONCE, len(keys)), thread_name_prefix="raycheck-delete") as pool:
+        list(pool.map(store.delete, keys))

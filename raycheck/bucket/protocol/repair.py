@@ -1,0 +1,209 @@
+"""Rebuild a `latest` that was lost, rolled back or damaged, from what the manifests say. Only ever by command.
+
+A manifest proves that all ranks' shards were durable (I1), so what it describes is whole, whether or not its commit
+was the last thing that happened. Objects are looked at again all the same, and the head is read in full.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from uuid import uuid4
+
+from raycheck.bucket.attempt_records import MAX_BYTES as MAX_RECORD
+from raycheck.bucket.attempt_records import load_record
+from raycheck.bucket.document_reading import again_if_corrupt, read_document
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import NewerFormatError, dump
+from raycheck.bucket.format.latest import (
+    COMMIT_BYTES,
+    MAX_BYTES,
+    Attempt,
+    Entry,
+    Latest,
+    dump_latest,
+    listed_metrics,
+    load_latest,
+)
+from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
+from raycheck.bucket.format.manifest import Manifest, load_manifest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.rewind import by_hand
+from raycheck.bucket.reading import Checkpoint, directories
+from raycheck.bucket.store import Got, Store
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
+
+COUNTER_STRIDE = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repaired:
+    """The new `latest`, and the directories that could not be listed in it: name and reason."""
+
+    latest: Latest
+    left_out: tuple[tuple[str, str], ...]
+
+
+def repair(store: Store) -> Repaired:
+    """Step 32. Stop the run first: its deletes carry no condition.
+
+    Raises ConfigError when `latest` is sound, NotFoundError when there is nothing to rebuild it from, ConflictError
+    when somebody wrote it meanwhile.
+    """
+    old, got = _old(store)
+    one, other = set(directories(store)), set(directories(store))  # a name could have been changed on its way
+    names = sorted(one | other)
+    if old is not None and all(old.knows(name) for name in one & other) and _has_its_head(store, old):
+        raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
+    gone = {item.key for item in old.evicted} if old else set()
+    live: list[Entry] = []
+    left_out: list[tuple[str, str]] = []
+    now = 0.0
+    for name in reversed(names):
+        if str(name) in gone:
+            continue
+        try:
+            entry, now = _verified(store, name, old, is_head=not live)
+            live.insert(0, entry)
+        except NewerFormatError:
+            raise
+        except (NotFoundError, CorruptError) as error:  # nothing else is proof: a store that is away says nothing
+            left_out.append((str(name), str(error)))
+    if not live:
+        raise NotFoundError(f"{store.uri}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
+    records = list(_ended_attempts(store))
+    number = 1 + max([*(name.attempt for name in names), *(record.number for record in records), *_number(old)])
+    owner = f"repair-{uuid4().hex[:12]}"
+    owners = dict.fromkeys([*(old.owners if old else ()), *(record.owner for record in records), owner])
+    head = _head(live, records)
+    new = Latest(
+        run_id=old.run_id if old else uuid4().hex,
+        # Unknown when the body is: far above any that an old coordinator may have seen, so that it reads on.
+        counter=old.counter + 1 if old else number * COUNTER_STRIDE,
+        proven=number,
+        owners=tuple(owners),
+        attempts=(by_hand(owner, number, restore_key=head, now=now),),
+        head=head,
+        finished=old.finished if old and old.ends_with(head) else None,
+        live=tuple(live),
+        evicted=old.evicted if old else (),
+    )
+    crowded = _crowded(new)
+    left_out += [(key, "latest is full") for key in crowded]
+    new = replace(new, live=tuple(entry for entry in new.live if entry.key not in crowded))
+    if got is None:
+        store.put_if_absent(object_keys.LATEST_KEY, dump_latest(new))
+    else:
+        store.put_if_match(object_keys.LATEST_KEY, dump_latest(new), got.version)
+    return Repaired(latest=new, left_out=tuple(left_out))
+
+
+def _old(store: Store) -> tuple[Latest | None, Got | None]:
+    """What is there now, and its answer: nothing, something unreadable, or a body that may be too old."""
+    answers: list[Got | None] = []
+
+    def read() -> Latest | None:
+        answers.append(None)
+        with suppress(NotFoundError):
+            got = answers[-1] = store.get(object_keys.LATEST_KEY, MAX_BYTES)
+            return load_latest(got.data, what=f"{store.uri}: latest")
+        return None
+
+    try:
+        return again_if_corrupt(read), answers[-1]
+    except NewerFormatError:
+        raise
+    except CorruptError as error:
+        if answers[-1] is None:
+            raise CorruptError(f"{error}: that is none; delete it, then repair") from None
+        return None, answers[-1]
+
+
+def _has_its_head(store: Store, old: Latest) -> bool:
+    """Put back to an older state of the same attempt it would name what was deleted since."""
+    head = old.entry(old.head) if old.head else None
+    return head is None or not any(finding.problem for finding in Checkpoint(store, head).verify(reads=False))
+
+
+def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
+    """The entry behind a directory, pinned and expiring as the old body said, and the bucket's time. Raises for one
+    that is not whole."""
+    entry, now = again_if_corrupt(lambda: _entry(store, name, old, is_head=is_head))
+    for finding in Checkpoint(store, entry).verify(reads=is_head):
+        if finding.problem:
+            raise CorruptError(f"{finding.key}: {finding.problem}")
+    return entry, now
+
+
+def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
+    """The entry behind a directory, and the bucket's time. Of its objects only the manifest is looked at, twice."""
+    key = object_keys.manifest_key(str(name))
+    try:
+        got = store.get(key, MAX_MANIFEST)
+    except NotFoundError:
+        raise NotFoundError("it has no manifest: its save was never finished, or it was being deleted") from None
+    manifest = load_manifest(got.data, what=key)
+    before = old.entry(str(name)) if old else None
+    entry = Entry(
+        key=manifest.key,
+        refs=manifest.refs,
+        step=manifest.step,
+        committed_at=before.committed_at if before else _committed_at(manifest, got.at),
+        size_bytes=manifest.size_bytes,
+        metrics=before.metrics if before else listed_metrics(manifest.metrics, needed=None),
+        manifest_crc32=crc32(got.data),
+        rolling=manifest.rolling,
+        pinned=before.pinned if before else False,
+        expires_at=before.expires_at if before else None,
+        damaged=before.damaged if before and not is_head else None,  # the newest one's objects are all read
+    )
+    if manifest.key != str(name):
+        raise CorruptError(f"its manifest is that of {manifest.key}")
+    Checkpoint(store, entry).manifest()
+    return entry, got.at
+
+
+def _committed_at(manifest: Manifest, now: float) -> float:
+    """The earliest moment at which it can have been committed, where nobody knows more. With the moment of the repair
+    for all of them, keep_every_seconds would see one span, and drop the others at the next commit."""
+    return now if manifest.began_at is None else min(now, manifest.began_at + manifest.trained_s)
+
+
+def _ended_attempts(store: Store) -> Iterator[Attempt]:
+    """The attempts that left a record: an owner that was fenced must stay fenced."""
+    for item in store.list_objects(object_keys.ATTEMPTS_PREFIX):
+        if not object_keys.is_attempt_key(item.key):
+            continue
+        try:
+            yield read_document(store, item.key, load_record, max_bytes=MAX_RECORD)[0].attempt
+        except (CorruptError, NotFoundError):
+            continue  # a record is for people; what it cannot tell, the directories' names do
+
+
+def _head(live: list[Entry], records: list[Attempt]) -> str:
+    """The newest checkpoint; or what the run was rewound to since, if nothing was saved after that."""
+    newest = live[-1].key
+    name = CheckpointName.parse(newest)
+    last = max(records, key=lambda record: record.number, default=None)
+    if last is None or name is None or last.world_size or last.number <= name.attempt:
+        return newest
+    return next((entry.key for entry in live if entry.key == last.restore_key and not entry.damaged), newest)
+
+
+def _crowded(body: Latest) -> list[str]:
+    """The oldest entries that have to go for `latest` to stay within its bound. Never the head."""
+    excess = len(dump(body)) - COMMIT_BYTES
+    found = []
+    for entry in body.live:
+        if excess > 0 and entry.key != body.head:
+            excess -= len(dump(entry))
+            found.append(entry.key)
+    return found
+
+
+def _number(old: Latest | None) -> list[int]:
+    return [old.attempt.number] if old else []
+
+
+def _reasons(left_out: list[tuple[str, str]]) -> str:
+    return "".join(f"\n  {name}: {why}" for name, why in left_out[:10])

@@ -1,0 +1,129 @@
+"""What to keep: a pure decision on a body of `latest`, taken inside the very swap that acts on it.
+
+Entries stand in the order of their commits, which is the only order that counts here: after a rewind steps repeat.
+The head and pinned entries are never dropped, not even by the clock; the head is also what the live attempt restores,
+until its first commit moves it. What a kept entry refers to may leave the list; its objects stay as long as somebody
+holds them (prune_and_sweep.py).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.settings import Retention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What becomes of one entry, and why."""
+
+    entry: Entry
+    is_kept: bool
+    reason: str
+
+
+def judge(body: Latest, rules: Retention, *, now: float) -> tuple[Verdict, ...]:
+    """One verdict per live entry, in their order. now: bucket time, for what expires. Damaged ones take nobody's place:
+    they stay for as long as they are pinned."""
+    protected = dict(_protected(body))
+    whole = [entry for entry in body.live if not entry.damaged]
+    kept = dict(_kept([entry for entry in whole if not entry.rolling], _left_behind(body), rules))
+    kept |= _rolling([entry.key for entry in whole if entry.rolling], rules.rolling_keep_last)
+    return tuple(_verdict(entry, protected, kept, now) for entry in body.live)
+
+
+def dropped(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
+    """The keys to evict."""
+    return tuple(verdict.entry.key for verdict in judge(body, rules, now=now) if not verdict.is_kept)
+
+
+def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> Verdict:
+    if entry.key in protected:
+        return Verdict(entry=entry, is_kept=True, reason=protected[entry.key])
+    if entry.expires_at is not None and now >= entry.expires_at:
+        return Verdict(entry=entry, is_kept=False, reason="expired")
+    if entry.key in kept:
+        return Verdict(entry=entry, is_kept=True, reason=kept[entry.key])
+    return Verdict(entry=entry, is_kept=False, reason="no rule keeps it")
+
+
+def _protected(body: Latest) -> Iterator[tuple[str, str]]:
+    """(key, reason) whatever the rules say; a later reason stands over an earlier one."""
+    for entry in body.live:
+        if entry.pinned:
+            yield entry.key, "pinned"
+    if body.head is not None:
+        yield body.head, "head"
+
+
+def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[tuple[str, str]]:
+    best: list[Entry] = []
+    if rules.keep_best is not None:
+        metric, mode, count = rules.keep_best
+        best = _best(live, metric, mode, count)
+        yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
+    counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_seconds)
+    if counted == (None, None, None) and not best:  # a metric that is nowhere is no rule
+        yield from ((entry.key, "no rule applies") for entry in live)
+    if rules.keep_every_steps is not None:
+        every = rules.keep_every_steps
+        yield from ((entry.key, f"one per {every} steps") for entry in _milestones(live, every, left))
+    if rules.keep_every_seconds is not None:
+        every_s = rules.keep_every_seconds
+        yield from ((entry.key, f"one per {every_s:g} s") for entry in _first_by_time(live, every_s, left))
+    if rules.keep_last is not None:
+        line = [entry for entry in live if entry.key not in left]
+        newest = (*live[-rules.keep_last :], *line[-rules.keep_last :])
+        yield from ((entry.key, f"among the newest {rules.keep_last}") for entry in newest)
+
+
+def _rolling(keys: list[str], count: int | None) -> dict[str, str]:
+    if count is None:
+        return dict.fromkeys(keys, "no rule applies")
+    return dict.fromkeys(keys[-count:], f"among the newest {count} rolling")
+
+
+def _left_behind(body: Latest) -> set[str]:
+    """What a later attempt went back behind: it restored an earlier checkpoint than these."""
+    sources = [(CheckpointName.parse(attempt.restore_key or ""), attempt.number) for attempt in body.attempts]
+    return {
+        entry.key
+        for entry in body.live
+        if (name := CheckpointName.parse(entry.key))
+        and any(source and source < name and name.attempt < number for source, number in sources)
+    }
+
+
+def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
+    """The newer of equals first: it is the one that training went on from. Without a finite value: never."""
+    sign = -1.0 if mode == "max" else 1.0
+    scored = [
+        (sign * entry.metrics[metric], -place, entry)
+        for place, entry in enumerate(live)
+        if math.isfinite(entry.metrics.get(metric, math.nan))
+    ]
+    return [entry for _, _, entry in sorted(scored, key=lambda item: item[:2])[:count]]
+
+
+def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry]:
+    """Of each span [k x every, (k + 1) x every) from k = 1 on the lowest step, and of equal steps the newest commit;
+    what was left behind only where nothing else is. A save that the clock or a notice asked for may stand in for a
+    missing multiple."""
+    found: dict[int, Entry] = {}
+    for entry in sorted(live, key=lambda entry: entry.key not in left):  # left behind first
+        span = entry.step // every
+        there = found.get(span)
+        if span and (there is None or there.key in left or entry.step <= there.step):
+            found[span] = entry
+    return list(found.values())
+
+
+def _first_by_time(live: Iterable[Entry], every_s: float, left: set[str]) -> list[Entry]:
+    """Of each span [k x every_s, (k + 1) x every_s) of the bucket's time its first commit, so that the choice for a
+    span stays as it is however many commits follow; what was left behind only where nothing else is."""
+    found: dict[float, Entry] = {}
+    for entry in sorted(live, key=lambda entry: entry.key in left):  # left behind last; else in order of commit
+        found.setdefault(entry.committed_at // every_s, entry)
+    return list(found.values())

@@ -1,0 +1,240 @@
+"""`az://` and `abfss://`: Azure Blob Storage through adlfs, which supplies the credentials and the event loop.
+
+Requests are made on the azure-storage-blob client that it holds: adlfs tells a refused condition from other errors by
+text only, and its writes retry. An object's version is its ETag. A large object is staged block by block, several at a
+time, and appears when its list of blocks is committed. Accounts with a hierarchical namespace keep folders as objects
+of their own, marked by metadata; they are never shown as objects here.
+"""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from raycheck.bucket.store.buffer_loan import CUTS
+from raycheck.bucket.store.interface import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    ChangedError,
+    Got,
+    Listed,
+    check_conditional_size,
+    check_whole,
+)
+from raycheck.bucket.store.retry import (
+    REQUEST_TIMEOUT_S,
+    Pieces,
+    RemoteStore,
+    Repeat,
+    bucket_time,
+    not_accepted,
+    optional_import,
+    said,
+    send_parts,
+)
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.storage_settings import StorageSettings
+
+CONNECT_TIMEOUT_S = 10
+ROLE = "Storage Blob Data Contributor"
+_AS_IT_IS = {"decompress": False}  # no object is packed, and what a hostile one unpacks to has no bound
+_BAD_IDENTITY = ("InvalidAuthenticationInfo", "AuthenticationFailed")
+
+
+class AzStore(RemoteStore):
+    """One container and prefix. Of the settings: endpoint, anonymous, ca_bundle."""
+
+    def __init__(
+        self, uri: str, *, container: str, account: str | None, prefix: str, settings: StorageSettings
+    ) -> None:
+        super().__init__(uri)
+        self._prefix = f"{prefix}/" if prefix else ""
+        optional_import("adlfs", extra="az")
+        from raycheck.bucket.store.azure.client import AzClient
+
+        self._fs: Any = AzClient(uri, account, settings)
+        self._container = container
+        self._azure = optional_import("azure.core", extra="az")
+        self._options = {
+            "retry_total": 0,  # repeated in retry.py, or not at all
+            "connection_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": REQUEST_TIMEOUT_S,
+        }
+
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        async def call(client: Any) -> Got:
+            answers: list[Mapping[str, str]] = []
+
+            def note(response: Any) -> None:
+                if response.http_response.status_code < 400:
+                    answers.append(response.http_response.headers)
+
+            stream = await self._blob(client, key).download_blob(raw_response_hook=note, **_AS_IT_IS, **self._options)
+            self._check_object(key, stream.properties)
+            check_whole(self.uri, key, stream.size, max_bytes)
+            data = await stream.readall()
+            said = stream.properties.content_settings.content_md5  # of what one request has put, by Azure itself
+            if said and bytes(said) != hashlib.md5(data, usedforsecurity=False).digest():
+                raise ChangedError
+            # Over 32 MiB the rest comes in further answers, which the client ties to the first one's ETag.
+            date = answers[0].get("Date")
+            at = bucket_time(date)
+            return Got(data, answers[0]["ETag"], at)
+
+        return self._run(key, call)
+
+    async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
+        stream = await self._blob(client, key).download_blob(
+            offset=start, length=stop - start, **_AS_IT_IS, **self._options
+        )
+        return bytes(await stream.readall())
+
+    def head(self, key: str) -> int:
+        async def call(client: Any) -> int:
+            found = await self._blob(client, key).get_blob_properties(**self._options)
+            self._check_object(key, found)
+            return int(found.size)
+
+        return self._run(key, call)
+
+    def list_objects(self, prefix: str) -> Iterator[Listed]:
+        where = {"name_starts_with": self._prefix + prefix, "include": ["metadata"]}
+        for item in self._listed(prefix, lambda client: client.list_blobs(**where, **self._options)):
+            if not _is_folder(item):
+                yield Listed(item.name[len(self._prefix) :], item.size)
+
+    def list_names(self, prefix: str) -> list[str]:
+        where = {"name_starts_with": self._prefix + prefix, "delimiter": "/"}
+        items = self._listed(prefix, lambda client: client.walk_blobs(**where, **self._options))
+        start = len(self._prefix) + len(prefix)
+        found = [item.name[start:].rstrip("/") for item in items if item.name.endswith("/")]
+        # With a hierarchical namespace a folder outlives its last object.
+        return [name for name in found if next(self.list_objects(f"{prefix}{name}/"), None)]
+
+    def put(self, key: str, data: Buffer) -> None:
+        if len(data) > CUTS["az"].part_bytes:
+            view = memoryview(data).cast("B")
+            part = self.part_bytes(len(view))
+            self.put_parts(key, (view[at : at + part] for at in range(0, len(view), part)), len(view))
+        else:
+            self._run(key, self._upload(key, data, overwrite=True))
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return CUTS["az"].part_bytes_of(size_bytes)
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        if size_bytes <= CUTS["az"].part_bytes:
+            self.put(key, next(iter(parts), memoryview(b"")))
+            return
+        upload = uuid4().hex  # blocks of an earlier upload to this key lie around for a week; ours are told apart
+
+        def start(number: int, part: memoryview) -> Future[str]:
+            return self._start(key, partial(self._stage, key, f"{upload}-{number:05}", part))
+
+        # When this raises nothing was committed, so no object exists; blocks never committed vanish by themselves.
+        staged = send_parts(parts, start, in_flight=CUTS["az"].in_flight)
+
+        async def commit(client: Any) -> None:
+            # May be repeated: Azure finds the blocks of a commit that was applied among the committed ones.
+            block = optional_import("azure.storage.blob", extra="az").BlobBlock
+            await self._blob(client, key).commit_block_list([block(name) for name in staged], **self._options)
+
+        self._run(key, commit)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_conditional_size(key, data)
+        self._run_conditional(key, self._upload(key, data, overwrite=False))
+
+    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        check_conditional_size(key, data)
+        same = self._azure.MatchConditions.IfNotModified
+        self._run_conditional(key, self._upload(key, data, overwrite=True, etag=version, match_condition=same))
+
+    def delete(self, key: str) -> None:
+        async def call(client: Any) -> None:
+            await self._blob(client, key).delete_blob(delete_snapshots="include", **self._options)
+
+        try:
+            self._run(key, call)
+        except NotFoundError:
+            return
+
+    async def _client(self) -> Any:
+        return self._fs.service_client.get_container_client(self._container)
+
+    def _blob(self, client: Any, key: str) -> Any:
+        return client.get_blob_client(self._prefix + key)
+
+    def _upload(self, key: str, data: Buffer, **condition: Any) -> Callable[[Any], Awaitable[None]]:
+        """One Put Blob: the client sends up to 64 MiB of bytes in a single request."""
+
+        async def call(client: Any) -> None:
+            blob = self._blob(client, key)
+            await blob.upload_blob(bytes(data), validate_content=True, **condition, **self._options)
+
+        return call
+
+    async def _stage(self, key: str, name: str, part: memoryview, client: Any) -> str:
+        with Pieces(part) as body:
+            await self._blob(client, key).stage_block(name, body, length=body.size_bytes, **self._options)
+        return name
+
+    def _listed(self, prefix: str, listing: Callable[[Any], Any]) -> Iterator[Any]:
+        token: str | None = None
+
+        async def call(client: Any) -> tuple[list[Any], str | None]:
+            pages = listing(client).by_page(continuation_token=token)
+            async for page in pages:
+                return [item async for item in page], pages.continuation_token
+            return [], None
+
+        while True:
+            items, token = self._run(prefix, call)
+            yield from items
+            if not token:
+                return
+
+    def _check_object(self, key: str, found: Any) -> None:
+        if _is_folder(found):
+            raise NotFoundError(f"{self.uri}: no object {key}, only a folder of that name")
+
+    def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
+        kinds = self._azure.exceptions
+        if not isinstance(error, kinds.HttpResponseError):
+            return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
+        if isinstance(error, kinds.ClientAuthenticationError) and error.response is None:
+            reason = str(error).partition("\n")[0]
+            return ConfigError(
+                f"{self.uri}: no Azure credentials found: set AZURE_STORAGE_CONNECTION_STRING or "
+                f"AZURE_STORAGE_ACCOUNT_KEY, or run `az login` ({reason})"
+            ), Repeat.NOTHING
+        status = error.status_code or 0
+        code = getattr(error, "error_code", None)
+        name = said(getattr(code, "value", code))
+        if name == "ContainerNotFound":
+            return ConfigError(f"{self.uri}: there is no such container; create it or correct the name"), Repeat.NOTHING
+        if status == 404 or name == "DirectoryIsNotEmpty":  # a folder that one tried to delete
+            return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
+        if status == 412 or name == "BlobAlreadyExists":
+            return ConflictError(f"{self.uri}: {key}: refused by its condition ({name})"), Repeat.NOTHING
+        if status == 416:
+            return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+        if name in _BAD_IDENTITY:
+            return not_accepted(self.uri, name), Repeat.NOTHING
+        if status in (401, 403):
+            denied = StoreError(
+                f"{self.uri}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "
+                "on the container"
+            )
+            denied.is_denied = True
+            return denied, Repeat.NOTHING
+        text = f"{self.uri}: {key}: the store answered {status} {name}"
+        if status == 429:
+            return StoreError(text), Repeat.EVERYTHING
+        return StoreError(text), Repeat.UNCONDITIONAL if status >= 500 or status == 408 else Repeat.NOTHING
+
+
+def _is_folder(found: Any) -> bool:
+    return bool((found.metadata or {}).get("hdi_isfolder") == "true")

@@ -1,0 +1,108 @@
+"""How large objects are cut for each store, and how a client that reads in threads of its own gives buffers back.
+
+The one place for part sizes. A part is small enough for one request to end within its time-out on a slow link, and
+large enough for its request to cost nothing beside it; more parts in flight won nothing on the stores measured.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from threading import Lock
+
+from raycheck.bucket.store.interface import Buffer
+from raycheck.errors import StoreError
+
+RETURN_TIMEOUT_S = 300.0
+"""How long a client may hold buffers after it has ended: all time-outs of a request one after another."""
+_LOOK_EVERY_S = 0.005
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """part_bytes: of each part but the last. max_parts: what the service allows, larger
+    objects get larger parts; None where it sets no limit. in_flight: parts of one object that are sent at a time."""
+
+    part_bytes: int = 16 * 1024 * 1024
+    max_parts: int | None = 10_000
+    in_flight: int = 4
+
+    def part_bytes_of(self, size_bytes: int) -> int:
+        """How long the parts of an object of this size are."""
+        smallest = 0 if self.max_parts is None else -(-size_bytes // self.max_parts)
+        return max(self.part_bytes, smallest)
+
+
+MIN_PART_BYTES = 5 * 1024 * 1024
+"""What S3 takes for a part that is not the last one."""
+MAX_COPIED_BYTES = 256 * 1024 * 1024
+"""Of one range that a store copies itself: it answers within the time-out of a request."""
+CUTS = {
+    "s3": Cut(),
+    "gs": Cut(max_parts=None, in_flight=1),  # chunks of a resumable upload: multiples of 256 KiB, one after another
+    "az": Cut(max_parts=50_000),
+}
+
+
+class Loan:
+    """Parts lent to a client that may read them after its call has ended. Single use.
+
+    A view with exports cannot be released: so it is seen when the client has let go, whatever its own threads do.
+    """
+
+    def __init__(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.lent_bytes = 0
+        self.source_error: BaseException | None = None
+        self._out: list[memoryview] = []
+        self._is_over = False
+        self._pull = Lock()
+        self._sleep = sleep
+
+    def lend(self, part: Buffer) -> memoryview:
+        """A view of `part` that is the client's alone."""
+        view = memoryview(part).cast("B")
+        self._out = [out for out in self._out if not _is_back(out)]
+        self._out.append(view)
+        self.lent_bytes += len(view)
+        return view
+
+    def lend_each(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The same for each of them, pulled as the client wants them, in whatever thread."""
+        source = iter(parts)
+        while True:
+            with self._pull:
+                view = self._next(source)
+            if view is None:
+                return
+            yield view
+
+    def _next(self, source: Iterator[Buffer]) -> memoryview | None:
+        if self._is_over:  # not a normal end: the client would take what it has for the whole object
+            raise StoreError("the upload is over")
+        try:
+            part = next(source, None)
+        except BaseException as error:
+            self.source_error = error
+            raise
+        return None if part is None else self.lend(part)
+
+    def is_back(self, timeout_s: float = RETURN_TIMEOUT_S) -> bool:
+        """Whether all has come back, after waiting for it; from now on nothing is lent. The source, which reads the
+        buffer too, is not at work any more."""
+        deadline = time.monotonic() + timeout_s
+        self._is_over = True
+        if not self._pull.acquire(timeout=timeout_s):
+            return False
+        self._pull.release()
+        while not all(map(_is_back, self._out)):
+            if time.monotonic() > deadline:
+                return False
+            self._sleep(_LOOK_EVERY_S)
+        return True
+
+
+def _is_back(view: memoryview) -> bool:
+    try:
+        view.release()
+    except BufferError:
+        return False
+    return True

@@ -1,0 +1,208 @@
+"""The JSON API of Google Cloud Storage: one request, one answer, and the chunks of a resumable upload.
+
+Spoken through gcsfs, which finds the credentials and holds the session. Knows HTTP and nothing of keys or of retrying:
+an answer of 400 or more is a RefusedError, and the store says what that means.
+"""
+
+import asyncio
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from multidict import MultiMapping
+
+from raycheck.bucket.store.retry import Pieces, optional_import
+from raycheck.errors import ConfigError, StoreError
+from raycheck.storage_settings import StorageSettings
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def crc32c(self) -> str | None:
+        """Of the whole object, in base64; None where the answer does not say it of the very bytes that came. There is
+        one such header per kind of checksum."""
+        if not isinstance(self.headers, MultiMapping) or "Content-Encoding" in self.headers:
+            return None
+        said = re.search(r"crc32c=([^, ]+)", ",".join(self.headers.getall("x-goog-hash", [])))
+        return said[1] if said else None
+
+
+class RefusedError(Exception):
+    """GCS answered 400 or more. `needs` is the permission that the request takes; `is_signed` says whether the request
+    had a token. Messages are for people: servers word them as they like, and nothing is decided by them."""
+
+    def __init__(self, answer: Answer, needs: str, *, is_signed: bool = False) -> None:
+        self.status = answer.status
+        self.needs = needs
+        self.message, self.reasons = _explained(answer.data)
+        # 403 is the older way of saying 429.
+        self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in self.reasons)
+        # Without a token nobody said who it is: then 401 is a missing permission.
+        self.is_bad_identity = self.status == 401 and (is_signed or "authError" in self.reasons)
+        self.is_by_condition = False
+        """Whether the request's condition is what refused it: a server may also answer 412 to a wrong checksum."""
+        super().__init__(f"{self.status} {self.message}")
+
+
+class Api:
+    """Connected by the first request, not before: finding credentials may ask the machine's metadata server."""
+
+    def __init__(self, settings: StorageSettings) -> None:
+        # gcsfs's default class asks for the bucket's type over gRPC, which an HTTP endpoint never answers.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        optional_import("gcsfs.core", extra="gs")
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._fs: Any = None
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        needs: str,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Pieces | None = None,
+        accepts: tuple[int, ...] = (),
+        check: Callable[[int], None] = lambda _: None,
+    ) -> Answer:
+        """One request. Raises RefusedError for 400 and above, but for the statuses in `accepts`. check: raises for a
+        size in bytes that the answer must not have."""
+        # In threads: both may wait for a token, and nothing else would run on the loop meanwhile.
+        if self._fs is None:
+            await asyncio.to_thread(self._connect)
+        sent = await asyncio.to_thread(self._headers, headers, needs)
+        sent["Content-Length"] = str(body.size_bytes if body else 0)
+        session = await self._fs._set_session()  # noqa: SLF001
+        async with session.request(
+            method,
+            url if "://" in url else self._fs._location + url,  # noqa: SLF001
+            params={**(params or {}), **self._billed()},
+            headers=sent,
+            data=body,
+            allow_redirects=False,  # 308 is an answer here
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        ) as response:
+            answer = Answer(response.status, response.headers, await _body(response, check))
+        if answer.status >= 400 and answer.status not in accepts:
+            raise RefusedError(answer, needs, is_signed="Authorization" in sent)
+        return answer
+
+    def _headers(self, more: Mapping[str, str] | None, needs: str) -> dict[str, str]:
+        """With a token, renewed where that is due."""
+        from gcsfs.retry import HttpError
+
+        try:
+            return dict(self._fs._get_headers(more))  # noqa: SLF001  gcsfs has no public way
+        except HttpError as error:
+            refused = Answer(int(error.code or 401), {}, str(error).encode())
+            raise RefusedError(refused, needs, is_signed=True) from error
+
+    def _connect(self) -> None:
+        from raycheck.bucket.store.gcs.client import GsClient
+
+        with self._lock:
+            if self._fs is None:
+                self._fs = GsClient(self._settings)
+
+    def _billed(self) -> dict[str, str]:
+        if not self._settings.requester_pays:
+            return {}
+        if not self._fs.project:
+            raise ConfigError("requester_pays needs a project to bill: set GOOGLE_CLOUD_PROJECT")
+        return {"userProject": self._fs.project}
+
+
+class Upload:
+    """A resumable upload: an object appears when its last byte is there, and not before."""
+
+    def __init__(self, url: str, size_bytes: int, needs: str) -> None:
+        self.url = url
+        self._size_bytes = size_bytes
+        self._needs = needs
+        self._kept = 0  # bytes that GCS said it holds
+        self._is_sure = True  # no request is of unknown outcome
+        self._is_finished = False
+
+    async def finish(self, start: int, part: memoryview, checksum: str, api: Api) -> None:
+        """The last bytes, with the checksum of all: GCS refuses to make an object that does not match it."""
+        await self.send(start, part, api, **{"x-goog-hash": checksum})
+        if not self._is_finished:
+            raise StoreError(f"the parts end at byte {start + len(part)} of {self._size_bytes}")
+
+    async def send(self, start: int, part: memoryview, api: Api, **headers: str) -> None:
+        """The bytes from `start` on. May be repeated: after a broken request it asks first how far GCS came."""
+        stop = start + len(part)
+        while self._kept < stop:
+            if self._is_sure:
+                self._is_sure = False
+                span = f"bytes {self._kept}-{stop - 1}/{self._size_bytes}"
+                with Pieces(part[self._kept - start :]) as body:
+                    answer = await self._put(api, span, headers, body)
+            else:
+                answer = await self._put(api, f"bytes */{self._size_bytes}", {}, None)
+            kept = self._kept_after(answer)
+            if not start <= kept <= stop:
+                raise StoreError(f"an upload stands at byte {kept}, not within {start} to {stop}; begin anew")
+            self._kept, self._is_sure = kept, True
+
+    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: Pieces | None) -> Answer:
+        answer = await api.ask(
+            "PUT",
+            self.url,
+            needs=self._needs,
+            headers={**headers, "Content-Range": span, "Content-Type": "application/octet-stream"},
+            body=body,
+            accepts=(400, 404, 410, 412),
+        )
+        if answer.status in (404, 410):
+            raise StoreError("GCS forgot an upload under way; begin anew")
+        if answer.status in (400, 412):  # a wrong checksum, and then this upload is over, whatever it says when asked
+            raise StoreError(f"GCS refused an upload ({answer.status} {_explained(answer.data)[0]}); begin anew")
+        return answer
+
+    def _kept_after(self, answer: Answer) -> int:
+        if answer.status != 308:
+            self._is_finished = True
+            return self._size_bytes
+        return int(answer.headers.get("Range", "bytes=0--1").partition("-")[2]) + 1
+
+
+async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) -> bytes:
+    """Looked at piece by piece where its length is not said, or is that of something packed, which aiohttp unpacks."""
+    if response.status >= 400:
+        return await response.read()
+    if response.content_length is not None and "Content-Encoding" not in response.headers:
+        check(response.content_length)
+        return await response.read()
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        check(len(data))
+    return bytes(data)
+
+
+def _explained(data: bytes) -> tuple[str, str]:
+    """Message and reasons of an error's body, which is JSON, or bare text where bytes were asked for."""
+    text = data.decode(errors="replace").strip()
+    try:
+        error = json.loads(text)["error"]
+        return str(error.get("message", "")), " ".join(str(item.get("reason")) for item in error.get("errors", ()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text[:500], ""

@@ -1,0 +1,285 @@
+"""`gs://`: Google Cloud Storage through gcsfs, which supplies the session, the credentials and the event loop.
+
+Requests of the JSON API are made on its session directly: gcsfs turns a refused precondition into FileExistsError, a
+refused permission into text, and repeats conditional writes six times. An object's version is its generation. One
+request writes a small object (multipart: name, checksum and bytes together), a resumable upload a large one: nothing
+is visible before its last chunk, and that one is held back until the source of the parts has ended well.
+
+Answers are judged by status, reason and effect, never by their wording: Google's own test server words them otherwise.
+In its JSON, as in all that is made from protocol buffers, a zero, an empty text or an empty list is left out.
+"""
+
+import base64
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
+
+from raycheck.bucket.store.buffer_loan import CUTS
+from raycheck.bucket.store.gcs.json_api import Answer, Api, RefusedError, Upload
+from raycheck.bucket.store.interface import (
+    MAX_WHOLE_BYTES,
+    Buffer,
+    ChangedError,
+    Got,
+    Listed,
+    check_conditional_size,
+    check_whole,
+)
+from raycheck.bucket.store.retry import (
+    PIECE_BYTES,
+    Pieces,
+    RemoteStore,
+    Repeat,
+    bucket_time,
+    not_accepted,
+    optional_import,
+    said,
+)
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.storage_settings import StorageSettings
+
+GET = "storage.objects.get"
+LIST = "storage.objects.list"
+CREATE = "storage.objects.create (and storage.objects.delete where it replaces one)"
+DELETE = "storage.objects.delete"
+
+
+class GsStore(RemoteStore):
+    """One bucket and prefix. Of the settings: endpoint, anonymous, requester_pays, ca_bundle."""
+
+    def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
+        super().__init__(uri)
+        self._bucket = quote(bucket, safe="")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._api = Api(settings)
+        self._has_bucket = False  # proven by an answer
+        self._extend_crc: Callable[[int, bytes], int] = optional_import("google_crc32c", extra="gs").extend
+
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        async def call(api: Api) -> Got:
+            whole = partial(check_whole, self.uri, key, max_bytes=max_bytes)
+            answer = await self._ask(api, "GET", key, params={"alt": "media"}, needs=GET, check=whole)
+            if answer.crc32c not in (None, _encoded(self._crc(answer.data))):
+                raise ChangedError
+            date = answer.headers.get("Date")
+            at = bucket_time(date)
+            return Got(answer.data, answer.headers["x-goog-generation"], at)
+
+        return self._run(key, call)
+
+    async def _range(self, key: str, start: int, stop: int, client: Api) -> bytes:
+        def check(size: int) -> None:
+            if size > stop - start:
+                raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
+
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        answer = await self._ask(client, "GET", key, params={"alt": "media"}, headers=headers, needs=GET, check=check)
+        return answer.data
+
+    def head(self, key: str) -> int:
+        async def call(api: Api) -> int:
+            answer = await self._ask(api, "GET", key, params={"fields": "size"}, needs=GET)
+            return int(answer.json().get("size", 0))
+
+        return self._run(key, call)
+
+    def list_objects(self, prefix: str) -> Iterator[Listed]:
+        for page in self._pages(prefix, fields="items(name,size),nextPageToken"):
+            for item in page.get("items", []):
+                if item["name"].endswith("/"):
+                    continue  # an empty "folder" object, as consoles make them
+                yield Listed(item["name"][len(self._prefix) :], int(item.get("size", 0)))
+
+    def list_names(self, prefix: str) -> list[str]:
+        start = len(self._prefix) + len(prefix)
+        pages = self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken")
+        return [name[start:].rstrip("/") for page in pages for name in page.get("prefixes", [])]
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._run(key, self._insert(key, data, {}))
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return CUTS["gs"].part_bytes_of(size_bytes)
+
+    def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+        if size_bytes <= CUTS["gs"].part_bytes:
+            self.put(key, next(iter(parts), memoryview(b"")))
+            return
+        upload = self._run(key, partial(self._open_upload, key, size_bytes))
+        flying: Future[None] | None = None
+        try:
+            held, start, crc = memoryview(b""), 0, 0
+            for part in parts:
+                if flying is not None:
+                    flying.result()
+                if held:
+                    flying = self._start(key, partial(upload.send, start, held))
+                start, held, crc = start + len(held), part, self._crc(part, crc)
+            if flying is not None:
+                flying.result()
+            # Only now: the source has ended without an error, and the last chunk makes the object.
+            flying = self._start(key, partial(upload.finish, start, held, f"crc32c={_encoded(crc)}"))
+            flying.result()
+        except BaseException:
+            if flying is not None:
+                wait([flying])  # the buffer is in use until the request that reads it has ended
+            self._abandon(key, upload)
+            raise
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_conditional_size(key, data)
+        self._insert_if(key, data, "0")
+
+    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        check_conditional_size(key, data)
+        self._insert_if(key, data, version)
+
+    def delete(self, key: str) -> None:
+        async def call(api: Api) -> None:
+            await self._ask(api, "DELETE", key, needs=DELETE)
+
+        try:
+            self._run(key, call)
+        except NotFoundError:
+            return
+
+    def _insert_if(self, key: str, data: bytes, generation: str) -> None:
+        """Write over that generation and no other; "0" is none at all."""
+        insert = self._insert(key, data, {"ifGenerationMatch": generation})
+
+        async def call(api: Api) -> None:
+            try:
+                await insert(api)
+            except RefusedError as error:
+                if error.status == 412:
+                    stands = "conditionNotMet" not in error.reasons and await self._generation(api, key) == generation
+                    error.is_by_condition = not stands
+                raise
+
+        self._run_conditional(key, call)
+
+    async def _generation(self, api: Api, key: str) -> str:
+        try:
+            answer = await self._ask(api, "GET", key, params={"fields": "generation"}, needs=GET)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            return "0"
+        return str(answer.json().get("generation", "0"))
+
+    async def _ask(self, api: Api, method: str, key: str, **more: Any) -> Answer:
+        """One request about one object. GCS says 404 alike of a missing object and of a missing bucket; while nothing
+        has been seen of the bucket a listing tells them apart, which is only refused with 404 where there is none."""
+        try:
+            answer = await api.ask(method, self._object(key), **more)
+        except RefusedError as error:
+            if error.status == 404 and not self._has_bucket:
+                params = {"maxResults": "1", "fields": "kind"}
+                await api.ask("GET", f"/storage/v1/b/{self._bucket}/o", params=params, needs=LIST)
+                self._has_bucket = True
+            raise
+        self._has_bucket = True
+        return answer
+
+    async def _client(self) -> Api:
+        return self._api
+
+    def _object(self, key: str) -> str:
+        return f"/storage/v1/b/{self._bucket}/o/{quote(self._prefix + key, safe='')}"
+
+    def _described(self, key: str, **more: str) -> bytes:
+        # no-store: a publicly readable object is otherwise served from caches for an hour, `latest` too.
+        about = {"name": self._prefix + key, "contentType": "application/octet-stream", "cacheControl": "no-store"}
+        return json.dumps(about | more).encode()
+
+    def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[None]]:
+        """One request that writes one object; the server refuses it when the bytes do not match the checksum."""
+        mark = uuid4().hex
+        about = self._described(key, crc32c=_encoded(self._crc(data)))
+        head = f"--{mark}\r\nContent-Type: application/json\r\n\r\n".encode() + about
+        head += f"\r\n--{mark}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
+        tail = f"\r\n--{mark}--\r\n".encode()
+        params = {"uploadType": "multipart", "fields": "generation", **condition}
+        headers = {"Content-Type": f"multipart/related; boundary={mark}"}
+
+        async def call(api: Api) -> None:
+            url = f"/upload/storage/v1/b/{self._bucket}/o"
+            with Pieces(head, data, tail) as body:
+                await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
+
+        return call
+
+    async def _open_upload(self, key: str, size_bytes: int, api: Api) -> Upload:
+        answer = await api.ask(
+            "POST",
+            f"/upload/storage/v1/b/{self._bucket}/o",
+            params={"uploadType": "resumable"},
+            headers={"Content-Type": "application/json", "X-Upload-Content-Length": str(size_bytes)},
+            body=Pieces(self._described(key)),
+            needs=CREATE,
+        )
+        return Upload(answer.headers["Location"], size_bytes, CREATE)
+
+    def _abandon(self, key: str, upload: Upload) -> None:
+        """GCS forgets an open upload after a week."""
+        self._clean_up(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)))
+
+    def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
+        params = {"prefix": self._prefix + prefix, **more}
+
+        async def call(api: Api) -> dict[str, Any]:
+            answer = await api.ask("GET", f"/storage/v1/b/{self._bucket}/o", params=params, needs=LIST)
+            return dict(answer.json())
+
+        while True:
+            page = self._run(prefix, call)
+            yield page
+            if not page.get("nextPageToken"):
+                return
+            params["pageToken"] = page["nextPageToken"]
+
+    def _crc(self, data: Buffer, crc: int = 0) -> int:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), PIECE_BYTES):
+            crc = self._extend_crc(crc, bytes(view[at : at + PIECE_BYTES]))  # it takes nothing but bytes
+        return crc
+
+    def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
+        if not isinstance(error, RefusedError):
+            return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
+        text = f"{self.uri}: {key}: the store answered {error.status} {said(error.message)}"
+        if error.is_rate_limit:
+            # One object takes about one write a second, `latest` too. Turned away is not applied, so a conditional
+            # write may be repeated as well; were it applied after all, the repeat is a conflict, judged by effect.
+            return StoreError(text), Repeat.EVERYTHING
+        if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket is there
+            return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
+        if error.status == 404:
+            return ConfigError(f"{self.uri}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
+        if error.is_by_condition:
+            return ConflictError(f"{self.uri}: {key}: refused by its condition"), Repeat.NOTHING
+        if error.needs == CREATE and (error.status == 412 or (error.status == 400 and "invalid" in error.reasons)):
+            # By its checksum, or another condition than ours: the bytes may have changed on their way. Nothing was
+            # written, so that a conditional write may be repeated too.
+            return StoreError(f"{text}; the bytes that came may not be those that were sent"), Repeat.EVERYTHING
+        if error.status == 416:
+            return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+        if error.is_bad_identity:
+            return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # it may be renewed by the next try
+        if error.status in (401, 403):
+            denied = StoreError(
+                f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
+                f"{LIST} GCS also says this for a missing object. GCS said: {said(error.message)}"
+            )
+            denied.is_denied = True
+            return denied, Repeat.NOTHING
+        may_pass = error.status >= 500 or error.status == 408
+        return StoreError(text), Repeat.UNCONDITIONAL if may_pass else Repeat.NOTHING
+
+
+def _encoded(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

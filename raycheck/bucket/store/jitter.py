@@ -1,0 +1,39 @@
+"""Random pauses come from a generator of raycheck's own, and so do those of the clients that its stores use.
+
+The random state of a training process is the user's: it is saved, restored, and alike on ranks that were seeded alike.
+A single draw for a pause between two requests would make the ranks differ for good. So nothing in raycheck draws from
+the global generators; and clients that draw from python's when they repeat a request or renew credentials are given
+this generator in place of the module `random`.
+"""
+
+import random
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+CHANCE = random.Random()
+_MODULES = {
+    "aiohttp": ("aiohttp.connector",),
+    "azure": ("azure.core.pipeline.policies._authentication", "azure.core.pipeline.policies._authentication_async"),
+    "botocore": ("botocore.retryhandler", "botocore.retries.standard", "botocore.utils"),
+    "gcsfs": ("gcsfs.retry", "google.auth._exponential_backoff"),
+}
+"""The modules that draw, by client. tests/bucket/store/test_jitter.py searches everything that a store imports."""
+
+
+def draw_apart(client: str) -> None:
+    """Have an installed client draw from CHANCE. To be called before the first request."""
+    for name in _MODULES[client]:
+        module = import_module(name)
+        if getattr(module, "random", None) is random:
+            vars(module)["random"] = CHANCE
+            _replace_defaults(module)
+
+
+def _replace_defaults(module: ModuleType) -> None:
+    """Arguments that default to a function of `random` were bound when the module was loaded."""
+    for made in vars(module).values():
+        if isinstance(made, type) and made.__module__ == module.__name__:
+            start: Any = vars(made).get("__init__")
+            if defaults := getattr(start, "__defaults__", None):
+                start.__defaults__ = tuple(CHANCE.random if value == random.random else value for value in defaults)

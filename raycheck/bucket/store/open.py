@@ -1,0 +1,45 @@
+"""From a URI to a store: the scheme picks the backend. A backend and its client are imported when they are needed."""
+
+import importlib.util
+
+from raycheck.bucket.store.address import Address, parse_uri
+from raycheck.bucket.store.interface import Store
+from raycheck.storage_settings import StorageSettings
+
+
+def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
+    """The store rooted at `uri`. Opens no connection. Raises ConfigError that says what is wrong with the URI."""
+    if storage is not None:
+        uri = storage.into(uri)
+    at = parse_uri(uri)
+    if at.kind == "s3":
+        return _open_s3(uri, at)
+    if at.kind == "gs":
+        from raycheck.bucket.store.gcs.store import GsStore
+
+        gs: Store = GsStore(uri, bucket=at.bucket, prefix=at.prefix, settings=at.settings)
+        return gs
+    if at.kind == "az":
+        from raycheck.bucket.store.azure.store import AzStore
+
+        az: Store = AzStore(uri, container=at.bucket, account=at.account, prefix=at.prefix, settings=at.settings)
+        return az
+    if at.kind == "memory":
+        from raycheck.bucket.store.memory import MemoryStore
+
+        return MemoryStore(uri, f"/{at.bucket}/{at.prefix}".rstrip("/"))
+    from raycheck.bucket.store.local import LocalStore
+
+    return LocalStore(uri if "://" in uri else f"file://{uri}", at.prefix)
+
+
+def _open_s3(uri: str, at: Address) -> Store:
+    """With the extra `fast`, bytes go through obstore. It folds empty path segments, which S3 does not."""
+    settings = at.settings
+    if importlib.util.find_spec("obstore") is not None and "//" not in at.prefix:
+        from raycheck.bucket.store.s3.obstore_store import FastS3Store
+
+        return FastS3Store(uri, bucket=at.bucket, prefix=at.prefix, settings=settings)
+    from raycheck.bucket.store.s3.s3fs_store import S3Store
+
+    return S3Store(uri, bucket=at.bucket, prefix=at.prefix, settings=settings)

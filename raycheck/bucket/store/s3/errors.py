@@ -1,0 +1,103 @@
+"""botocore's errors as raycheck's: the one place that knows what S3 and its relatives mean by their answers."""
+
+from botocore.exceptions import (
+    ClientError,
+    ConfigNotFound,
+    ConfigParseError,
+    InvalidConfigError,
+    LoginError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSOError,
+    TokenRetrievalError,
+    UnknownCredentialError,
+)
+
+from raycheck.bucket.store.retry import not_accepted, said
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.storage_settings import StorageSettings
+
+_PERMISSIONS = {
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "ListObjectsV2": "s3:ListBucket",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "ListParts": "s3:ListMultipartUploadParts",
+    "DeleteObject": "s3:DeleteObject",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+}
+# The last four: bytes that came are not those that were sent.
+_MAY_PASS = (
+    "SlowDown",
+    "RequestTimeout",
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+)
+BAD_IDENTITY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
+_MISCONFIGURED = (
+    ConfigNotFound,
+    ConfigParseError,
+    InvalidConfigError,
+    LoginError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSOError,
+    TokenRetrievalError,
+    UnknownCredentialError,
+)
+
+
+def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -> tuple[RaycheckError, bool]:
+    """The typed error, and whether an unconditional request may be repeated after it."""
+    if isinstance(error, ClientError):
+        return _answered(uri, key, error, settings)
+    if isinstance(error, NoCredentialsError):
+        return ConfigError(
+            f"{uri}: no credentials found. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret, on every node; "
+            "give the nodes an instance role; or StorageSettings(anonymous=True) for a public bucket"
+        ), False
+    if isinstance(error, _MISCONFIGURED):
+        return ConfigError(f"{uri}: the credentials cannot be used on this node: {error}"), False
+    return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True
+
+
+def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings) -> tuple[RaycheckError, bool]:
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    about = error.response.get("Error", {})
+    code, message = about.get("Code") or "", about.get("Message")  # both may be there and None
+    verb = error.operation_name
+    if verb.startswith("AssumeRole") and status < 500:
+        return ConfigError(f"{uri}: the role {settings.role_arn or ''} could not be assumed: {error}"), False
+    if code == "NoSuchBucket":
+        return ConfigError(f"{uri}: there is no such bucket; create it or correct the name"), False
+    if status == 404:
+        return NotFoundError(f"{uri}: no object {key}"), False
+    if status in (409, 412):
+        return ConflictError(f"{uri}: {key}: refused by its condition ({said(code)})"), False
+    if status == 416:
+        return CorruptError(f"{uri}: {key} is shorter than the range that was asked for"), False
+    if code in BAD_IDENTITY:
+        return not_accepted(uri, code), False
+    if status in (401, 403):
+        because = said(code, message)  # AWS names the policy that is in the way
+        denied = StoreError(f"{uri}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}")
+        denied.is_denied = True
+        return denied, False
+    text = f"{uri}: {key}: the store answered {status} {said(code, message)}"
+    return StoreError(text), status >= 500 or status == 429 or code in _MAY_PASS
+
+
+def _needed(verb: str, settings: StorageSettings) -> str:
+    """What to grant, by the request that was refused."""
+    permission = _PERMISSIONS.get(verb, "s3:PutObject")
+    if settings.anonymous:
+        return f"The bucket does not let everybody do this ({permission}); anonymous=True is set"
+    text = f"Grant {permission}"
+    if settings.encryption == "aws:kms":
+        text += " and, on the key, kms:GenerateDataKey and kms:Decrypt"
+    if permission == "s3:GetObject":
+        text += "; S3 also says this for a missing object when s3:ListBucket is not granted"
+    return text

@@ -1,0 +1,205 @@
+"""Looking at a run: what is committed, what is in it, is it whole. Writes nothing (I8)."""
+
+import re
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from raycheck.bucket.attempt_records import Resume, resumes
+from raycheck.bucket.format.index import Index
+from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.run_status import read_status
+from raycheck.cli.options import (
+    Json,
+    Step,
+    Storage,
+    Text,
+    Uri,
+    age,
+    out,
+    print_json,
+    settings_of,
+    short_number,
+    size,
+    time_of,
+)
+from raycheck.errors import NotFoundError
+from raycheck.run import Run, open_run
+
+MAX_PLACES = 10
+_PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
+MAX_ATTEMPTS = 20
+"""Of so many it is looked up how they began."""
+
+
+def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
+    """List a run's committed checkpoints."""
+    run = open_run(uri, settings_of(storage))
+    if as_json:
+        print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
+        return
+    status = read_status(run.store)
+    table = Table("", "step", "checkpoint", "size", "committed", "age", "metrics", box=None, pad_edge=False)
+    for checkpoint in run.checkpoints:
+        entry = checkpoint.entry
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(entry.metrics.items()))
+        mark = " ".join(_marks(run, checkpoint))
+        when = time_of(entry.committed_at), age(entry.committed_at, status.now)
+        row = (mark, str(entry.step), entry.key, size(entry.size_bytes), *when, metrics)
+        table.add_row(*map(Text, row))
+    out.print(table)
+    out.print(Text(f"\n{status.text}"))
+
+
+def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
+    """Show a run and one checkpoint of it (the head, or --step)."""
+    run = open_run(uri, settings_of(storage))
+    checkpoint = run.head if step is None else run.at_step(step)
+    began = resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
+    attempts = [
+        {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
+        | {"resume": _fields(began[item.number]) if item.number in began else None}
+        for item in run.latest.attempts
+    ]
+    status = read_status(run.store)
+    facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head}
+    facts |= {"state": status.state, "state_at": status.at, "state_text": status.text, "attempts": attempts}
+    if checkpoint is not None:
+        facts["checkpoint"] = _facts(run, checkpoint) | _details(checkpoint)
+    if as_json:
+        print_json(facts)
+        return
+    out.print(Text(f"run {uri}"))
+    out.print(Text(f"id {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
+    out.print(Text(f"{status.text}\n"))
+    table = Table("attempt", "ranks", "restored", "saves", "claimed", "age", box=None, pad_edge=False)
+    for item in run.latest.attempts:
+        ranks = item.world_size or "by hand"
+        when = time_of(item.claimed_at), age(item.claimed_at, status.now)
+        row = (item.number, ranks, item.restore_key or "fresh start", item.last_save, *when)
+        table.add_row(*(Text(str(cell)) for cell in row))
+    out.print(table)
+    for number, resume in began.items():
+        out.print(Text(f"\nattempt {number} went on {resume}"))
+    if checkpoint is not None:
+        out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
+        for name, value in facts["checkpoint"].items():
+            label = name.removesuffix("_at").removesuffix("_bytes").removesuffix("_s")
+            out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"))
+
+
+def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
+    """Read every object of every checkpoint (or of --step) and compare size and checksum.
+
+    Names what is damaged: rank, component, tensor, sub-blocks of 4 MiB. The exit code is 1 then.
+    """
+    run = open_run(uri, settings_of(storage))
+    checkpoints = run.checkpoints if step is None else (run.at_step(step),)
+    if not checkpoints:
+        raise NotFoundError(f"{uri}: the run has no committed checkpoint to verify")
+    found = [(item.entry.key, finding) for item in checkpoints for finding in item.verify()]
+    bad = [finding for _, finding in found if finding.problem]
+    if as_json:
+        print_json(
+            {
+                "checkpoints": [item.entry.key for item in checkpoints],
+                "objects": len(found),
+                "bytes": sum(finding.size_bytes for _, finding in found),
+                "problems": [asdict(finding) for finding in bad],
+            }
+        )
+    else:
+        for key in dict.fromkeys(key for key, _ in found):
+            own = [finding for name, finding in found if name == key]
+            problems = [finding for finding in own if finding.problem]
+            total = size(sum(finding.size_bytes for finding in own))
+            out.print(Text(f"{'BAD' if problems else 'ok '}  {key}  {len(own)} objects, {total}"))
+            for finding in problems:
+                out.print(Text(f"     {finding.key}: {finding.problem}"))
+                for place in finding.where[:MAX_PLACES]:
+                    out.print(Text(f"       {place}"))
+                if len(finding.where) > MAX_PLACES:
+                    out.print(Text(f"       and {len(finding.where) - MAX_PLACES} more (--json has them all)"))
+    if bad:
+        raise typer.Exit(1)
+
+
+def _fields(resume: Resume) -> dict[str, Any]:
+    return {name: value for name, value in asdict(resume).items() if name != "unknown"}
+
+
+def _in_words(name: str, value: object, *, now: float) -> str:
+    """A fact for people; its name says what a number is: a time (`_at`), bytes (`_bytes`) or seconds (`_s`). Names
+    inside it are the user's, and say nothing."""
+    if value is None or value in ([], {}):
+        return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_in_words('', item, now=now)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return str(value)
+    if name.endswith("_at"):
+        return f"{time_of(value)}, {age(value, now)}"
+    if name.endswith("_bytes"):
+        return size(value)
+    return short_number(value) + (" s" if name.endswith("_s") else "")
+
+
+def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:
+    entry = checkpoint.entry
+    marks = {
+        "head": entry.key == run.latest.head,
+        "pinned": entry.pinned,
+        "rolling": entry.rolling,
+        "DAMAGED": entry.damaged,
+    }
+    return [mark for mark, applies in marks.items() if applies]
+
+
+def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
+    entry = checkpoint.entry
+    return {
+        "key": entry.key,
+        "step": entry.step,
+        "is_head": entry.key == run.latest.head,
+        "size_bytes": entry.size_bytes,
+        "committed_at": entry.committed_at,
+        "expires_at": entry.expires_at,
+        "is_pinned": entry.pinned,
+        "damaged": entry.damaged,
+        "metrics": dict(entry.metrics),
+        "refs": list(entry.refs),
+    }
+
+
+def _details(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest()
+    index = checkpoint.index(manifest, values=False)
+    return {
+        "epoch": manifest.epoch,
+        "samples": manifest.samples,
+        "attempt": manifest.attempt,
+        "world_size": manifest.world_size,
+        "restored_from": manifest.restored_from,
+        "trained_s": manifest.trained_s,
+        "tensors": len(index.tensors),
+        "entries": sorted(_entries(index)),
+        "components": {part.name: part.checkpoint for part in manifest.components},
+        "objects": sum(1 for _ in manifest.objects()) + 1,
+        "blocked_s": max((rank.blocked_s for rank in manifest.ranks), default=0.0),
+        "upload_s": max((rank.upload_s for rank in manifest.ranks), default=0.0),
+    }
+
+
+def _entries(index: Index) -> set[str]:
+    """The entries of the state, by where its tensors and other values lie. What they are worth is not read."""
+    paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
+    return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}
+
+
+COMMANDS = (ls, show, verify)

@@ -1,0 +1,194 @@
+"""What a run keeps: pin, prune, sweep; going back, and rebuilding a lost `latest`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.protocol import exported_directories, pin_and_evict
+from raycheck.bucket.protocol import prune_and_sweep as deletes
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Waste
+from raycheck.bucket.protocol.repair import repair as repair_run
+from raycheck.bucket.protocol.retention import judge
+from raycheck.bucket.protocol.rewind import rewind as rewind_run
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.errors import ConfigError
+from raycheck.run import open_run
+from raycheck.settings import Retention
+from raycheck.storage_settings import StorageSettings, kind_of
+
+To = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
+
+
+def pin(uri: Uri, step: To, storage: Storage = None) -> None:
+    """Keep a checkpoint whatever retention says."""
+    _pin(uri, step, settings_of(storage), pinned=True)
+
+
+def unpin(uri: Uri, step: To, storage: Storage = None) -> None:
+    """Leave a pinned checkpoint to retention again."""
+    _pin(uri, step, settings_of(storage), pinned=False)
+
+
+def prune(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many commits.")] = None,
+    keep_every_steps: Annotated[int | None, typer.Option(help="Keep one per so many steps.")] = None,
+    keep_every_seconds: Annotated[float | None, typer.Option(help="Keep one per so many seconds.")] = None,
+    keep_best: Annotated[str | None, typer.Option(help="METRIC:min:COUNT or METRIC:max:COUNT.")] = None,
+    rolling_keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many rolling ones.")] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before objects go.")] = GRACE_S,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Drop checkpoints that no rule given here keeps, and expired ones; delete what was dropped, after a grace.
+
+    Without a rule all stay but the expired, and so do rolling ones without theirs. The head and pinned ones always
+    stay. A running training goes on.
+    """
+    register = Register(open_store(uri, settings_of(storage)))
+    body, got = register.look()
+    rules = Retention(
+        keep_last=keep_last,
+        keep_every_steps=keep_every_steps,
+        keep_every_seconds=keep_every_seconds,
+        keep_best=_best(body, keep_best),
+        rolling_keep_last=rolling_keep_last,
+    )
+    kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
+    found = deletes.plan_prune(register, rules, grace_s=grace)
+    gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
+    _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
+
+
+def prune_exports(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep those of the newest so many checkpoints.")],
+    to: Annotated[str | None, typer.Option(help="Where they lie, as ExportSettings(to=...); else in the run.")] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Delete older Hugging Face directories that trainings of this run exported; whoever reads one loses it.
+
+    Only what their records prove to be this run's, whole and unchanged, goes. Exports by hand and those of pinned
+    checkpoints stay.
+    """
+    settings = settings_of(storage)
+    body = read_latest(open_store(uri, settings))
+    is_alike = to is None or kind_of(to) == kind_of(uri)
+    place, prefix = open_store(to or uri, settings if is_alike else None), "" if to else object_keys.EXPORTS_PREFIX
+    verdicts = exported_directories.judge_exports(
+        exported_directories.find_exports(place, prefix), body, keep_last=keep_last
+    )
+    if not verdicts and not as_json:
+        out.print(Text(f"{to or join_uri(uri, object_keys.EXPORTS_PREFIX.rstrip('/'))}: no exports here"))
+        return
+    gone = () if dry_run else exported_directories.prune_exports(place, prefix, body, keep_last=keep_last)
+    kept = {verdict.directory.place: verdict.reason for verdict in verdicts if verdict.is_kept}
+    if not dry_run:
+        going = [verdict.directory.place for verdict in verdicts if not verdict.is_kept]
+        kept |= dict.fromkeys(set(going) - set(gone), "its record was changed meanwhile")
+    found = [
+        Waste(
+            name=verdict.directory.place,
+            num_objects=len(verdict.directory.record.files) + 1 if verdict.directory.record else 0,
+            size_bytes=verdict.directory.size_bytes,
+            reason=verdict.reason,
+        )
+        for verdict in verdicts
+        if verdict.directory.place not in kept
+    ]
+    _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
+
+
+def sweep(
+    uri: Uri,
+    whole: Annotated[bool, typer.Option("--whole", help="Also whole checkpoints that the run does not list.")] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Delete what earlier attempts left without a commit: torn saves, and uploads that never ended."""
+    store = open_store(uri, settings_of(storage))
+    found = (deletes.plan_sweep if dry_run else deletes.sweep)(store, also_whole=whole)
+    _tell(found, () if dry_run else [item.name for item in found], {}, dry_run=dry_run, as_json=as_json)
+
+
+def rewind(
+    uri: Uri,
+    step: To,
+    storage: Storage = None,
+) -> None:
+    """Make an earlier checkpoint the head: the next start restores it. A run that is still going is stopped."""
+    checkpoint = _checkpoint(uri, step, settings_of(storage))
+    body = rewind_run(Register(checkpoint.store), checkpoint.entry.key)
+    out.print(Text(f"head is {body.head}; later checkpoints stay listed until retention drops them"))
+
+
+def repair(uri: Uri, storage: Storage = None) -> None:
+    """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop the run, prunes and sweeps first."""
+    done = repair_run(open_store(uri, settings_of(storage)))
+    for entry in done.latest.live:
+        out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}{'  pinned' if entry.pinned else ''}"))
+    for name, why in done.left_out:
+        out.print(Text(f"left out  {name}: {why}"))
+    out.print(Text(f"head is {done.latest.head}; the next start is attempt {done.latest.attempt.number + 1}"))
+
+
+def _checkpoint(uri: str, step: str, storage: StorageSettings | None) -> Checkpoint:
+    run = open_run(uri, storage)
+    return run.at_step(int(step)) if step.isdecimal() else run.checkpoint(step)
+
+
+def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) -> None:
+    checkpoint = _checkpoint(uri, step, storage)
+    pin_and_evict.pin(Register(checkpoint.store), checkpoint.entry.key, pinned=pinned)
+    out.print(Text(f"{checkpoint.entry.key} is {'pinned' if pinned else 'left to retention'}"))
+
+
+def _best(run: Latest, keep_best: str | None) -> Any:
+    """What --keep-best means, as Retention has it."""
+    if keep_best is None:
+        return None
+    metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
+    if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
+        raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
+    known = sorted({name for entry in run.live for name in entry.metrics})
+    if metric not in known:  # then nothing would be the best, and all would go
+        raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
+    return metric, mode, int(count)
+
+
+def _tell(
+    found: Sequence[Waste], gone: Sequence[str], kept: Mapping[str, str], *, dry_run: bool, as_json: bool
+) -> None:
+    if as_json:
+        print_json({"found": [asdict(item) for item in found], "deleted": list(gone), "kept": dict(kept)})
+        return
+    table = Table("what", "objects", "size", "why", "when", box=None, pad_edge=False)
+    for item in found:
+        when = "deleted" if item.name in gone else f"in {item.wait_s:.0f} s" if item.wait_s else "now"
+        row = (item.name, str(item.num_objects), size(item.size_bytes), item.reason, when)
+        table.add_row(*map(Text, row))
+    for name, why in kept.items():
+        table.add_row(*map(Text, (name, "", "", why, "stays")))
+    if table.rows:
+        out.print(table)
+    total = size(sum(item.size_bytes for item in found if dry_run or item.name in gone))
+    out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))
+    if any(item.name not in gone for item in found) and not dry_run:
+        out.print(Text("the rest goes with the run's next commit, or the next prune, after that time"))
+
+
+COMMANDS = (pin, unpin, prune, prune_exports, sweep, rewind, repair)

@@ -1,0 +1,107 @@
+"""What the commands share: their common arguments, and how they print."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich.text
+import typer
+from rich.console import Console
+
+from raycheck.bucket.run_status import ago
+from raycheck.errors import ConfigError
+from raycheck.storage_settings import StorageSettings
+from raycheck.terminal import printable
+
+UNCUT = 1_000_000
+out = Console(highlight=False, width=UNCUT)
+"""A row is one line, however long, in a terminal too: other commands want whole names, and a terminal wraps lines."""
+Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
+Step = Annotated[int | None, typer.Option(help="Only the checkpoint of this step.")]
+
+
+class Text(rich.text.Text):
+    """A line or a cell. What is in it is never markup, nor obeyed by a terminal; blank lines around it stay."""
+
+    def __init__(self, text: str = "") -> None:
+        bare = text.strip("\n")
+        before, _, after = text.partition(bare) if bare else (text, "", "")
+        super().__init__(before + printable(bare) + after)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def settings_of(file: Path | None) -> StorageSettings | None:
+    if file is None:
+        return None
+    return StorageSettings.from_mapping(yaml_of(file, option="--storage"))
+
+
+def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
+    """What a YAML file given for `option` holds. Raises ConfigError."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{option} {file}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{option} {file}: it must hold name: value pairs")
+    return found
+
+
+def time_of(at: float) -> str:
+    """A time of the store's clock for people and programs, whatever a bucket says that it is: 2026-08-01T12:00:00Z."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return f"no date ({at:.3g})"
+
+
+def age(at: float, now: float) -> str:
+    """How long before or after `now`, in one unit: 3 min ago, in 2 d."""
+    return f"{ago(now - at)} ago" if at <= now else f"in {ago(at - now)}"
+
+
+def short_number(value: float) -> str:
+    """With at most six significant digits; a whole number as it is."""
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, whose errors name its options as they are written on the command line, also where they come
+    from functions that take arguments of these names."""
+    names = "|".join(inspect.signature(command).parameters)
+    argument = re.compile(rf"(?<![\w(?&/.])({names})=(?=(.?))")
+
+    def flag(found: re.Match[str]) -> str:
+        has_value = found[2] and (found[2].isalnum() or found[2] in "'\"-/")
+        return f"--{found[1].replace('_', '-')}{' ' if has_value else ''}"
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except ConfigError as error:
+            raise type(error)(argument.sub(flag, str(error))) from None
+
+    return run
+
+
+def print_json(value: object) -> None:
+    """Exact JSON. It escapes all but one of the characters that are no text: DEL."""
+    print(json.dumps(value, indent=1).replace("\x7f", "\\u007f"))  # noqa: T201

@@ -1,0 +1,45 @@
+"""`raycheck watch-node`: the process beside Ray on every preemptible node that hands on the cloud's notice."""
+
+from typing import Annotated
+
+import typer
+
+from raycheck.nodes.cloud_notices import source_of
+from raycheck.nodes.drain import drain_node, wait_for_node
+from raycheck.nodes.metadata_service import ENDPOINT
+from raycheck.nodes.watch import INTERVAL_S, end_on_sigterm, logger, watch
+from raycheck.train.log import show_log
+
+
+def watch_node(  # noqa: PLR0917  typer makes options of them
+    cloud: Annotated[
+        str | None, typer.Option(help="aws, azure or gce; default: whose metadata service answers.")
+    ] = None,
+    endpoint: Annotated[str, typer.Option(help="URL of the metadata service.")] = ENDPOINT,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of Ray's GCS; default: RAY_ADDRESS, else the Ray that runs here.")
+    ] = None,
+    node_id: Annotated[str | None, typer.Option(help="Ray's hex id of the node; default: this machine's.")] = None,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = INTERVAL_S,
+    rebalance_deadline: Annotated[
+        float | None, typer.Option(min=1, help="Drain at EC2's rebalance recommendation, too, so many seconds ahead.")
+    ] = None,
+    wait_for_ray: Annotated[float, typer.Option(min=0, help="Seconds to wait for Ray on this machine.")] = 300.0,
+) -> None:
+    """Watch for the cloud's preemption notice and drain this machine's Ray node, so that training saves in time.
+
+    Runs until the machine goes, or SIGTERM.
+    """
+    show_log()
+    end_on_sigterm()
+    source = source_of(cloud, endpoint)
+    node = wait_for_node(address, node_id, timeout_s=wait_for_ray)
+    logger.info("watching %s for node %s of Ray at %s", source.endpoint, node.node_id, node.address)
+
+    def drain(deadline: float, reason: str) -> None:
+        drain_node(address, node_id, deadline=deadline, reason=reason)
+
+    watch(source, drain, interval_s=interval, rebalance_deadline_s=rebalance_deadline)
+
+
+COMMANDS = (watch_node,)

@@ -1,0 +1,196 @@
+"""Metrics of torchmetrics as entries of the state: each rank's own accumulation, which its state_dict() leaves out.
+
+Known by what they have, without an import. Saved are a metric's states, its other tensors, and the number of updates,
+by which means are weighted. Rule for another world size: a rank that existed takes its own; what ranks that are gone
+had accumulated is added to that of one that is there, by the reductions that the metric itself names for its states; a
+new rank keeps what it was created with. A reduction that cannot be done this way is refused at the restore.
+"""
+
+# ruff: noqa: SLF001  torchmetrics has no public way to its states, their reductions and the number of updates
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from raycheck.errors import ConfigError
+from raycheck.shards.entries.per_rank_entry import PerRank, PerRankPart
+from raycheck.shards.entries.state_entry import Named, SavedPart, empty_for
+
+
+def is_metric(module: object) -> bool:
+    """Whether it accumulates over updates, as torchmetrics' Metric does."""
+    return isinstance(module, torch.nn.Module) and all(
+        hasattr(module, name) for name in ("_defaults", "_persistent", "_reductions", "_update_count", "add_state")
+    )
+
+
+def is_metrics(value: object) -> bool:
+    """Whether it is a metric, or a collection that holds metrics and no parameters or buffers beside them."""
+    if not isinstance(value, torch.nn.Module) or not _metrics(value):
+        return False
+    inside = {id(child) for metric in _metrics(value).values() for child in metric.modules()}
+    rest = [module for module in value.modules() if id(module) not in inside]
+    return not any(module._parameters or module._buffers for module in rest)
+
+
+class MetricsPart(PerRankPart):
+    """A metric, or a collection of some."""
+
+    def __init__(self, name: str, metrics: torch.nn.Module, *, rank: int, world_size: int) -> None:
+        super().__init__(name, PerRank(_Accumulated(metrics)), rank=rank)
+        grown = next((module for module in metrics.modules() if hasattr(module, "increment")), None)
+        if grown is not None:
+            raise ConfigError(
+                f"state[{name!r}] is a {type(grown).__qualname__}, which adds metrics while it is used; give the "
+                "metrics themselves"
+            )
+        self._metrics = metrics
+        self._rank = rank
+        self._world_size = world_size
+
+    @property
+    def metrics(self) -> list[torch.nn.Module]:
+        return list(_metrics(self._metrics).values())
+
+    def prepare(self, saved: SavedPart) -> Named:
+        saved.unused.clear()  # no rank's accumulation is left out
+        if saved.values is None:
+            (saved.fresh if saved.apart else saved.missing).append(self._at)
+            return {}
+        live, names = _Accumulated(self._metrics).state_dict(), list[str]()
+        for tree in self._mine(saved):
+            (there,) = self.compared(saved, tree, names.append)
+            if _forms(there) != _forms(live):
+                saved.mismatched.append(f"{self.name}: the metrics are {_said(live)} here, and {_said(there)} saved")
+                return {}
+        if len(self._mine(saved)) > 1:
+            saved.mismatched += [
+                f"{self.name}.{path}.{key} was accumulated by {len(saved.apart)} ranks, and its reduction cannot be "
+                f"done for {self._world_size} ranks; restore(skip=[{self.name!r}]) starts the metric anew"
+                for path, metric in _metrics(self._metrics).items()
+                for key in live[path]["states"]
+                if not _can_merge(metric, key)
+            ]
+        return {name: empty_for(saved.tensors[name]) for name in names}
+
+    def finish(self, saved: SavedPart, tensors: Named) -> None:
+        if saved.values is None:
+            return
+        (state,), *others = (self.decoded(tree, tensors.__getitem__) for tree in self._mine(saved))
+        for (other,) in others:
+            state = {
+                path: _merged(metric, state[path], other[path]) for path, metric in _metrics(self._metrics).items()
+            }
+        _Accumulated(self._metrics).load_state_dict(state)
+
+    def _mine(self, saved: SavedPart) -> list[Any]:
+        """This rank's tree, and those of the ranks that are gone and come to this one."""
+        gone = saved.apart[self._rank + self._world_size :: self._world_size]
+        return [saved.values, *gone]
+
+
+def refuse_metrics_inside(name: str, module: torch.nn.Module, given: Iterable[torch.nn.Module]) -> None:
+    """Raise ConfigError that names the metrics inside a module whose accumulation nothing would save."""
+    known = {id(metric) for metric in given}
+    metrics: dict[str, Any] = {path: metric for path, metric in _metrics(module).items() if metric._defaults}
+    lost = [path for path, metric in metrics.items() if id(metric) not in known]
+    twice = [path for path, metric in metrics.items() if id(metric) in known and any(metric._persistent.values())]
+    if lost:
+        raise ConfigError(
+            f"state[{name!r}] holds metrics ({', '.join(lost[:8])}) whose accumulation is each rank's own and not in "
+            "the module's state_dict(): it would start anew after a restore. Give them as an entry of their own: "
+            f'"metrics": [m for m in {name}.modules() if isinstance(m, torchmetrics.Metric)]'
+        )
+    if twice:
+        raise ConfigError(
+            f"state[{name!r}] would save {', '.join(twice[:8])} a second time, and rank 0's for all; call "
+            ".persistent(False) on the metrics that are entries of their own"
+        )
+
+
+class _Accumulated:
+    """What metrics have accumulated, by their paths."""
+
+    def __init__(self, metrics: torch.nn.Module) -> None:
+        self._module = metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        module: Any
+        for module in self._module.modules():
+            if hasattr(module, "_compute_groups_create_state_ref"):
+                module._compute_groups_create_state_ref()  # its members share states, set when asked for
+        return {
+            path: {"kind": type(metric).__qualname__, "updates": metric._update_count, "states": _states(metric)}
+            for path, metric in _metrics(self._module).items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for path, metric in _metrics(self._module).items():
+            for key, value in state[path]["states"].items():
+                setattr(metric, key, _on(metric.device, value))
+            metric._update_count = state[path]["updates"]
+            metric._computed = None
+            metric._cache, metric._is_synced = None, False
+
+
+def _metrics(module: torch.nn.Module) -> dict[str, Any]:
+    return {path or "itself": child for path, child in module.named_modules() if is_metric(child)}
+
+
+def _states(metric: Any) -> dict[str, Any]:
+    """Its own while it is synced, when the attributes are those of all ranks together."""
+    own = metric._cache if getattr(metric, "_is_synced", False) and metric._cache else vars(metric)
+    tensors = [key for key, value in vars(metric).items() if isinstance(value, torch.Tensor) and key[0] != "_"]
+    keys = dict.fromkeys([*metric._defaults, *tensors])
+    return {key: _detached(own.get(key, vars(metric)[key])) for key in keys}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return [_detached(item) for item in value] if type(value) is list else value
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return [_on(device, item) for item in value] if type(value) is list else value
+
+
+def _forms(state: Mapping[str, Any]) -> list[Any]:
+    return [(path, found["kind"], sorted(found["states"])) for path, found in sorted(state.items())]
+
+
+def _said(state: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} ({found['kind']}: {', '.join(found['states'])})" for path, found in state.items())
+
+
+_REDUCED: dict[str, Callable[[Any, Any], Any]] = {
+    "dim_zero_sum": lambda one, other: one + other,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda one, other: [*one, *other] if isinstance(one, list) else torch.cat([one, other]),
+}
+
+
+def _can_merge(metric: Any, key: str) -> bool:
+    reduction = metric._reductions.get(key, "not a state")
+    is_list = isinstance(metric._defaults.get(key), list)
+    return getattr(reduction, "__name__", "") in (*_REDUCED, "dim_zero_mean") or (reduction is None and is_list)
+
+
+def _merged(metric: Any, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two ranks' accumulation as that of one."""
+    counts = one["updates"], other["updates"]
+    states = {}
+    for key, mine in one["states"].items():
+        theirs = other["states"][key]
+        kind = getattr(metric._reductions[key], "__name__", "dim_zero_cat")
+        if not all(counts):
+            states[key] = mine if counts[0] else theirs
+        elif kind == "dim_zero_mean":
+            states[key] = (mine * counts[0] + theirs * counts[1]) / sum(counts)
+        else:
+            states[key] = _REDUCED[kind](mine, theirs)
+    return {**one, "updates": sum(counts), "states": states}

@@ -1,0 +1,1 @@
+"""A checkpoint as a Hugging Face directory: which weights under which names, their bytes, and where they go."""

@@ -1,0 +1,119 @@
+"""Where an export goes: it is whole, or it is not there.
+
+A local folder appears by one rename of a temporary sibling. In a bucket the file without which no reader starts is
+written last, and nothing is written beside objects that this export would not write itself.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
+
+from raycheck.bucket.format.object_keys import export_key
+from raycheck.bucket.store import Store, open_store
+from raycheck.errors import ConfigError, NotFoundError, StoreError
+from raycheck.storage_settings import StorageSettings
+
+
+@contextmanager
+def destination(dest: Store | str, prefix: str, storage: StorageSettings | None = None) -> Iterator[tuple[Store, str]]:
+    """Store and prefix to write to. After the block a local folder stands under its name; after an error in it
+    there is no such folder. `storage`: how a URI that is no local folder is opened. Raises ConfigError, having touched
+    nothing, for a folder that is not empty."""
+    path = None if isinstance(dest, Store) else local_path(dest)
+    if isinstance(dest, Store):
+        yield dest, prefix
+    elif path is None:
+        yield open_store(dest, storage), prefix
+    else:
+        with _appearing(path / prefix.strip("/")) as temporary:
+            yield open_store(str(temporary)), ""
+
+
+def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> None:
+    """Raises ConfigError when a whole export, or anything that this one would not overwrite, lies at `prefix`."""
+    with suppress(NotFoundError):
+        store.head(export_key(prefix, last))
+        raise ConfigError(
+            f"{store.uri}: {export_key(prefix, last)} exists: an export is there already. Name a free place"
+        )
+    mine = set(names)
+    for item in store.list_objects(prefix):
+        if item.key[len(prefix) :] not in mine:
+            raise ConfigError(f"{store.uri}: {item.key} exists, which is no part of this export. Name a free place")
+
+
+def local_path(dest: str) -> Path | None:
+    """The folder that `dest` means, or None when it is not on this machine."""
+    if "://" not in dest:
+        return Path(dest).absolute()
+    if not dest.startswith("file://"):
+        return None
+    open_store(dest)  # refuses a host, a query or a fragment
+    return Path(unquote(urlsplit(dest).path))
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well. Temporaries of dead exports are removed."""
+    path = path.resolve()
+    _refuse_occupied(path)
+    mark = f".{path.name}.raycheck-export-"
+    temporary = path.parent / f"{mark}{uuid4().hex}"
+    with _typed_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(path.parent):
+            if entry.name.startswith(mark):
+                _remove_if_dead(Path(entry.path))
+        temporary.mkdir()
+        lock = os.open(temporary, os.O_RDONLY)
+    try:
+        _is_locked(lock)
+        yield temporary
+        _refuse_occupied(path)
+        with _typed_errors(path):
+            temporary.replace(path)
+            parent = os.open(path.parent, os.O_RDONLY)
+            os.fsync(parent)
+            os.close(parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def _typed_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from error
+
+
+def _refuse_occupied(path: Path) -> None:
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists and is not an empty folder. Name a new one")
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """A living export holds the lock of its temporary folder; the lock dies with its process."""
+    with suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if _is_locked(lock):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _is_locked(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by a living export, or a file system without locks
+        return False
+    return True

@@ -1,0 +1,282 @@
+"""Tensors of a checkpoint as one stream of file bytes, in bounded memory and without a process group.
+
+Any run of elements of a saved tensor, whatever boxes it was saved in, is assembled in the reader and checked there.
+Blocks end where the saved sub-blocks end, so that no byte is fetched twice unless a tensor was split across columns.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from raycheck.bucket.format.checksum import SUB_BLOCK
+from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import shard_file
+from raycheck.bucket.reading import Checkpoint, missing
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
+from raycheck.shards.transfer.local_box import Piece, piece_of
+from raycheck.shards.transfer.reader import read_into
+
+BLOCK_BYTES = 16 * 1024 * 1024
+DELTA_ELEMENTS = 4 * 1024 * 1024
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A tensor as it lies in the checkpoint. `is_flat`: chunks hold whole rows, so that it is
+    seen as one dimension."""
+
+    tensor: Tensor
+    chunks: tuple[Chunk, ...]
+    dtype: torch.dtype
+    is_flat: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.tensor.shape)
+
+    def holds_the_same_as(self, other: "Saved") -> bool:
+        """Whether both have the same boxes with the same checksums."""
+        return (self.tensor.dtype, self.tensor.shape) == (other.tensor.dtype, other.tensor.shape) and sorted(
+            (chunk.offsets, chunk.sizes, chunk.crcs) for chunk in self.chunks
+        ) == sorted((chunk.offsets, chunk.sizes, chunk.crcs) for chunk in other.chunks)
+
+    def cut(self, stop: int) -> int:
+        """The last good place for a block to end, at or before element `stop`."""
+        if stop >= self.count:
+            return self.count
+        if not self.is_flat:
+            row = math.prod(self.tensor.shape[1:])
+            return stop // row * row
+        unit = SUB_BLOCK // self.dtype.itemsize
+        start = max((chunk.offsets[0] for chunk in self.chunks if chunk.offsets[0] <= stop), default=0)
+        return start + (stop - start) // unit * unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """scaling * B @ A (transposed: of the result), which a merged LoRA adds to its weight."""
+
+    a: Saved
+    b: Saved
+    scaling: float
+    is_transposed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """A tensor of the file: what it is made from, its name, dtype and shape there."""
+
+    name: str
+    saved: Saved
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    delta: Delta | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Span = tuple[Weight, int, int]
+"""Elements start to stop of a weight."""
+
+
+class Source:
+    """The saved tensors of one checkpoint. store: where it lies. failure: what went wrong while reading, for a caller
+    who only sees that its upload failed."""
+
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, index: Index) -> None:
+        self.failure: RaycheckError | None = None
+        self.store = checkpoint.store
+        self._checkpoint = checkpoint
+        self._prefixes = manifest.prefixes()
+        self._index = index
+        self._numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
+        self._factors: tuple[Delta, torch.Tensor, torch.Tensor] | None = None
+
+    def names(self) -> Collection[str]:
+        return self._numbers.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._index.tensors[self._numbers[name]].shape
+
+    def saved(self, name: str) -> Saved:
+        """Raises ConfigError for a dtype that this torch does not have, CorruptError for a shape that cannot be."""
+        number = self._numbers[name]
+        tensor, chunks = self._index.tensors[number], self._index.chunks_of(number)
+        if min(tensor.shape, default=0) < 0:
+            raise CorruptError(f"{name} has the shape {list(tensor.shape)}")
+        dtype = getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _RAW:
+            raise ConfigError(f"{name} has the type {tensor.dtype}, which cannot be exported")
+        is_flat = all(chunk.sizes[1:] == tensor.shape[1:] for chunk in chunks)
+        if is_flat:
+            row = math.prod(tensor.shape[1:])
+            chunks = tuple(
+                replace(chunk, offsets=(sum(chunk.offsets[:1]) * row,), sizes=(math.prod(chunk.sizes),))
+                for chunk in chunks
+            )
+            tensor = replace(tensor, shape=(math.prod(tensor.shape),))
+        return Saved(tensor=tensor, chunks=chunks, dtype=dtype, is_flat=is_flat)
+
+    def key_of(self, chunk: Chunk) -> str:
+        """The object that a chunk lies in."""
+        return self._prefixes[chunk.component] + shard_file(chunk.rank)
+
+    def read(self, spans: Sequence[Span]) -> memoryview:
+        """The bytes of some spans, one after the other."""
+        size = sum((stop - start) * weight.dtype.itemsize for weight, start, stop in spans)
+        return self._fill(torch.empty(size, dtype=torch.uint8), spans)
+
+    def stream(self, weights: Sequence[Weight], head: bytes, part_bytes: int) -> Iterator[memoryview]:
+        """`head` and then the weights' bytes, as parts of `part_bytes` (the last may be shorter), each its own buffer.
+
+        The weights' sizes of one element must not grow along the sequence, so that each one is aligned.
+        """
+        left = len(head) + sum(weight.size_bytes for weight in weights)
+        part = memoryview(bytearray(min(part_bytes, left)))
+        filled = 0
+        for block in self._blocks(weights, head):
+            taken = 0
+            while taken < len(block):
+                assert part, "the sizes of the weights add up to fewer bytes than they have"  # else this never ends
+                count = min(len(block) - taken, len(part) - filled)
+                part[filled : filled + count] = block[taken : taken + count]
+                taken, filled = taken + count, filled + count
+                if filled == len(part):
+                    yield part
+                    left -= filled
+                    part, filled = memoryview(bytearray(min(part_bytes, left))), 0
+
+    def _blocks(self, weights: Sequence[Weight], head: bytes) -> Iterator[memoryview]:
+        yield memoryview(head)
+        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # one for all: what is yielded is copied at once
+        for spans in _spans(weights):
+            try:
+                yield self._fill(block, spans)
+            except NotFoundError as error:
+                self.failure = missing(self._checkpoint.store, self._checkpoint.entry.key, str(error))
+                raise self.failure from None
+            except RaycheckError as error:
+                self.failure = error
+                raise
+
+    def _fill(self, block: torch.Tensor, spans: Sequence[Span]) -> memoryview:
+        """The bytes of some spans, one after the other, at the beginning of `block`."""
+        places, made, at = [], [], 0
+        for weight, start, stop in spans:
+            end = at + (stop - start) * weight.dtype.itemsize
+            places.append(block[at:end].view(weight.dtype))
+            is_as_saved = weight.dtype == weight.saved.dtype
+            made.append(places[-1] if is_as_saved else torch.empty(stop - start, dtype=weight.saved.dtype))
+            at = end
+        self._read([(weight.saved, start, into) for (weight, start, _), into in zip(spans, made, strict=True)])
+        for (weight, start, _), place, values in zip(spans, places, made, strict=True):
+            if weight.delta is not None:
+                self._add(weight.delta, weight.shape, start, values)
+            if place is not values:
+                place.copy_(values)
+        return memoryview(cast("Any", block[:at].numpy()))
+
+    def _read(self, wanted: Sequence[tuple[Saved, int, torch.Tensor]]) -> None:
+        """Fill each flat tensor with the elements of a saved one, from an offset on."""
+        pieces: list[Piece] = []
+        numbers: dict[str, int] = {}
+        tensors: list[Tensor] = []
+        chunks: list[Chunk] = []
+        for saved, start, into in wanted:
+            name = saved.tensor.name
+            if name not in numbers:
+                numbers[name] = len(tensors)
+                tensors.append(saved.tensor)
+                chunks += [replace(chunk, tensor=numbers[name]) for chunk in saved.chunks]
+            raw, at = into.view(_RAW[into.dtype.itemsize]), 0
+            for offsets, sizes in _boxes(saved.tensor.shape, start, start + len(into)):
+                local = raw[at : at + math.prod(sizes)].view(sizes)
+                whole = piece_of(name, (name,), local, may_spread=False)
+                pieces.append(replace(whole, shape=saved.tensor.shape, offsets=offsets, sizes=sizes))
+                at += math.prod(sizes)
+        index = index_of(tensors, chunks)
+        read_into(self._checkpoint.store, self._prefixes, index, pieces, request_bytes=SUB_BLOCK)  # four at a time
+
+    def _add(self, delta: Delta, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
+        """Add the delta to a run of a weight, with the dtypes and roundings of peft's own merge."""
+        a, b = self._factors_of(delta)
+        row = shape[1]
+        step = max(1, DELTA_ELEMENTS // row)
+        stop = start + len(values)
+        for first in range(start // row, -(-stop // row), step):
+            last = min(first + step, -(-stop // row))
+            product = (b @ a[:, first:last]).T if delta.is_transposed else b[first:last] @ a
+            rows = (product * delta.scaling).reshape(-1)
+            low, high = max(start, first * row), min(stop, last * row)
+            # peft adds in the adapter's dtype, also where the product was made in float32.
+            values[low - start : high - start] += rows[low - first * row : high - first * row].to(delta.b.dtype)
+
+    def _factors_of(self, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B, kept for the blocks of the same weight. Halves are multiplied in float32, as peft does on a CPU."""
+        if self._factors is None or self._factors[0] is not delta:
+            self._factors = None
+            found = []
+            for saved, shape in (
+                (delta.a, self.shape(delta.a.tensor.name)),
+                (delta.b, self.shape(delta.b.tensor.name)),
+            ):
+                flat = torch.empty(saved.count, dtype=saved.dtype)
+                self._read([(saved, 0, flat)])
+                is_half = saved.dtype in (torch.float16, torch.bfloat16)
+                found.append((flat.float() if is_half else flat).view(shape))
+            self._factors = (delta, found[0], found[1])
+        return self._factors[1], self._factors[2]
+
+
+def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:
+    """Cut the weights into blocks of at most BLOCK_BYTES; a block of small weights holds many of them."""
+    batch: list[Span] = []
+    room = BLOCK_BYTES
+    for weight in weights:
+        width = max(weight.dtype.itemsize, weight.saved.dtype.itemsize)
+        at, count = 0, weight.saved.count
+        while at < count:
+            stop = weight.saved.cut(at + room // width)
+            if stop <= at and batch:  # no good place in what is left of this block
+                yield batch
+                batch, room = [], BLOCK_BYTES
+                continue
+            if stop <= at:
+                stop = min(count, at + room // width)
+            batch.append((weight, at, stop))
+            room -= (stop - at) * width
+            at = stop
+    if batch:
+        yield batch
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that are, one after the other, the elements start to stop in row-major order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        pieces = [(last, start - last * row, stop - last * row)]
+        whole = 0
+    else:
+        pieces = [(first - 1, start - (first - 1) * row, row)] if start % row else []
+        whole = last - first
+    for number, low, high in pieces:
+        for offsets, sizes in _boxes(shape[1:], low, high):
+            yield (number, *offsets), (1, *sizes)
+    if whole:
+        yield (first, *(0 for _ in shape[1:])), (whole, *shape[1:])
+    if first <= last and stop % row:
+        for offsets, sizes in _boxes(shape[1:], 0, stop - last * row):
+            yield (last, *offsets), (1, *sizes)

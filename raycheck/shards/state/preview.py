@@ -1,0 +1,141 @@
+"""What a checkpoint says of itself before anything is restored: where training stands in it, which entries it holds,
+and the values of those that hold no tensors.
+
+Frameworks want the step before the optimizer, the schedule and the loaders exist that a restore would fill.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from raycheck.bucket.format.class_values import loaded
+from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.format.values import decode
+from raycheck.bucket.reading import Checkpoint
+from raycheck.errors import ConfigError
+from raycheck.shards.entries.state_entry import ASSETS, HELD, OWN_ENTRIES
+from raycheck.shards.state.restore_selection import EVERYTHING, Selection, corrupt_if_odd
+
+_OWN_FORMS = ({"extra", "flattened"}, {"slots", "state", "other"}, {"slots", "state", "other", "own"})
+"""What modules and optimizers without tensors have is in a form of raycheck's own."""
+
+
+class SavedValues(Mapping[str, Any]):
+    """The saved values of entries that hold no tensors, by entry; each is decoded anew when it is asked for. A value of
+    a class that this process has not loaded is a plain structure: an enum's value, a dict, a tuple."""
+
+    def __init__(self, trees: Mapping[str, Any]) -> None:
+        self._trees = dict(trees)
+
+    def __getitem__(self, name: str) -> Any:
+        tree = self._trees[name]
+        is_bare = isinstance(tree, dict) and HELD in tree
+        return decode(tree[HELD] if is_bare else tree, _no_tensor, loaded)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trees)
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    def __repr__(self) -> str:
+        return f"SavedValues({dict(self)!r})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """What the next `restore` comes to; all counts are zero in a fresh run.
+
+    step, epoch, epoch_step, samples, tokens, episodes: where training goes on, as `restore` will say. checkpoint: its
+    name, None in a fresh run. attempt: this life of the worker group. saved_world_size: ranks that wrote it. entries:
+    names of all that it holds, "rng" and "progress" excepted. metrics: those saved with it. values: by entry, what
+    those without tensors have saved: a plain dict, a scheduler's state_dict. refused: newer checkpoints that are
+    damaged, each with the proof. selection: what the restore is to take. partial: see Manifest.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    episodes: int = 0
+    checkpoint: str | None = None
+    attempt: int
+    saved_world_size: int = 0
+    entries: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=lambda: SavedValues({}))
+    refused: tuple[str, ...] = ()
+    selection: Selection = EVERYTHING
+    partial: tuple[str, ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there is no checkpoint to restore."""
+        return self.checkpoint is None
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, selection: Selection, *, attempt: int, rank: int, refused: tuple[str, ...]
+    ) -> "Preview":
+        """What a checkpoint has for this rank. Raises DamagedError, CorruptError, or NotFoundError when evicted."""
+        manifest = checkpoint.manifest()
+        index = checkpoint.index(manifest)
+        with corrupt_if_odd(checkpoint.entry.key):
+            progress = Progress.of(index.values["progress"])
+            trees = _trees(index, rank)
+            names = {*index.values, *(name for values in index.rank_values for name in values)}
+        here = cls(
+            checkpoint=checkpoint.entry.key,
+            attempt=attempt,
+            saved_world_size=manifest.world_size,
+            entries=tuple(sorted(names - {ASSETS, *OWN_ENTRIES})),
+            metrics=dict(manifest.metrics),
+            values=SavedValues(trees),
+            refused=refused,
+            selection=selection,
+            partial=manifest.partial,
+            **asdict(progress),
+        )
+        return here if here.keeps_position(selection) else here.at_step_0()
+
+    def keeps_position(self, selection: Selection) -> bool:
+        """Whether a restore of this selection goes on from where training was: a partial one is done once."""
+        return str(selection) in self.partial or selection.takes("progress")
+
+    def at_step_0(self) -> "Preview":
+        """This one where the step count is not restored."""
+        return replace(self, **asdict(Progress()))
+
+    def check(self, selection: Selection) -> None:
+        """Raise ConfigError when a restore of `selection` would come to another step than this says."""
+        if not self.is_fresh and self.keeps_position(selection) != self.keeps_position(self.selection):
+            raise ConfigError(
+                f"peek() answered step {self.step}, which this restore would not come to: one of them "
+                'takes "progress" and the other does not. Give peek() the same only and skip'
+            )
+
+
+def _trees(index: Index, rank: int) -> dict[str, Any]:
+    """What entries without tensors have saved: the first rank's, or this rank's where ranks have their own."""
+    own = index.rank_values[rank] if rank < len(index.rank_values) else {}
+    trees = {**index.values, **{name: tree[0] if isinstance(tree, list) else tree for name, tree in own.items()}}
+    with_tensors = {prefix for tensor in index.tensors for prefix in _prefixes(tensor.name)}
+    return {
+        name: tree
+        for name, tree in trees.items()
+        if name not in {ASSETS, *OWN_ENTRIES, *with_tensors}
+        and not (isinstance(tree, dict) and any(form <= set(tree) for form in _OWN_FORMS))
+    }
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The name of a tensor, and those of all that may hold it: of "a.b.c" also "a.b" and "a"."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _no_tensor(name: str) -> object:
+    raise KeyError(name)

@@ -1,0 +1,96 @@
+"""Random state of python, numpy, torch's CPU and every accelerator device, as values of one rank.
+
+Kept per rank. Rule for another world size: a rank that existed takes its own state; a new rank gets seeds derived
+from rank 0's saved state and its own number, so that the same resize always gives the same run. Another number of
+devices: the first ones are set, and always the one that the rank trains on. What is not in a checkpoint stays as it is.
+"""
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from raycheck.bucket.format.values import decode, encode
+from raycheck.errors import CorruptError
+
+
+class DriverRng:
+    """The random state of a process that is no rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": rng_values()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        apply_rng([state["rng"]], 0)
+
+
+def rng_values() -> Any:
+    """This process's random state, as a lossless tree."""
+    numpy = sys.modules.get("numpy")
+    return encode(
+        {
+            "python": random.getstate(),
+            "numpy": numpy.random.get_state() if numpy else None,
+            "torch": bytes(torch.get_rng_state().numpy()),
+            "accelerator": [bytes(state.cpu().numpy()) for state in _accelerator_states()],
+            "current_device": torch.accelerator.current_device_index() if torch.accelerator.is_available() else None,
+        },
+        "rng",
+    )
+
+
+def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
+    """Set this process's random state from those saved. Returns what was done, for the restore report."""
+    if not rank_values:
+        raise CorruptError("the checkpoint holds no random state")
+    if rank >= len(rank_values):
+        digest = hashlib.blake2b(json.dumps(rank_values[0]).encode() + rank.to_bytes(8, "big"), digest_size=8)
+        _seed_all(int.from_bytes(digest.digest(), "big") >> 1)
+        return f"derived for new rank {rank} from rank 0's saved state"
+    saved = decode(rank_values[rank], _no_tensor)
+    if "python" in saved:
+        random.setstate(saved["python"])
+    if saved.get("numpy") is not None:
+        import numpy as np
+
+        np.random.set_state(saved["numpy"])  # noqa: NPY002  the legacy global state is what user code draws from
+    if "torch" in saved:
+        torch.set_rng_state(_state_tensor(saved["torch"]))
+    on_devices, devices = saved.get("accelerator", []), len(_accelerator_states())
+    for device, state in enumerate(on_devices[:devices]):
+        torch.get_device_module().set_rng_state(_state_tensor(state), device)
+    if devices and on_devices:
+        # Ranks move between devices: the one this rank trains on takes the state of the one it trained on.
+        torch.get_device_module().set_rng_state(_state_tensor(on_devices[saved["current_device"]]))
+    done = "restored"
+    if absent := [name for name in ("python", "numpy", "torch", "accelerator") if name not in saved]:
+        done += f"; not in the checkpoint and left as it is: {', '.join(absent)}"
+    if len(on_devices) != devices:
+        done += f"; accelerator devices: {len(on_devices)} saved, {devices} here, the first ones set"
+    return done
+
+
+def _accelerator_states() -> list[torch.Tensor]:
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module()
+    return [module.get_rng_state(device) for device in range(torch.accelerator.device_count())]
+
+
+def _state_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _no_tensor(name: str) -> object:
+    raise CorruptError(f"random state refers to a tensor {name!r}")

@@ -1,0 +1,245 @@
+"""Reading tensors back: byte-exact ranged GETs from the index's offsets, straight into the live tensors.
+
+Works at any world size: each wanted box is cut from whatever boxes were saved. Every 4 MiB sub-block that is read is
+checked, also of partial reads; nothing is unpickled.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from raycheck.bucket.format.checksum import READS, SUB_BLOCK, crc32
+from raycheck.bucket.format.index import Chunk, Index, Tensor
+from raycheck.bucket.format.object_keys import shard_file
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError, DamagedError, NotFoundError
+from raycheck.shards.transfer.local_box import Piece, as_bytes, strides_of
+from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
+
+REQUEST_BYTES = 16 * 1024 * 1024
+GAP_BYTES = 64 * 1024
+REQUESTS_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """Bytes start..stop of a chunk's payload (whole sub-blocks), and the box of them that goes into a piece.
+
+    first, sizes, strides: the box inside the chunk, in elements from its first; target_low: its corner inside the
+    piece. One run of bytes on both sides is a box of one dimension.
+    """
+
+    tensor: Tensor
+    chunk: Chunk
+    piece: Piece
+    start: int
+    stop: int
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    target_low: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One ranged GET of an object: bytes start..stop, serving reads in order."""
+
+    key: str
+    start: int
+    stop: int
+    reads: tuple[Read, ...]
+
+
+def read_into(
+    store: Store,
+    prefixes: dict[str, str],
+    index: Index,
+    pieces: Sequence[Piece],
+    *,
+    request_bytes: int = REQUEST_BYTES,
+    written: WrittenBytes | None = None,
+) -> int:
+    """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
+    one request fetches at most, a multiple of the sub-block. `written`: where the bytes of each piece are counted.
+
+    Returns the bytes fetched. Raises DamagedError that names rank, component, tensor and sub-block, NotFoundError for
+    a missing object. After an error the tensors hold a mixture and must not be used.
+    """
+    requests = list(_requests(prefixes, _reads(index, pieces, request_bytes), request_bytes))
+    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
+        for counts in pool.map(lambda request: _serve(store, request), requests):
+            if written is not None:
+                written.add_all(counts)
+    return sum(request.stop - request.start for request in requests)
+
+
+def _reads(index: Index, pieces: Sequence[Piece], request_bytes: int) -> Iterator[Read]:
+    numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
+    for piece in pieces:
+        number = numbers[piece.name]
+        covered = 0
+        for chunk in index.chunks_in(number, piece.offsets, piece.sizes):
+            low = tuple(map(max, chunk.offsets, piece.offsets))
+            high = tuple(
+                min(a + n, b + m)
+                for a, n, b, m in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.sizes, strict=True)
+            )
+            sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+            if all(size > 0 for size in sizes):
+                covered += math.prod(sizes)
+                yield from _reads_of_box(index.tensors[number], chunk, piece, low, sizes, request_bytes)
+        if covered != math.prod(piece.sizes):
+            raise CorruptError(f"the checkpoint's index does not cover {piece.name} at {piece.offsets}")
+
+
+def _reads_of_box(  # noqa: PLR0917
+    tensor: Tensor, chunk: Chunk, piece: Piece, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
+) -> Iterator[Read]:
+    """The reads for one box: cut at sub-blocks where it is one run of bytes on both sides, else at rows."""
+    inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
+    target = tuple(a - b for a, b in zip(low, piece.offsets, strict=True))
+    item = _saved_dtype(piece).itemsize
+    if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
+        raise CorruptError(f"{tensor.name}: a chunk of {chunk.sizes} has {chunk.payload_size} bytes")
+
+    def read(corner: tuple[int, ...], box: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
+        begin = sum(a * s for a, s in zip(corner, strides, strict=True)) * item
+        end = begin + (sum((n - 1) * s for n, s in zip(box, strides, strict=True)) + 1) * item
+        return Read(
+            tensor=tensor,
+            chunk=chunk,
+            piece=piece,
+            start=begin // SUB_BLOCK * SUB_BLOCK,
+            stop=min(-(-end // SUB_BLOCK) * SUB_BLOCK, chunk.payload_size),
+            first=begin // item,
+            sizes=box,
+            strides=strides,
+            target_low=into,
+        )
+
+    strides = strides_of(chunk.sizes)
+    if sizes[1:] == chunk.sizes[1:] == piece.sizes[1:] and piece.local.is_contiguous():
+        at = inside[0] * strides[0] if sizes else 0
+        stop = at + math.prod(sizes)
+        shift = (target[0] * strides[0] if sizes else 0) - at
+        while at < stop:
+            until = min(stop, (at * item // SUB_BLOCK * SUB_BLOCK + request_bytes) // item)
+            yield read((at,), (until - at,), (at + shift,), (1,))
+            at = until
+        return
+    rows = max(1, request_bytes // (strides[0] * item))
+    for skip in range(0, sizes[0], rows):
+        box = (min(rows, sizes[0] - skip), *sizes[1:])
+        yield read((inside[0] + skip, *inside[1:]), box, (target[0] + skip, *target[1:]), strides)
+
+
+def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: int) -> Iterator[Request]:
+    """Sorted by object and offset; neighbours across small gaps become one request."""
+    by_key: dict[str, list[Read]] = {}
+    for read in reads:
+        key = prefixes[read.chunk.component] + shard_file(read.chunk.rank)
+        by_key.setdefault(key, []).append(read)
+    for key, group in by_key.items():
+        group.sort(key=_start_in_object)
+        batch: list[Read] = []
+        end = 0
+        for read in group:
+            if batch:
+                size = max(end, _stop_in_object(read)) - _start_in_object(batch[0])
+                if _start_in_object(read) - end > GAP_BYTES or size > request_bytes:
+                    yield _request(key, batch)
+                    batch, end = [], 0
+            batch.append(read)
+            end = max(end, _stop_in_object(read))
+        yield _request(key, batch)
+
+
+def _request(key: str, batch: list[Read]) -> Request:
+    stop = max(map(_stop_in_object, batch))
+    return Request(key=key, start=_start_in_object(batch[0]), stop=stop, reads=tuple(batch))
+
+
+def _start_in_object(read: Read) -> int:
+    return read.chunk.payload_offset + read.start
+
+
+def _stop_in_object(read: Read) -> int:
+    return read.chunk.payload_offset + read.stop
+
+
+def _serve(store: Store, request: Request) -> list[tuple[Piece, int]]:
+    """Read again before anything counts as damaged: it may have been changed on its way. Returns how many bytes of
+    each piece were written."""
+    for attempt in range(1, READS + 1):
+        counts = []
+        try:
+            data = memoryview(store.get_range(request.key, request.start, request.stop))
+            for read in request.reads:
+                begin = _start_in_object(read) - request.start
+                payload = data[begin : begin + read.stop - read.start]
+                _verify(payload, read)
+                counts.append((read.piece, _place(payload, read)))
+        except CorruptError as error:
+            if attempt == READS:
+                raise _damaged(request, error) from None
+        except NotFoundError:
+            if attempt == READS:
+                raise
+        else:
+            return counts
+    raise AssertionError("the last reading returns or raises")
+
+
+def _verify(payload: memoryview, read: Read) -> None:
+    first = read.start // SUB_BLOCK
+    for number, at in enumerate(range(0, len(payload), SUB_BLOCK), first):
+        if crc32(payload[at : at + SUB_BLOCK]) != read.chunk.crcs[number]:
+            raise DamagedError(
+                f"shard of rank {read.chunk.rank}, component {read.chunk.component}: tensor {read.tensor.name}, "
+                f"sub-block {number} has another checksum than the index says"
+            )
+
+
+def _damaged(request: Request, error: CorruptError) -> DamagedError:
+    """For an object that ends before the tensors in it do: which these are."""
+    if isinstance(error, DamagedError):
+        return error
+    chunk, names = request.reads[0].chunk, dict.fromkeys(read.tensor.name for read in request.reads)
+    return DamagedError(
+        f"shard of rank {chunk.rank}, component {chunk.component}: {error}; tensors {', '.join(list(names)[:8])}"
+    )
+
+
+def _place(payload: memoryview, read: Read) -> int:
+    """Copy the box out of whole sub-blocks into the live tensor. Returns how many bytes of it were written."""
+    local, dtype = read.piece.local.detach(), _saved_dtype(read.piece)
+    item = dtype.itemsize
+    skip = read.first - read.start // item
+    if (
+        len(read.sizes) == 1 and dtype == local.dtype and _is_plain(local)
+    ):  # one run of bytes on both sides: straight from what was received
+        low, count = read.target_low[0] * item, read.sizes[0] * item
+        target = as_bytes(local).numpy()
+        target = target[low : low + count]
+        np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
+        return int(target.nbytes)
+    flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
+    box = flat.as_strided(read.sizes, read.strides, skip)
+    target_box = local.view(-1) if len(read.sizes) != local.dim() else local
+    for dim, (start, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
+        target_box = target_box.narrow(dim, start, size)
+    target_box.copy_(box)
+    return written_bytes(target_box)
+
+
+def _saved_dtype(piece: Piece) -> torch.dtype:
+    return piece.cast_from or piece.local.dtype
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory on this host is its bytes, one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

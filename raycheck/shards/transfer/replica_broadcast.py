@@ -1,0 +1,153 @@
+"""Replicas are read once by the whole group and handed on: each rank of a DDP job wants the same bytes, and a bucket
+should not be asked for them by every one.
+
+Used where the ranks have a torch process group of their own; without one each rank reads all it wants.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raycheck.errors import RaycheckError, StoreError
+from raycheck.shards.transfer.local_box import Piece, as_bytes
+from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
+
+BUCKET_BYTES = 32 * 1024 * 1024
+ALIGN = 16
+Box = tuple[str, tuple[int, ...], tuple[int, ...], str]
+
+
+def read_shared(
+    read: Callable[[Sequence[Piece]], int],
+    pieces: Sequence[Piece],
+    rank: int,
+    world_size: int,
+    *,
+    written: WrittenBytes,
+) -> int:
+    """Fill the live tensors of `pieces` by `read`, those that all ranks want by one of them. A collective. `written`:
+    where the bytes are counted that other ranks have sent.
+
+    Returns the bytes that this rank fetched. Raises what `read` raised on this rank, else on the lowest that failed.
+    """
+    if not _has_group(world_size):
+        return read(pieces)
+    by_box = {_box(piece): piece for piece in pieces if piece.sizes == piece.shape}
+    own = sorted(by_box) if dist.get_rank() == rank and _can_send(pieces) else []
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=16).digest()
+    is_alike = len(set(_gathered((digest, None), world_size))) == 1
+    common = own if is_alike else sorted(set(own).intersection(*_gather(own, world_size)))
+    reader_of = _readers({box: by_box[box].size_bytes for box in common}, world_size)
+    failure, fetched = None, 0
+    try:
+        fetched = read([piece for piece in pieces if reader_of.get(_box(piece), rank) == rank])
+    except RaycheckError as error:
+        failure = error
+    except Exception as error:  # noqa: BLE001  the others must not wait for this rank
+        failure = StoreError(f"rank {rank} could not read its share: {type(error).__name__}: {error}")
+    _gathered((None, failure), world_size)
+    ordered = sorted((reader, box) for box, reader in reader_of.items())
+    for reader, group in groupby(ordered, itemgetter(0)):
+        for bucket in _buckets([by_box[box] for _, box in group]):
+            _hand_on(bucket, reader, rank)
+            if rank != reader:
+                written.add_all((piece, written_bytes(piece.local)) for piece in bucket)
+    return fetched
+
+
+@contextmanager
+def told_to_all(world_size: int) -> Iterator[None]:
+    """For what comes before `read_shared`: an error on one rank is raised on those that wait for it there."""
+    try:
+        yield
+    except Exception as error:
+        if _has_group(world_size):
+            is_ours = isinstance(error, RaycheckError)
+            told = error if is_ours else StoreError(f"another rank could not restore: {type(error).__name__}: {error}")
+            _gather((None, told), world_size)
+        raise
+
+
+def _has_group(world_size: int) -> bool:
+    """Whether there is a process group of this many ranks. Judged alike by all of them."""
+    return world_size > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
+
+
+def _gather(item: Any, world_size: int) -> list[Any]:
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, item)
+    return gathered
+
+
+def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) -> list[bytes | None]:
+    """The first of each rank's pair. Raises this rank's error, else the lowest rank's that has one."""
+    pairs = _gather(item, world_size)
+    failure = item[1] or next((error for _, error in pairs if error is not None), None)
+    if failure is not None:
+        raise failure
+    return [found for found, _ in pairs]
+
+
+def _can_send(pieces: Sequence[Piece]) -> bool:
+    devices = {part.partition(":")[0] for part in dist.get_backend_config().split(",")}
+    return {piece.local.device.type for piece in pieces} <= devices
+
+
+def _box(piece: Piece) -> Box:
+    return piece.name, piece.offsets, piece.sizes, f"{piece.dtype} on {piece.local.device.type}"
+
+
+def _readers(sizes: dict[Box, int], world_size: int) -> dict[Box, int]:
+    """Who reads what: shares of equal bytes, as even as the tensors allow."""
+    load = [0] * world_size
+    readers = {}
+    for box, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        reader = min(range(world_size), key=load.__getitem__)
+        readers[box] = reader
+        load[reader] += size
+    return readers
+
+
+def _buckets(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Small tensors of one device together; a large one by itself."""
+    bucket: list[Piece] = []
+    size = 0
+    for piece in sorted(pieces, key=lambda piece: str(piece.local.device.type)):
+        is_other = bool(bucket) and bucket[0].local.device.type != piece.local.device.type
+        if bucket and (is_other or size + piece.size_bytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size += piece.size_bytes
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def _hand_on(bucket: Sequence[Piece], reader: int, rank: int) -> None:
+    locals_ = [piece.local for piece in bucket]
+    if len(locals_) == 1 and locals_[0].is_contiguous():
+        dist.broadcast(as_bytes(locals_[0]), src=reader)  # as bytes: gloo does not know every dtype
+        return
+    starts, end = [], 0
+    for piece in bucket:
+        starts.append(end)
+        end += -(-piece.size_bytes // ALIGN) * ALIGN
+    flat = torch.empty(end, dtype=torch.uint8, device=locals_[0].device)
+    views = [
+        flat[start : start + piece.size_bytes].view(piece.local.dtype).view(piece.sizes)
+        for start, piece in zip(starts, bucket, strict=True)
+    ]
+    if rank == reader:
+        for view, tensor in zip(views, locals_, strict=True):
+            view.copy_(tensor)
+    dist.broadcast(flat, src=reader)
+    if rank != reader:
+        for view, tensor in zip(views, locals_, strict=True):
+            tensor.copy_(view)

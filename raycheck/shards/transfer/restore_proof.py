@@ -1,0 +1,61 @@
+"""Proof that a restore did what it reports: bytes are counted where they are copied, and compared with the size of each
+live tensor; afterwards the live objects are asked for their tensors once more.
+
+Many things take a copy without a word and keep nothing: meta tensors, hooks that make tensors anew, a load_state_dict
+that forgets. None of them may end in a report that says "restored".
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from raycheck.errors import ConfigError
+from raycheck.shards.transfer.gather_cache import local_of
+from raycheck.shards.transfer.local_box import Piece, as_bytes
+
+
+class WrittenBytes:
+    """Counts the bytes that were written into each piece. The pieces must live as long as it does."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def add_all(self, counts: Iterable[tuple[Piece, int]]) -> None:
+        for piece, size_bytes in counts:
+            self._bytes[id(piece)] = self._bytes.get(id(piece), 0) + size_bytes
+
+    def check(self, pieces: Iterable[Piece]) -> None:
+        """Raise ConfigError, naming the tensor, when one of them was not written exactly once from end to end."""
+        for piece in pieces:
+            found = self._bytes.get(id(piece), 0)
+            if found != piece.size_bytes:
+                raise not_restored(
+                    piece.name, f"{found} of its {piece.size_bytes} bytes on {piece.local.device} were written"
+                )
+
+
+def not_restored(name: str, why: str) -> ConfigError:
+    return ConfigError(f"{name} was not restored: {why}. The state is a mixture now and must not be trained on")
+
+
+def written_bytes(target: torch.Tensor) -> int:
+    """How many bytes a copy into `target` has written: none where it has no memory."""
+    return target.nbytes if has_memory(target) else 0
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor without further parts has bytes of its own; one without elements needs none."""
+    return not tensor.is_meta and (not tensor.numel() or tensor.data_ptr() != 0)
+
+
+def holds(live: torch.Tensor, read: torch.Tensor) -> bool:
+    """Whether a live tensor is the memory that was read into, or else has equal bytes."""
+    live, read = local_of(live.detach()), local_of(read.detach())
+    if (live.shape, live.dtype) != (read.shape, read.dtype) or not has_memory(live):
+        return False
+    is_same = (live.data_ptr(), live.stride(), live.device) == (read.data_ptr(), read.stride(), read.device)
+    return is_same or torch.equal(_bytes(live), _bytes(read))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())

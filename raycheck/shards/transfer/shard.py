@@ -1,0 +1,70 @@
+"""A shard object: where the records of its pieces lie, and what manifest and index say of it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from raycheck.bucket.format.index import Chunk, Leaf, Tensor
+from raycheck.bucket.format.manifest import ShardRecord
+from raycheck.shards.transfer.local_box import Piece
+from raycheck.shards.transfer.torch_record import Frame
+
+Rows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
+"""Of an index: chunks count among these tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardName:
+    component: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """What manifest and index say of it. Chunks count among these tensors."""
+
+    record: ShardRecord
+    tensors: tuple[Tensor, ...]
+    chunks: tuple[Chunk, ...]
+    leaves: tuple[Leaf, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Where a piece's record lies in the buffer, in bytes."""
+
+    start: int
+    frame: Frame
+
+    @property
+    def payload(self) -> slice:
+        begin = self.start + len(self.frame.head)
+        return slice(begin, begin + self.frame.payload_size)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.frame.record_size
+
+
+def rows(shard: ShardName, pieces: Sequence[Piece], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]) -> Rows:
+    """The tensors of a shard, and the chunks it has of them. One that is tied is there under each of its names."""
+    tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
+    chunks = [
+        Chunk(
+            tensor=number,
+            component=shard.component,
+            rank=shard.rank,
+            offsets=piece.offsets,
+            sizes=piece.sizes,
+            record_offset=slot.start,
+            record_size=slot.frame.record_size,
+            payload_offset=slot.payload.start,
+            payload_size=slot.frame.payload_size,
+            crcs=own,
+        )
+        for number, (piece, slot, own) in enumerate(zip(pieces, slots, crcs, strict=False))
+    ]
+    aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
+    for number, (name, path) in aliases:
+        chunks.append(replace(chunks[number], tensor=len(tensors)))
+        tensors.append(replace(tensors[number], name=name, path=path))
+    return tuple(tensors), tuple(chunks)

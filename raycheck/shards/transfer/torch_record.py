@@ -1,0 +1,171 @@
+"""The small frame that makes raw tensor bytes one `torch.save` record, so that stock DCP reads our shards.
+
+Pushing payload through `torch.save` costs ten times a copy. torch itself writes the frame once per (dtype, shape)
+with its payload skipped, so a new torch brings its own layout; only five fields depend on the payload, all through
+its CRC-32. Nothing about the layout is a constant here: positions come from the template's own central directory.
+"""
+
+import io
+import re
+import struct
+import zipfile
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import IO, cast
+
+import torch
+
+from raycheck.bucket.format.checksum import crc32
+
+_CENTRAL = b"PK\x01\x02"
+_DESCRIPTOR = b"PK\x07\x08"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """Bytes before and after a payload of `payload_size` bytes. Patch offsets count from the tail's first byte."""
+
+    head: bytes
+    tail: bytes
+    payload_size: int
+    payload_crc_at: tuple[int, ...]
+    id_digits_at: int
+    id_crc_at: tuple[int, ...]
+    id_prefix: bytes
+    fold_before: tuple[int, ...]
+    fold_after: tuple[int, ...]
+
+    @property
+    def record_size(self) -> int:
+        return len(self.head) + self.payload_size + len(self.tail)
+
+    def sealed_tail(self, payload_crc: int) -> bytearray:
+        """The tail for a payload with this CRC-32: with the head and the payload, byte for byte what torch writes."""
+        tail = bytearray(self.tail)
+        if self.payload_size == 0:
+            return tail  # torch folds no checksum of an empty payload
+        folded = 0
+        for crc in (*self.fold_before, payload_crc, *self.fold_after):
+            folded ^= (crc + 0x9E3779B9 + (folded << 6) + (folded >> 2)) & 0xFFFFFFFFFFFFFFFF
+            folded &= 0xFFFFFFFFFFFFFFFF
+        digits = f"{folded:020d}".encode()
+        tail[self.id_digits_at : self.id_digits_at + 20] = digits
+        for at in self.payload_crc_at:
+            struct.pack_into("<I", tail, at, payload_crc)
+        for at in self.id_crc_at:
+            struct.pack_into("<I", tail, at, crc32(self.id_prefix + digits))
+        return tail
+
+
+@lru_cache(maxsize=65536)
+def frame_for(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """The frame of a contiguous tensor of this dtype and shape, written by the installed torch."""
+    sparse = _Sparse()
+    template = torch.empty(shape, dtype=dtype)
+    if hasattr(torch.serialization, "skip_data"):
+        with torch.serialization.skip_data():
+            torch.save(template, cast("IO[bytes]", sparse))
+    else:
+        torch.save(template, cast("IO[bytes]", sparse))
+    return _dissect(sparse, payload_size=template.numel() * template.element_size())
+
+
+class _Sparse(io.RawIOBase):
+    """A file that keeps what was written and reads zeros where nothing was, so that a skipped 4 GiB costs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: list[tuple[int, bytes]] = []
+        self._at = 0
+        self._end = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._end)[whence]
+        self._end = max(self._end, self._at)
+        return self._at
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        piece = bytes(data)
+        self._pieces.append((self._at, piece))
+        self._at += len(piece)
+        self._end = max(self._end, self._at)
+        return len(piece)
+
+    def read(self, size: int | None = -1) -> bytes:
+        count = self._end - self._at if size is None or size < 0 else min(size, self._end - self._at)
+        out = bytearray(count)
+        for start, piece in self._pieces:
+            low, high = max(start, self._at), min(start + len(piece), self._at + count)
+            if low < high:
+                out[low - self._at : high - self._at] = piece[low - start : high - start]
+        self._at += count
+        return bytes(out)
+
+    def between(self, start: int, stop: int) -> bytes:
+        self._at = start
+        return self.read(stop - start)
+
+
+def _dissect(sparse: _Sparse, *, payload_size: int) -> Frame:
+    with zipfile.ZipFile(sparse) as archive:
+        members = archive.infolist()
+        central_at = archive.start_dir
+    by_suffix = {member.filename.partition("/")[2]: member for member in members}
+    payload, identity = by_suffix["data/0"], by_suffix[".data/serialization_id"]
+    payload_at = _data_offset(sparse, payload)
+    tail_at = payload_at + payload_size
+    sparse.seek(0, 2)
+    head, tail = sparse.between(0, payload_at), sparse.between(tail_at, sparse.seek(0, 2))
+    central = _central_entries(tail, central_at - tail_at)
+    id_at = _data_offset(sparse, identity) - tail_at
+    id_value = tail[id_at : id_at + identity.file_size]
+    if not re.fullmatch(rb"\d{40}", id_value):
+        raise RuntimeError(f"this torch ({torch.__version__}) writes an unknown serialization id {id_value!r}")
+    order = sorted(members, key=lambda member: member.header_offset)
+    place = order.index(payload)
+    folds = [member.CRC for member in order if member is not identity]
+    return Frame(
+        head=head,
+        tail=tail,
+        payload_size=payload_size,
+        payload_crc_at=(4, central[payload.filename]) if payload_size else (),
+        id_digits_at=id_at + 20,
+        id_crc_at=(_descriptor_crc(tail, id_at + 40), central[identity.filename]),
+        id_prefix=id_value[:20],
+        fold_before=tuple(folds[:place]),
+        fold_after=tuple(folds[place + 1 :]),
+    )
+
+
+def _data_offset(sparse: _Sparse, member: zipfile.ZipInfo) -> int:
+    local = sparse.between(member.header_offset, member.header_offset + 30)
+    name_size, extra_size = struct.unpack_from("<HH", local, 26)
+    return member.header_offset + 30 + int(name_size) + int(extra_size)
+
+
+def _central_entries(tail: bytes, at: int) -> dict[str, int]:
+    """File name to the offset of its CRC in the central directory, which begins at `at`."""
+    found = {}
+    while tail[at : at + 4] == _CENTRAL:
+        name_size, extra_size, comment_size = struct.unpack_from("<HHH", tail, at + 28)
+        found[tail[at + 46 : at + 46 + name_size].decode()] = at + 16
+        at += 46 + name_size + extra_size + comment_size
+    return found
+
+
+def _descriptor_crc(tail: bytes, at: int) -> int:
+    if tail[at : at + 4] != _DESCRIPTOR:
+        raise RuntimeError(f"this torch ({torch.__version__}) writes records without data descriptors")
+    return at + 4

@@ -1,0 +1,1 @@
+"""The coordinator: one actor per driver and run that turns the ranks' reports into commits."""

@@ -1,0 +1,96 @@
+"""`raycheck_*` metrics for Ray's metrics endpoint, all from the coordinator's process: one source for one run.
+
+cluster/grafana/raycheck.json shows them. Each has the tag `run`, the run's URI without settings.
+"""
+
+import time
+from collections.abc import Callable
+
+from ray.util.metrics import Counter, Gauge
+
+from raycheck.bucket.attempt_records import Resume
+from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.train.coordinator.lost_work import Pulse
+
+GAUGES = {
+    "raycheck_attempt": "Number of the live attempt",
+    "raycheck_last_committed_step": "Step of the newest commit",
+    "raycheck_last_commit_age_seconds": "Since the newest commit",
+    "raycheck_blocked_seconds": "Training blocked by the newest commit's save, on the slowest rank",
+    "raycheck_upload_seconds": "Upload of the newest commit, of the slowest rank",
+    "raycheck_commit_seconds": "From the last rank's report to the newest commit",
+    "raycheck_saved_bytes": "Uploaded for the newest commit by all ranks",
+    "raycheck_upload_mb_per_second": "Uploaded for the newest commit by all ranks together, in 10^6 bytes per second",
+    "raycheck_restore_seconds": "The live attempt's restore, on the slowest rank",
+    "raycheck_restored_bytes": "Fetched for the live attempt's restore by all ranks",
+    "raycheck_goodput": "Seconds of training that stand / seconds since the run began, over all attempts",
+}
+COUNTERS = {
+    "raycheck_commits": "Saves that were committed",
+    "raycheck_failed_saves": "Saves that failed",
+    "raycheck_skipped_saves": "Saves that were left out because the one before had not ended",
+    "raycheck_restores": "Restores of a checkpoint",
+    "raycheck_lost_steps": "Steps that were trained and thrown away, as far as known",
+}
+
+
+class Telemetry:
+    """Counts from when the coordinator started."""
+
+    def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
+        tags = {"run": uri.partition("?")[0]}
+        self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in GAUGES.items()}
+        self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in COUNTERS.items()}
+        for metric in (*self._gauges.values(), *self._counters.values()):
+            metric.set_default_tags(tags)
+        self._clock = clock
+        self._committed: float | None = None
+        self._told: dict[str, int | None] = {"raycheck_failed_saves": 0, "raycheck_skipped_saves": 0}
+
+    def begin(self, attempt: int, entry: Entry | None, *, now: float, is_adopted: bool = False) -> None:
+        """entry: the newest commit. now: by the store's clock. is_adopted: another process has told of this attempt."""
+        self._set("raycheck_attempt", attempt)
+        self._told = dict.fromkeys(self._told, None if is_adopted else 0)
+        if entry is not None:
+            self._set("raycheck_last_committed_step", entry.step)
+            self._committed = self._clock() - max(0.0, now - entry.committed_at)
+
+    def restored(self, resume: Resume) -> None:
+        self._count("raycheck_lost_steps", resume.lost_steps or 0)
+        if resume.restored is not None:
+            self._count("raycheck_restores", 1)
+            self._set("raycheck_restore_seconds", resume.restore_s)
+            self._set("raycheck_restored_bytes", resume.restore_bytes)
+
+    def committed(self, manifest: Manifest, *, seconds: float) -> None:
+        """seconds: from the last report to the commit."""
+        upload_s = max(rank.upload_s for rank in manifest.ranks)
+        size = sum(rank.size_bytes for rank in manifest.ranks)
+        self._committed = self._clock()
+        self._count("raycheck_commits", 1)
+        self._set("raycheck_last_committed_step", manifest.step)
+        self._set("raycheck_blocked_seconds", max(rank.blocked_s for rank in manifest.ranks))
+        self._set("raycheck_upload_seconds", upload_s)
+        self._set("raycheck_commit_seconds", seconds)
+        self._set("raycheck_saved_bytes", size)
+        self._set("raycheck_upload_mb_per_second", size / 1e6 / max(upload_s, 1e-9))
+
+    def tick(self, pulse: Pulse | None, *, now: float) -> None:
+        """Now and then. now: by the store's clock."""
+        if self._committed is not None:
+            self._set("raycheck_last_commit_age_seconds", self._clock() - self._committed)
+        if pulse is None:
+            return
+        self._set("raycheck_goodput", pulse.trained_s / max(now - pulse.began_at, 1e-9))
+        for name, total in (("raycheck_failed_saves", pulse.failed), ("raycheck_skipped_saves", pulse.skipped)):
+            told = self._told[name]
+            self._count(name, 0 if told is None else total - told)
+            self._told[name] = total
+
+    def _set(self, name: str, value: float) -> None:
+        self._gauges[name].set(value)
+
+    def _count(self, name: str, more: int) -> None:
+        if more > 0:
+            self._counters[name].inc(more)

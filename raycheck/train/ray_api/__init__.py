@@ -1,0 +1,1 @@
+"""Every name of Ray that may change between its releases, feature-detected."""

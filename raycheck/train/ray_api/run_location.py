@@ -1,0 +1,115 @@
+"""Where a run lies, by what its RunConfig says of Ray's storage, and Ray's own way to that place."""
+
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from uuid import uuid4
+
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
+from raycheck.errors import ConfigError, NotFoundError, RaycheckError
+from raycheck.storage_settings import kind_of
+
+PROBE_S = 60.0
+"""For Ray's file system to read and write one small file, from a cold start on a busy machine."""
+_PROBE = "import sys; sys.path[:] = {path!r}; from raycheck.bucket.store.ray_filesystem import main; main()"
+
+_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
+
+
+def storage_uri(config: Any) -> str:
+    """Ray's storage path as a URI. Raises ConfigError for a run that could never be resumed."""
+    if not config.name or _DEFAULT_NAME.fullmatch(config.name):
+        raise ConfigError(
+            "RunConfig(name=...) is not set, so Ray makes up a new name each time and nothing could ever resume. "
+            "Give the run a name"
+        )
+    if config.storage_filesystem is not None:
+        return uri_of(config.storage_filesystem, str(config.storage_path))
+    return str(config.storage_path)
+
+
+def run_uri(config: Any) -> str:
+    """The run's root: Ray's storage path and run name. Raises ConfigError as storage_uri does."""
+    return join_uri(storage_uri(config), config.name)
+
+
+@contextmanager
+def ray_storage(config: Any, uri: str) -> Iterator[None]:
+    """In the block Ray, too, writes to the storage at `uri`, with all its settings."""
+    before = config.storage_path, config.storage_filesystem
+    if uri != storage_uri(config):
+        config.storage_path, config.storage_filesystem = uri, None
+    if config.storage_filesystem is None:
+        config.storage_path, config.storage_filesystem = ray_filesystem(uri) or (config.storage_path, None)
+    try:
+        yield
+    finally:
+        config.storage_path, config.storage_filesystem = before
+
+
+def check_ray_storage(config: Any, uri: str, store: Store) -> None:
+    """Prove on scratch objects that Ray's own file system reaches the place that raycheck's store does: what the store
+    has written it reads, and the store what it has written.
+
+    Ray may find other credentials or endpoints than raycheck, and then hang, after workers were started. Raises
+    ConfigError that says what Ray's side cannot, and StoreError when raycheck's own side fails.
+    """
+    if kind_of(uri) == "memory":  # each process has its own
+        return
+    token = uuid4().hex
+    source, target = object_keys.probe_key(token), object_keys.probe_key(f"{token}-ray")
+    try:
+        store.put(source, token.encode())
+        with ray_storage(config, uri):
+            files = config.storage_filesystem
+            request = (str(config.storage_path), files, *(f"{config.name}/{key}" for key in (source, target)))
+            kind = "pyarrow, by the URI" if files is None else type(getattr(files, "handler", files)).__name__
+            problem = _asked(pickle.dumps((*request, token.encode())))
+        if not problem and not _holds(store, target, token.encode()):
+            problem = "write there: raycheck does not find what it has written, so it is another place"
+        if problem:
+            raise ConfigError(
+                f"{store.uri}: raycheck reaches this place, and Ray's own file system ({kind}) cannot {problem}. Ray "
+                "would hang or fail once workers are there. Give its credentials and endpoint in a way that pyarrow "
+                "knows, too, or give storage_path as a URI, without storage_filesystem, and the settings by "
+                "raycheck.fit(trainer, storage=raycheck.StorageSettings(...))"
+            )
+    finally:
+        for key in (source, target):
+            with suppress(RaycheckError):  # what was raised before says more
+                store.delete(key)
+
+
+def _asked(request: bytes) -> str:
+    """What a process of its own, with Ray's file system, cannot do; empty when it could."""
+    command = [sys.executable, "-c", _PROBE.format(path=sys.path)]
+    with subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            answer, complaint = process.communicate(request, timeout=PROBE_S)
+            after = "its process died"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            answer, complaint = process.communicate()
+            after = f"no answer in {PROBE_S:.0f} s"
+    said = [item.split("\0") for item in answer.decode(errors="replace").split("\1")[:-1]]
+    word, text = said[-1] if said else ("begins", "be started")
+    if word == "failed" or not text:
+        return text
+    lines = complaint.decode(errors="replace").strip().splitlines()
+    return f"{text}: {after}{f' ({lines[-1]})' if lines else ''}"
+
+
+def _holds(store: Store, key: str, data: bytes) -> bool:
+    try:
+        return store.get(key).data == data
+    except NotFoundError:
+        return False

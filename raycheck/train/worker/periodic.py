@@ -1,0 +1,102 @@
+"""A script's own periodic work, such as evaluation or logging: when it is due.
+
+All ranks decide alike: steps and epochs are counted on each of them, and time is rank 0's clock, which they hear with
+its other words. The last turn is a part of the state. So a restart neither forgets what is due nor does again what the
+checkpoint says is done; what was done after that checkpoint was lost with the steps, and is due again.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from raycheck.bucket.format.progress import Progress
+from raycheck.errors import ConfigError
+from raycheck.settings import ExportSettings
+from raycheck.train.group import Group
+from raycheck.train.log import logger
+
+
+class Periodic:
+    """Says when the script's own work is due. Put it into the state, and ask `take_turn` after `end_step` and
+    `end_epoch`.
+
+    every_steps: at each multiple of so many steps, or at the first call after it. every_epochs: likewise of completed
+    epochs. every_seconds: once so much time of training has passed since the last turn or the start; downtime is none.
+    Any of them is enough. Raises ConfigError when a value cannot work.
+    """
+
+    def __init__(
+        self, *, every_steps: int | None = None, every_seconds: float | None = None, every_epochs: int | None = None
+    ) -> None:
+        if (every_steps, every_seconds, every_epochs) == (None, None, None):
+            raise ConfigError("Periodic(): give every_steps, every_seconds or every_epochs")
+        ExportSettings(every_steps=every_steps, every_seconds=every_seconds, every_epochs=every_epochs)  # checks them
+        self.every_steps = every_steps
+        self.every_seconds = every_seconds
+        self.every_epochs = every_epochs
+        self._now: Callable[[], tuple[Progress, float]] | None = None
+        self._saved: tuple[int, int, float] | None = None  # as a restore has it, until `start`
+        self._step = self._epoch = 0  # at the last turn
+        self._clock_s = 0.0
+
+    def take_turn(self) -> bool:
+        """Whether the work is due, which is counted as done from then on: a second call at the same step says False.
+
+        Every rank calls it at the same places. Raises ConfigError before `restore`, and for one that is in no state.
+        """
+        if self._now is None:
+            raise ConfigError("take_turn(): put the Periodic into the Checkpointer's state, and call restore() first")
+        progress, clock_s = self._now()
+        is_due = (
+            _is_passed(self._step, progress.step, self.every_steps)
+            or _is_passed(self._epoch, progress.epoch, self.every_epochs)
+            or (self.every_seconds is not None and clock_s - self._clock_s >= self.every_seconds)
+        )
+        if is_due:
+            self._step, self._epoch, self._clock_s = progress.step, progress.epoch, clock_s
+        return is_due
+
+    def start(self, now: Callable[[], tuple[Progress, float]]) -> None:
+        """Training starts, or goes on after a restore. now: where it is, and rank 0's clock, as all ranks know it."""
+        progress, clock_s = now()
+        step, epoch, passed_s = self._saved or (progress.step, progress.epoch, 0.0)
+        # What was restored without the step count begins anew with it.
+        self._step, self._epoch = min(step, progress.step), min(epoch, progress.epoch)
+        self._clock_s = clock_s - passed_s
+        self._now, self._saved = now, None
+
+    def state_dict(self) -> dict[str, int | float]:
+        passed_s = 0.0 if self._now is None else max(0.0, self._now()[1] - self._clock_s)
+        return {"step": self._step, "epoch": self._epoch, "seconds": passed_s}
+
+    def load_state_dict(self, state: Mapping[str, int | float]) -> None:
+        self._saved = int(state["step"]), int(state["epoch"]), float(state["seconds"])
+
+
+def _is_passed(last: int, now: int, every: int | None) -> bool:
+    """Whether a multiple lies between the last turn and now."""
+    return every is not None and now // every > last // every
+
+
+def periodics_of(entries: Mapping[str, object], group: Group, *, is_led: bool) -> list[Periodic]:
+    """The Periodics in a rank's state. is_led: a driver leads it, which alone has a clock. Raises ConfigError, naming
+    the entry, for time that the ranks would not have in common."""
+    found = {name: value for name, value in entries.items() if isinstance(value, Periodic)}
+    for name, periodic in found.items():
+        if periodic.every_seconds is not None and is_led:
+            raise ConfigError(f"state[{name!r}]: Periodic(every_seconds=...) belongs into the driver's state")
+        if periodic.every_seconds is not None and group.broadcast is None and group.world_size > 1:
+            raise ConfigError(
+                f"state[{name!r}]: Periodic(every_seconds=...) needs Group(broadcast=...): ranks must decide alike"
+            )
+    return list(found.values())
+
+
+def start_alone(periodics: Iterable[Periodic], progress: Callable[[], Progress], *, world_size: int) -> None:
+    """Start them where raycheck is turned off: several ranks have no clock in common then, so that time makes nothing
+    due, which is said."""
+    began = time.monotonic()
+    is_alone = world_size == 1
+    for periodic in periodics:
+        periodic.start(lambda: (progress(), time.monotonic() - began if is_alone else 0.0))
+        if periodic.every_seconds is not None and not is_alone:
+            logger.warning("raycheck is turned off: Periodic(every_seconds=...) is not due by time on several ranks")

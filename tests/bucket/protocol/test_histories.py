@@ -1,0 +1,67 @@
+"""No history of a run breaks an invariant: short ones in every run, 500 steps each with --all.
+
+A failure prints the steps of its history. `RAYCHECK_SHRINK=1` has hypothesis look for the shortest one, which takes
+minutes. The mutants prove that the machine can fail at all.
+"""
+
+import itertools
+import os
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from raycheck.errors import RaycheckError
+from tests.support import stepped_processes
+from tests.support.broken_protocols import MUTANTS, Mutant
+from tests.support.history_rules import Histories
+
+LONG_S = 180.0
+QUICK = settings(
+    max_examples=80,
+    stateful_step_count=50,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+    phases=tuple(Phase) if os.environ.get("RAYCHECK_SHRINK") else (Phase.generate,),
+)
+LONG = settings(QUICK, max_examples=4, stateful_step_count=500, derandomize=False, print_blob=True)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A call may stand still for as long as its history lasts."""
+    monkeypatch.setattr(stepped_processes, "STEP_DEADLINE_S", 600.0)
+
+
+def test_no_history_of_50_steps_breaks_an_invariant():
+    run_state_machine_as_test(Histories, settings=QUICK)
+
+
+@pytest.mark.slow
+def test_no_history_of_500_steps_breaks_an_invariant():
+    end = time.monotonic() + LONG_S
+    for number in itertools.count(1):
+        run_state_machine_as_test(Histories, settings=LONG)
+        if time.monotonic() > end:
+            print(f"{number} times {LONG.max_examples} histories")
+            break
+
+
+def run_short_ones() -> None:
+    """Several times a few, as hypothesis begins each time with tiny histories."""
+    for number in range(10):
+        machine = seed(number)(type("Histories", (Histories,), {}))
+        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=40, derandomize=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [pytest.param(it, id=it.lacks.replace(" ", "-")) for it in MUTANTS])
+def test_the_histories_notice_when(mutant: Mutant, monkeypatch):
+    mutant.install(monkeypatch)
+
+    with pytest.raises((AssertionError, RaycheckError)):
+        run_short_ones()

@@ -1,0 +1,326 @@
+"""Large objects by either engine: the bytes, what a fault leaves, and that the caller's buffer is free in the end.
+
+The server is a real one behind a proxy that makes the faults. A bytearray that is still exported somewhere refuses to
+change its size: so a test sees whether any thread can still read it.
+"""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from raycheck.bucket.store import Store, client_options, open_store, retry
+from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.buffer_loan import CUTS, Cut, Loan
+from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
+from raycheck.bucket.store.retry import Pieces
+from raycheck.bucket.store.s3.obstore_store import FastS3Store
+from raycheck.errors import ConfigError, NotFoundError, StoreError
+from tests.support.http_fault_proxy import FaultProxy
+
+PART = 5 * 1024 * 1024
+SIZE = 3 * PART + 5
+WAIT_S = 60.0
+CREATE, COMPLETE = "[?]uploads", "[?]uploadId"
+
+
+class SourceError(Exception):
+    """What a generator of parts may raise; the store knows nothing of it."""
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=PART, in_flight=2))
+
+
+@pytest.fixture
+def fast(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> FastS3Store:
+    monkeypatch.setattr(retry, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+    store = open_store(join_uri(wire.uri, uuid4().hex))
+    assert isinstance(store, FastS3Store)
+    return store
+
+
+@pytest.fixture(params=["obstore", "s3fs"])
+def store(request: pytest.FixtureRequest, fast: FastS3Store) -> Store:
+    return fast if request.param == "obstore" else fast.through_s3fs
+
+
+@pytest.fixture
+def buffer() -> bytearray:
+    return bytearray(random.Random(1).randbytes(SIZE))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_options, "TIMEOUT_S", 1)
+    monkeypatch.setattr(retry, "REQUEST_TIMEOUT_S", 1.0)
+
+
+def parts_of(buffer: bytearray) -> Iterator[memoryview]:
+    return (memoryview(buffer)[at : at + PART] for at in range(0, len(buffer), PART))
+
+
+def error_of(kind: type[Exception], store: Store, parts: Iterator[memoryview], size: int = SIZE) -> Exception:
+    """What an upload raises, without the frames that hold its parts: they read none."""
+    with pytest.raises(kind) as caught:
+        store.put_parts("a/b", parts, size)
+    return caught.value.with_traceback(None)
+
+
+def assert_nothing_remains(store: Store, buffer: bytearray) -> None:
+    gc.collect()
+    buffer.append(0)
+    assert list(store.list_objects("")) == []
+    assert list(store.list_uploads("")) == []
+
+
+def test_the_parts_arrive_whole(store, buffer, wire):
+    store.put_parts("a/b", parts_of(buffer), SIZE)
+
+    assert store.get("a/b").data == buffer
+    assert sum("partNumber" in line for line in wire.requests) == 4
+    assert list(store.list_uploads("")) == []
+
+
+def test_an_object_of_one_part_is_one_request(store, wire):
+    store.put_parts("a", iter([memoryview(b"bytes")]), 5)
+
+    assert [line.split("?")[0].split("/")[0] for line in wire.requests] == ["PUT "]
+    assert store.get("a").data == b"bytes"
+
+
+@pytest.mark.parametrize("kind", ["reset", "lose_answer", "busy"])
+@pytest.mark.parametrize(("method", "key"), [("POST", CREATE), ("PUT", "partNumber=2"), ("POST", COMPLETE)])
+def test_an_upload_goes_on_after_a_fault_in_any_request(store, buffer, wire, kind, method, key):
+    """Also when the lost answer was the last one, which said that the object is there."""
+    wire.rule(kind, method, key)
+
+    store.put_parts("a", parts_of(buffer), SIZE)
+
+    assert store.get("a").data == buffer
+    gc.collect()
+    buffer.append(0)
+
+
+def test_obstore_alone_writes_what_it_can(fast, buffer, wire):
+    wire.rule("busy", "PUT", "partNumber=2")
+
+    fast.put_parts("a", parts_of(buffer), SIZE)
+    fast.put("b", b"bytes")
+
+    assert "through_s3fs" not in fast.__dict__
+
+
+def test_a_part_whose_connection_broke_halfway_is_sent_again(store, buffer, wire):
+    rule = wire.rule("cut", "PUT", "partNumber=3", times=2)
+
+    store.put_parts("a", parts_of(buffer), SIZE)
+
+    assert len(rule.seen) == 2
+    assert store.get("a").data == buffer
+
+
+def test_a_body_gives_its_buffer_back_while_something_still_iterates(buffer):
+    async def begun() -> AsyncIterator[bytes]:
+        with Pieces(buffer) as body:
+            pieces = aiter(body)
+            assert await anext(pieces) == buffer[: retry.PIECE_BYTES]
+        return pieces
+
+    pieces = asyncio.run(begun())
+
+    buffer.append(0)
+    del pieces
+
+
+@pytest.mark.parametrize("kind", ["cut", "busy"])
+def test_a_part_that_fails_for_good_leaves_nothing_and_names_the_object(store, buffer, wire, kind):
+    wire.rule(kind, "PUT", "partNumber=2", times=99)
+
+    error = error_of(StoreError, store, parts_of(buffer))
+
+    assert "a/b: " in str(error)
+    assert "Credential" not in str(error)
+    assert not error.is_denied
+    del error
+    assert_nothing_remains(store, buffer)
+
+
+def test_a_stalled_part_ends_by_its_time_out(hasty, store, buffer, wire):
+    wire.rule("hold", "PUT", "partNumber=2", times=99)
+
+    assert error_of(StoreError, store, parts_of(buffer))
+
+    assert_nothing_remains(store, buffer)
+
+
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [("PUT", "partNumber=2"), *(pytest.param("POST", key, marks=pytest.mark.slow) for key in (CREATE, COMPLETE))],
+)
+def test_a_stalled_upload_ends_by_its_deadline_and_is_aborted(store, buffer, wire, method, key):
+    wire.rule("hold", method, key, times=99)
+    began = time.monotonic()
+
+    with ends_by(began + 2):
+        assert "no answer in time" in str(error_of(StoreError, store, parts_of(buffer)))
+
+    assert time.monotonic() < began + 2 + CLEAN_UP_S
+    assert_nothing_remains(store, buffer)
+
+
+def test_an_interrupted_upload_makes_no_object(fast, buffer, wire):
+    """Ctrl-C in an export: what was sent by then must not pass for the whole."""
+    rule = wire.rule("hold", "PUT", "partNumber=3")
+
+    def interrupt() -> None:
+        rule.wait(WAIT_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    error_of(KeyboardInterrupt, fast, parts_of(buffer))
+    thread.join()
+    rule.release()
+
+    assert_nothing_remains(fast, buffer)
+
+
+def test_an_upload_that_is_over_is_not_ended_as_if_it_were_whole():
+    loan = Loan()
+    pulled = loan.lend_each([memoryview(b"one"), memoryview(b"two")])
+    next(pulled).release()
+
+    assert loan.is_back()
+
+    with pytest.raises(StoreError, match="over"):
+        next(pulled)
+
+
+def test_a_stalled_object_of_one_part_ends_by_its_deadline(store, buffer, wire):
+    wire.rule("hold", "PUT", "a/b", times=99)
+    began = time.monotonic()
+
+    with ends_by(began + 1):
+        assert error_of(StoreError, store, iter([memoryview(buffer)[:PART]]), PART)
+
+    assert time.monotonic() < began + 1 + CLEAN_UP_S
+    assert_nothing_remains(store, buffer)
+
+
+def test_a_slow_source_is_not_waited_for_beyond_the_deadline(store, buffer):
+    def slow() -> Iterator[memoryview]:
+        for part in parts_of(buffer):
+            yield part
+            time.sleep(1)
+
+    with ends_by(time.monotonic() + 0.5):
+        assert error_of(StoreError, store, slow())
+
+    assert_nothing_remains(store, buffer)
+
+
+def test_nothing_reads_the_buffer_any_more_when_the_source_has_failed(hasty, store, buffer, wire):
+    """It fails while the server takes in nothing of the first part."""
+    rule = wire.rule("hold", "PUT", "partNumber=1")
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(buffer)[:PART]
+        rule.wait(WAIT_S)
+        raise SourceError
+
+    assert error_of(SourceError, store, parts())
+
+    assert_nothing_remains(store, buffer)
+
+
+@pytest.mark.parametrize("error", [OSError("mine"), NotFoundError("mine"), StoreError("mine")])
+def test_an_error_of_the_source_comes_out_as_it_is(store, buffer, error):
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(buffer)[:PART]
+        raise error
+
+    assert error_of(type(error), store, parts()) is error
+    assert_nothing_remains(store, buffer)
+
+
+def test_who_may_not_write_is_told_which_permission_is_needed(store, buffer, wire):
+    wire.rule("deny", "POST", CREATE, times=99)
+
+    error = error_of(StoreError, store, parts_of(buffer))
+
+    assert error.is_denied
+    assert "s3:PutObject" in str(error)
+    assert not any("partNumber" in line for line in wire.requests)
+
+
+def test_a_permission_that_is_lost_on_the_way_is_told_as_one(store, buffer, wire):
+    wire.rule("deny", "PUT", "partNumber=2")
+
+    error = error_of(StoreError, store, parts_of(buffer))
+
+    assert error.is_denied
+    assert "s3:PutObject" in str(error)
+    del error
+    assert_nothing_remains(store, buffer)
+
+
+@pytest.mark.parametrize("size", [5, SIZE])
+def test_a_bucket_that_is_not_there_is_a_mistake_in_the_settings(s3, buffer, size):
+    store = open_store(s3.replace("//raycheck", f"//{uuid4().hex}"))
+
+    error = error_of(ConfigError, store, parts_of(buffer[:size]), size)
+
+    assert "no such bucket" in str(error)
+
+
+def test_what_obstore_cannot_begin_is_written_through_s3fs(fast, buffer, wire):
+    wire.rule("deny", "POST", CREATE, times=1)
+    wire.rule("deny", "PUT", "/small", times=1)
+
+    fast.put_parts("large", parts_of(buffer), SIZE)
+    fast.put("small", b"bytes")
+
+    assert fast.get("large").data == buffer
+    assert fast.get("small").data == b"bytes"
+
+
+def test_an_upload_that_is_aborted_from_elsewhere_is_not_found(fast, buffer, wire, s3):
+    other = open_store(fast.uri.replace(str(wire.port), s3.partition("127.0.0.1:")[2].partition("&")[0]))
+    rule = wire.rule("hold", "PUT", "partNumber=4")
+
+    def abort() -> None:
+        rule.wait(WAIT_S)
+        for upload in other.list_uploads(""):
+            other.abort_upload(upload)
+        rule.release()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    error = error_of(NotFoundError, fast, parts_of(buffer))
+    thread.join()
+
+    assert "aborted" in str(error)
+    del error
+    assert_nothing_remains(fast, buffer)
+
+
+def test_a_loan_is_back_when_nothing_holds_a_view_of_it():
+    loan, buffer = Loan(sleep=lambda _: None), bytearray(10)
+    held = struct.iter_unpack("B", loan.lend(buffer))
+
+    assert not loan.is_back(timeout_s=0.01)
+    del held
+
+    assert loan.is_back()
+    buffer.append(1)

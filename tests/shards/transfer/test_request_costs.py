@@ -1,0 +1,85 @@
+"""The requests of a save as they arrive at an S3 server, against what raycheck.cli.bench.request_costs counts."""
+
+from uuid import uuid4
+
+import pytest
+import torch
+
+from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol import prune_and_sweep
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from raycheck.cli.bench import request_costs as counted
+from raycheck.cli.bench.request_costs import Requests
+from raycheck.settings import Retention
+from raycheck.shards.state.train_state import Progress, TrainState
+from tests.support.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.invariants import assert_invariants
+from tests.support.save_without_ray import ME, claimed, save_state, upload
+
+WORLD_SIZE = 2
+
+
+def sent(proxy: FaultProxy) -> Requests:
+    """What came since it was asked last."""
+    verbs = ["PUT" if "list-type" in line else line.split(" ")[0] for line in proxy.requests]
+    proxy.requests.clear()
+    return Requests(
+        puts=verbs.count("PUT") + verbs.count("POST"),
+        gets=verbs.count("GET") + verbs.count("HEAD"),
+        deletes=verbs.count("DELETE"),
+    )
+
+
+@pytest.mark.parametrize("elements", [1_000, 4_300_000])
+def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
+    with fault_proxy(s3) as proxy:
+        store = open_store(join_uri(proxy.uri, uuid4().hex))
+        older = save_state(store, {"own": {"a": torch.zeros(4)}})
+        name = claimed(store, world_size=WORLD_SIZE, step=2)
+        reports = []
+        for rank in range(WORLD_SIZE):
+            state = {"own": {f"part{rank}": torch.zeros(elements)}}
+            staged = TrainState(state, rank=rank, world_size=WORLD_SIZE).stage(Progress(step=2))
+            sent(proxy)
+
+            uploaded = upload(store, staged, name=name)
+
+            size = uploaded.records[0].size_bytes
+            assert sent(proxy) == counted.of_rank("s3", size_bytes=size, part_bytes=store.part_bytes(size))
+            attempt = int(name.split("-a")[1].split("-")[0])
+            reports.append(
+                Report(
+                    group="group",
+                    rank=rank,
+                    world_size=WORLD_SIZE,
+                    attempt=attempt,
+                    save=1,
+                    progress=Progress(step=2),
+                    shards=uploaded.records,
+                    section=uploaded.section,
+                )
+            )
+        register = Register(store)
+        register.read()
+        sent(proxy)
+
+        manifest, _ = assemble(store, reports)
+        data = protocol.write_manifest(store, manifest)
+        protocol.commit(register, ME, manifest, data, Retention(keep_last=1))
+
+        assert sent(proxy) == counted.of_commit()
+        prune_and_sweep._delete_checkpoint(store, older.entry.key, is_held=False)
+        assert sent(proxy) == counted.of_delete(ranks=1)
+        assert [entry.key for entry in assert_invariants(store).live] == [name]
+
+
+def test_costs_are_prices_per_thousand() -> None:
+    requests = counted.of_rank("s3", size_bytes=100, part_bytes=10) * 2 + counted.of_commit()
+
+    assert requests == Requests(puts=28, gets=1)
+    assert requests.cost() == pytest.approx(28 * 0.005 / 1000 + 0.0004 / 1000)
+    assert requests.cost(put_price=1.0, get_price=2.0) == pytest.approx(0.03)
+    assert counted.of_rank("file", size_bytes=100, part_bytes=10) == Requests()

@@ -1,0 +1,183 @@
+"""The protocol with one rule taken out, to prove that the histories would notice.
+
+A mutant is a change of the source text, so that it is exactly the line which states the rule. When that line moves or
+changes, making the mutant fails, and so does its test.
+"""
+
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """`where`: module and qualified name of the function; `old` must stand in it once. lacks: the rule, as a sentence
+    of what the mutant does wrong."""
+
+    lacks: str
+    where: str
+    old: str
+    new: str
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Replace the function wherever a module of raycheck or of the tests holds it."""
+        module_name, _, name = self.where.partition(":")
+        module = importlib.import_module(f"raycheck.bucket.protocol.{module_name}")
+        owner, _, name = name.rpartition(".")
+        holder = getattr(module, owner) if owner else module
+        function = getattr(holder, name)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.where} holds {self.old!r} {source.count(self.old)} times"
+        names: dict[str, object] = {}
+        exec(compile(source.replace(self.old, self.new), f"<{self.lacks}>", "exec"), vars(module), names)
+        patch.setattr(holder, name, names[name])
+        for user in ("commit", "rewind", "prune_and_sweep", "pin_and_evict"):
+            other = importlib.import_module(f"raycheck.bucket.protocol.{user}")
+            if not owner and getattr(other, name, None) is function:
+                patch.setattr(other, name, names[name])
+        histories = importlib.import_module("tests.support.history_rules")
+        if getattr(histories, name, None) is function:
+            patch.setattr(histories, name, names[name])
+
+
+MUTANTS = (
+    Mutant(
+        lacks="a commit does not look at the attempt",
+        where="commit:commit",
+        old="if current.number != manifest.attempt or current.coordinator != me.coordinator:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a commit does not look at the coordinator",
+        where="commit:commit",
+        old=" or current.coordinator != me.coordinator",
+        new="",
+    ),
+    Mutant(
+        lacks="a commit does not look at the last save",
+        where="commit:commit",
+        old="if manifest.save <= current.last_save:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a commit refers to what nobody holds",
+        where="commit:commit",
+        old="if missing:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a commit is not judged by its effect",
+        where="commit:commit",
+        old="if body.entry(manifest.key) is not None:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a claim does not know its own group again",
+        where="commit:claim",
+        old="if current.group == group:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a fenced owner may claim",
+        where="commit:check_owner",
+        old="if body.attempt.owner != me.owner and me.owner in body.owners:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a group that was replaced may claim",
+        where="commit:claim",
+        old="if any(known.group == group for known in body.attempts):",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a claim does not look for checkpoints of a lost latest",
+        where="commit:refuse_lost",
+        old="if not names or",
+        new="if True or",
+    ),
+    Mutant(
+        lacks="a swap sends its old decision again",
+        where="swap:Register.swap",
+        old="new = decide(body, got.at if got else time.time())",
+        new="new = sent = locals().get('sent') or decide(body, got.at if got else time.time())",
+    ),
+    Mutant(
+        lacks="a swap puts without a condition",
+        where="swap:Register._write",
+        old="self.store.put_if_match(object_keys.LATEST_KEY, data, got.version)",
+        new="self.store.put(object_keys.LATEST_KEY, data)",
+    ),
+    Mutant(
+        lacks="a failed save is cleaned up",
+        where="commit:commit",
+        old='register.swap(decide, what=f"commit of {manifest.key}")',
+        new=(
+            "found = register.read()\n"
+            "        new = decide(found[0], found[1].at) if found else None\n"
+            "        try:\n"
+            "            if new is not None:\n"
+            "                register._write(replace(new, counter=found[0].counter + 1), found[1])\n"
+            "        except StoreError:\n"
+            "            for key, _ in manifest.objects():\n"
+            "                register.store.delete(key)\n"
+            "            raise"
+        ),
+    ),
+    Mutant(
+        lacks="retention drops the pinned",
+        where="retention:_protected",
+        old="if entry.pinned:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="retention drops the head",
+        where="retention:_protected",
+        old="if body.head is not None:",
+        new="if False:",
+    ),
+    Mutant(
+        lacks="a prune deletes what others refer to",
+        where="prune_and_sweep:prune",
+        old="is_held=name in held",
+        new="is_held=False",
+    ),
+    Mutant(
+        lacks="a prune forgets what others refer to",
+        where="prune_and_sweep:prune",
+        old="if name not in held:",
+        new="if True:",
+    ),
+    Mutant(
+        lacks="a sweep deletes of the attempt it reads",
+        where="prune_and_sweep:_garbage",
+        old="if name.attempt < number and str(name) not in named:",
+        new="if name.attempt <= number and str(name) not in named:",
+    ),
+    Mutant(
+        lacks="a sweep deletes what latest names",
+        where="prune_and_sweep:_garbage",
+        old=" and str(name) not in named",
+        new="",
+    ),
+    Mutant(
+        lacks="a rewind fences nobody",
+        where="rewind:rewind",
+        old="attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),",
+        new="attempts=body.attempts,",
+    ),
+    Mutant(
+        lacks="a repair takes an attempt's number again",
+        where="repair:repair",
+        old="number = 1 + max(",
+        new="number = max(",
+    ),
+    Mutant(
+        lacks="a repair leaves the references out",
+        where="repair:_verified",
+        old="refs=manifest.refs,",
+        new="",
+    ),
+)

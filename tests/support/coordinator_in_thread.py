@@ -1,0 +1,53 @@
+"""A worker group whose coordinator lives in a thread of this process: what ranks and coordinator say to each other,
+without Ray."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import raycheck
+from raycheck.train.coordinator.actor import Coordinator
+
+
+class Here:
+    """A coordinator and its event loop."""
+
+    def __init__(self, uri: str, owner: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._coordinator = Coordinator(uri, owner)
+        self._coordinator._documents = lambda entry: []  # there is no object store: each rank reads them itself
+
+    def told(self, method: str, *args: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InProcess(raycheck.Group):
+    """One rank's place."""
+
+    @property
+    def node(self) -> str:
+        return "here"
+
+    def fetch(self, references: list[Any]) -> Any:
+        assert not references
+
+    def tell(self, method: str, *args: Any) -> Any:
+        return self.coordinator.told(method, *args)
+
+    def answer(self, told: Any) -> Any:
+        return told.result() if told.done() else None
+
+    def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+        return self.tell(method, *args).result(timeout_s)
+
+
+def group_of(uri: str, *, world_size: int = 1, owner: str = "me") -> list[InProcess]:
+    """The places of all ranks of a new group."""
+    place = partial(InProcess, id=uuid4().hex, uri=uri, world_size=world_size, coordinator=Here(uri, owner))
+    return [place(rank=rank, is_first_on_node=not rank) for rank in range(world_size)]

@@ -1,0 +1,200 @@
+"""What the bucket's tests share: tiny real checkpoints, drivers as the protocol sees them, and a store in a store.
+
+A checkpoint here has all its objects as ranks and coordinator leave them, only small: one tensor, one component, one
+shard of 64 bytes per rank.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import dump, seal
+from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
+from raycheck.bucket.format.index_codec import dump_index
+from raycheck.bucket.format.latest import Attempt, Entry, Latest
+from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.protocol import commit
+from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.exported_directories import ExportRecord
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import read_latest
+from raycheck.bucket.store import Store
+from raycheck.settings import Retention
+
+SHARD_BYTES = 64
+
+
+def write_checkpoint(
+    store: Store,
+    *,
+    attempt: int,
+    save: int,
+    step: int | None = None,
+    world_size: int = 1,
+    base: Manifest | None = None,
+    rolling: bool = False,
+    began_at: float | None = None,
+    trained_s: float = 0.0,
+) -> Manifest:
+    """Steps 13 to 16 of one save: every object durable, nothing committed. `base`: its components are referred to."""
+    step = 10 * save if step is None else step
+    name = str(object_keys.CheckpointName(attempt=attempt, save=save, step=step))
+    component = "train" if base is None else "head"
+    shards = []
+    for rank in range(world_size):
+        key = object_keys.shard_key(name, component, rank)
+        data = hashlib.blake2b(key.encode(), digest_size=SHARD_BYTES).digest()
+        store.put(key, data)
+        shards.append(ShardRecord(component=component, rank=rank, size_bytes=len(data), crc32=crc32(data)))
+    own = Component(
+        name=component,
+        checkpoint=name,
+        metadata=_put(store, object_keys.metadata_key(name, component), f"metadata of {name}".encode()),
+        shards=tuple(shards),
+    )
+    manifest = Manifest(
+        key=name,
+        step=step,
+        attempt=attempt,
+        save=save,
+        epoch=0,
+        samples=8 * step,
+        world_size=world_size,
+        restored_from=None,
+        rolling=rolling,
+        began_at=began_at,
+        trained_s=trained_s,
+        metrics={"loss": 1.0 / (1 + step)},
+        index=_put(store, object_keys.index_key(name), dump_index(tiny_index(component, world_size))),
+        components=(own, *(base.components if base else ())),
+        ranks=tuple(
+            RankRecord(rank=rank, blocked_s=0.1, upload_s=0.2, size_bytes=SHARD_BYTES) for rank in range(world_size)
+        ),
+    )
+    commit.write_manifest(store, manifest)
+    return manifest
+
+
+def tiny_index(component: str = "train", world_size: int = 1) -> Index:
+    """One float32 tensor, four elements on each rank."""
+    return index_of(
+        [Tensor(name="model.w", dtype="float32", shape=(4 * world_size,), path=("model", "w"))],
+        [
+            Chunk(
+                tensor=0,
+                component=component,
+                rank=rank,
+                offsets=(4 * rank,),
+                sizes=(4,),
+                record_offset=0,
+                record_size=SHARD_BYTES,
+                payload_offset=16,
+                payload_size=16,
+                crcs=(7,),
+            )
+            for rank in range(world_size)
+        ],
+        values={"step": 1},
+        rank_values=[{"rank": rank} for rank in range(world_size)],
+    )
+
+
+def _put(store: Store, key: str, data: bytes) -> Blob:
+    commit.put_once(store, key, data)
+    return Blob(size_bytes=len(data), crc32=crc32(data))
+
+
+class Driver:
+    """One start of a driver's coordinator: its own view of `latest`, and no memory of an earlier start."""
+
+    def __init__(self, store: Store, owner: str = "ann", coordinator: str = "c1") -> None:
+        self.store = store
+        self.register = Register(store)
+        self.me = Identity(owner=owner, coordinator=f"{owner}-{coordinator}")
+
+    def claim(self, group: str, *, resume: str | int = "auto", world_size: int = 1) -> tuple[Attempt, Entry | None]:
+        return commit.claim(
+            self.register, self.me, group=group, world_size=world_size, resume=resume, run_id="run-of-a-test"
+        )
+
+    def take_over(self, group: str) -> Attempt:
+        return commit.take_over(self.register, self.me, group=group)
+
+    def commit(self, manifest: Manifest, *, keep_last: int | None = 10, **rules: Any) -> bool:
+        """`dump` is pure, so these are the bytes that write_checkpoint left in the bucket."""
+        rules = Retention(keep_last=keep_last, **rules)
+        return commit.commit(self.register, self.me, manifest, dump(manifest), rules)
+
+    def save(self, attempt: int, save: int, *, keep_last: int | None = 10, rules: Any = None, **more: Any) -> Manifest:
+        """Write and commit; the commit must be the first of this save. rules: further ones of Retention."""
+        manifest = write_checkpoint(self.store, attempt=attempt, save=save, **more)
+        assert self.commit(manifest, keep_last=keep_last, **rules or {})
+        return manifest
+
+    def finish(self, group: str) -> Latest:
+        return commit.finish(self.register, self.me, group=group)
+
+    def look(self) -> Latest:
+        found = self.register.read()
+        assert found is not None
+        return found[0]
+
+
+class Around:
+    """A store around another one; a test overrides the one verb that it wants to go wrong."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def everything(store: Store) -> dict[str, bytes]:
+    """All objects of the run with their bytes."""
+    return {item.key: store.get(item.key).data for item in store.list_objects("")}
+
+
+def latest_tree(store: Store) -> dict[str, Any]:
+    """`latest` as plain JSON, to be edited behind the protocol's back."""
+    tree: dict[str, Any] = json.loads(store.get(object_keys.LATEST_KEY).data)
+    return tree
+
+
+def sealed(tree: Mapping[str, Any]) -> bytes:
+    """A document's tree as the bytes of one, with the right checksum."""
+    return resealed(json.dumps({name: value for name, value in tree.items() if name != "crc32"}))
+
+
+def resealed(text: str) -> bytes:
+    """A document's text that was edited, with the right checksum in place of its own."""
+    return seal(re.sub(r',\s*"crc32": "[0-9a-f]{8}"\s*\}\s*$', "}", text).encode())
+
+
+def put_latest_tree(store: Store, tree: Mapping[str, Any]) -> None:
+    store.put(object_keys.LATEST_KEY, sealed(tree))
+
+
+def write_export(
+    store: Store, place: str, checkpoint: str, *, run_id: str | None = None, by_training: bool = True
+) -> ExportRecord:
+    """What an export of that checkpoint would leave at `place`, with other weights."""
+    files = {
+        "model-00001-of-00001.safetensors": b"w" * 50,
+        "config.json": b"{}",
+        object_keys.EXPORT_ENDS[0]: b'{"map": 1}',
+    }
+    record = ExportRecord(
+        run_id=run_id or read_latest(store).run_id,
+        checkpoint=checkpoint,
+        by_training=by_training,
+        last=object_keys.EXPORT_ENDS[0],
+        files={name: len(data) for name, data in files.items()},
+    )
+    for name, data in {object_keys.EXPORT_RECORD: dump(record), **files}.items():
+        store.put(object_keys.export_key(place, name), data)
+    return record

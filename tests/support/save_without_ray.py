@@ -1,0 +1,160 @@
+"""From staged shards to a committed checkpoint, as the workers and the coordinator do it, but without Ray."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.plan_cache import Plans, Section
+from raycheck.bucket.assembly.replica_agreement import agree
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.manifest import ShardRecord
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.store import Store
+from raycheck.settings import Retention
+from raycheck.shards.state.train_state import TrainState
+from raycheck.shards.transfer.incremental import StagedState
+from raycheck.shards.transfer.stager import Staged
+from tests.support.invariants import assert_invariants
+
+ME = Identity(owner="driver", coordinator="coordinator")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uploaded:
+    """What a rank hands in: its shards' records, where those lie that it kept, and its section of the index."""
+
+    records: tuple[ShardRecord, ...]
+    kept: Mapping[str, str]
+    section: Section
+
+
+def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> str:
+    """Claim the run with the first save of a group, and name the save that may be uploaded now."""
+    group = f"group-of-{world_size}"
+    attempt, _ = protocol.claim(Register(store), ME, group=group, world_size=world_size, resume="auto", run_id="run")
+    return str(object_keys.CheckpointName(step=step, attempt=attempt.number, save=save))
+
+
+def upload(store: Store, staged: StagedState, *, name: str) -> Uploaded:
+    """One rank's part: durable when it returns."""
+    staged.upload(store, name)
+    return Uploaded(records=staged.records, kept=staged.places, section=Section.of(staged.section()))
+
+
+def committed(
+    store: Store,
+    name: str,
+    uploads: Sequence[Uploaded],
+    *,
+    progress: Progress,
+    metrics: dict[str, float] | None = None,
+    plans: Plans | None = None,
+    keep_last: int = 10,
+) -> Checkpoint:
+    """The coordinator's part. Every invariant holds afterwards."""
+    conclude(Register(store), name, uploads, progress=progress, metrics=metrics, plans=plans, keep_last=keep_last)
+    body = read_latest(store)
+    entry = body.entry(name)
+    assert entry is not None
+    assert_invariants(store, before=body)
+    return Checkpoint(store, entry)
+
+
+def conclude(
+    register: Register,
+    name: str,
+    uploads: Sequence[Uploaded],
+    *,
+    progress: Progress,
+    metrics: dict[str, float] | None = None,
+    plans: Plans | None = None,
+    keep_last: int | None = 10,
+) -> None:
+    """Index, `.metadata`, manifest, and the commit, which must win."""
+    parsed = object_keys.CheckpointName.parse(name)
+    assert parsed is not None
+    reports = [
+        Report(
+            group="group",
+            rank=rank,
+            world_size=len(uploads),
+            attempt=parsed.attempt,
+            save=parsed.save,
+            progress=progress,
+            shards=item.records,
+            kept=item.kept,
+            section=item.section,
+            metrics=metrics or {},
+        )
+        for rank, item in enumerate(uploads)
+    ]
+    manifest, _ = assemble(register.store, reports, plans)
+    assert manifest.key == name
+    data = protocol.write_manifest(register.store, manifest)
+    assert protocol.commit(register, ME, manifest, data, Retention(keep_last=keep_last))
+
+
+def save(
+    store: Store,
+    staged: Sequence[StagedState],
+    *,
+    save: int = 1,
+    progress: Progress | None = None,
+    metrics: dict[str, float] | None = None,
+) -> Checkpoint:
+    """All of it, for ranks that live in this process."""
+    progress = progress or Progress(step=save)
+    name = claimed(store, world_size=len(staged), save=save, step=progress.step)
+    uploads = [upload(store, own, name=name) for own in staged]
+    return committed(store, name, uploads, progress=progress, metrics=metrics)
+
+
+def agreed(states: Sequence[TrainState]) -> Sequence[TrainState]:
+    """The ranks of this process after they have agreed on who writes what."""
+    agreement = agree([state.holdings() for state in states])
+    for state in states:
+        state.settle(agreement)
+    return states
+
+
+def save_state(
+    store: Store,
+    state: dict[str, object],
+    *,
+    save_number: int = 1,
+    step: int = 1,
+    metrics: dict[str, float] | None = None,
+) -> Checkpoint:
+    """A world of one."""
+    progress = Progress(step=step)
+    staged = TrainState(state, rank=0, world_size=1).stage(progress)
+    return save(store, [staged], save=save_number, progress=progress, metrics=metrics)
+
+
+def restore_state(checkpoint: Checkpoint, state: dict[str, object]) -> None:
+    TrainState(state, rank=0, world_size=1).apply(checkpoint)
+
+
+def shard_bytes(staged: Staged | StagedState) -> bytes:
+    """The whole object that an upload would send; of a state all of whose tensors are trained, the only one."""
+    if isinstance(staged, StagedState):
+        (staged,) = staged.staged
+    return b"".join(bytes(part) for part in staged.parts(1 << 20))
+
+
+class Own:
+    """Anything with state_dict and load_state_dict."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

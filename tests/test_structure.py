@@ -1,0 +1,137 @@
+"""The shape of the project: imports point down, nothing heavy loads for browsing, functions stay small."""
+
+import ast
+import pickle
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import raycheck
+from raycheck import errors
+
+PACKAGE = Path(raycheck.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+RINGS = (
+    ("terminal", "errors", "settings", "storage_settings"),
+    ("nodes", "bucket"),
+    ("shards",),
+    ("train",),
+    ("run",),
+    ("__init__",),  # the public names, loaded on first use
+    ("cli", "demo"),
+    ("__main__",),
+)
+"""Modules of the top folder from the ground up: each may import its own ring and those before it."""
+RING = {name: number for number, names in enumerate(RINGS) for name in names}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("raycheck", *path.relative_to(PACKAGE).with_suffix("").parts))
+
+
+FILE_OF = {module_of(path).removesuffix(".__init__"): path for path in FILES}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module of raycheck that a file imports: also inside functions, and for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} has a relative import"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "raycheck":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in FILE_OF else node.module for name in names}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] == "raycheck"}
+    return found - {module_of(path).removesuffix(".__init__")}
+
+
+IMPORTS = {path: imports(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+    for module in IMPORTS[path]:
+        name = module.partition(".")[2].partition(".")[0] or "__init__"
+        assert RING[name] <= RING[own], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda path: path.name)
+def test_in_no_folder_do_imports_go_in_a_circle(folder: Path) -> None:
+    """Files and subfolders of one folder alike: a subfolder imports what any file in it does."""
+
+    def child(path: Path) -> str | None:
+        return path.relative_to(folder).parts[0] if path.is_relative_to(folder) else None
+
+    graph: dict[str, set[str]] = {}
+    for path, modules in IMPORTS.items():
+        if (own := child(path)) is not None:
+            others = {child(FILE_OF[module]) for module in modules} - {own, None}
+            graph.setdefault(own, set()).update(filter(None, others))
+
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_only_the_store_touches_a_store_client() -> None:
+    clients = {"fsspec", "s3fs", "gcsfs", "obstore", "botocore", "aiobotocore", "adlfs", "azure", "aiohttp"}
+
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        names = {
+            node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+        }
+        names |= {
+            alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+        }
+        assert not names & clients or path.is_relative_to(PACKAGE / "bucket/store"), path
+
+
+def test_the_command_line_prints_only_text_that_is_fit_for_a_terminal() -> None:
+    """By the Text of cli/options.py. rich's own would hand on what lies in a bucket, and a bare str is its markup."""
+    for path in sorted((PACKAGE / "cli").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        assert path.name == "options.py" or "rich.text" not in path.read_text(), path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("out.print", "table.add_row"):
+                for item in node.args:
+                    is_fit = ast.unparse(item).startswith(("Text(", "table", "*map(Text, ", "*(Text("))
+                    assert is_fit, f"{path.name}:{node.lineno}"
+
+
+def test_browsing_imports_neither_torch_nor_ray() -> None:
+    code = "import raycheck, raycheck.cli, sys; raycheck.open_run; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert found.stdout.strip() == "[]"
+
+
+def test_every_public_name_loads() -> None:
+    for name in raycheck.__all__:
+        assert getattr(raycheck, name) is not None
+    with pytest.raises(AttributeError):
+        raycheck.Experiment  # noqa: B018
+
+
+def test_modules_say_why_they_exist_and_functions_stay_small() -> None:
+    for path in FILES:
+        text = path.read_text()
+        assert ast.get_docstring(ast.parse(text)), f"{path} does not say why it is there"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
+
+
+def test_errors_are_few_and_survive_pickling() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+
+    assert len(classes) <= 11
+    for error in classes:
+        copy = pickle.loads(pickle.dumps(error("run x: what to do")))
+        assert type(copy) is error
+        assert str(copy) == "run x: what to do"
+        assert issubclass(error, errors.RaycheckError)

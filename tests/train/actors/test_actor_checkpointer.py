@@ -1,0 +1,391 @@
+"""A group of actors that a driver leads: what they, the driver and other actors hold comes back as one."""
+
+import random
+import tempfile
+import threading
+import time
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import ray
+import ray.cloudpickle
+import torch
+
+import raycheck
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from tests.examples import grpo
+from tests.support.background_call import InThread
+from tests.support.http_fault_proxy import fault_proxy
+from tests.support.invariants import assert_invariants
+from tests.support.ray_cluster import wait_for
+from tests.train.worker.test_checkpointer import Holder
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def example(cluster: None) -> None:
+    ray.cloudpickle.register_pickle_by_value(grpo)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(example: None, s3: str) -> list[float]:
+    """The losses of the example, which nobody has disturbed."""
+    return run(join_uri(s3, uuid4().hex))
+
+
+def run(uri: str) -> list[float]:
+    with tempfile.TemporaryDirectory() as meet:
+        return grpo.main(uri, STEPS, meet)
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["policy-0", "policy-1", "sampler", "prompts"],
+)
+@pytest.mark.slow
+def test_whatever_actor_is_killed_all_goes_on_to_the_last_bit(undisturbed: list[float], s3: str, victim: str) -> None:
+    name = uuid4().hex
+    with fault_proxy(s3) as proxy:
+        held = proxy.rule("hold", "PUT", "step-000000008-a1-.*manifest.json")
+        training = InThread(lambda: run(join_uri(proxy.uri, name)))
+        held.wait()
+        ray.kill(ray.get_actor(f"{victim}-{grpo.MAX_FAILURES}"))
+        held.release()
+        losses = training.join()
+
+    assert losses == undisturbed
+    body = assert_invariants(open_store(join_uri(s3, name)))
+    first, again = (attempt.restore_key for attempt in body.attempts)
+    assert first is None
+    assert again.startswith("step-0000000")
+    assert body.entry(body.head).step == STEPS
+    assert [entry.metrics.keys() for entry in body.live] == [{"reward"}] * 2
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """Holds a model that is alike on all ranks."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 2)
+        self.handed_on: list[int] = []
+
+    def set(self, value: float) -> None:
+        torch.nn.init.constant_(self.model.weight, value)
+
+    def get(self) -> tuple[float, list[int]]:
+        return self.model.weight[0, 0].item(), self.handed_on
+
+
+@ray.remote(num_cpus=0)
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "as a tensor": torch.tensor([self.count])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["as a tensor"].item() == state["count"]
+        self.count = state["count"]
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: None) -> list[Any]:
+    """To start an actor takes seconds."""
+    return [Rank.remote(), Rank.remote()]
+
+
+@pytest.fixture
+def actors(pool: list[Any]) -> list[Any]:
+    return afresh(pool)
+
+
+def afresh(actors: list[Any]) -> list[Any]:
+    ray.get([actor.begin.remote() for actor in actors])
+    return actors
+
+
+def led(
+    actors: list[Any], uri: str, *, every_steps: int = 2, every_epochs: int | None = None, **options: Any
+) -> raycheck.ActorCheckpointer:
+    settings = raycheck.SaveSettings(every_steps=every_steps, every_epochs=every_epochs)
+    return raycheck.ActorCheckpointer(actors, lambda actor: {"model": actor.model}, uri, settings, **options)
+
+
+def train(actors: list[Any], ckpt: raycheck.ActorCheckpointer, steps: int) -> None:
+    """Every weight is the number of the step that set it."""
+    at = ckpt.restore()
+    for step in range(at.step + 1, at.step + steps + 1):
+        ray.get([actor.set.remote(step) for actor in actors])
+        ckpt.end_step({"loss": torch.tensor(0.5)}, tokens=10, episodes=2)
+
+
+def test_what_the_driver_and_other_actors_hold_is_of_the_same_step(actors: list[Any], s3: str) -> None:
+    uri, counter = join_uri(s3, uuid4().hex), Counter.remote()
+    data = raycheck.Batches(range(10), global_batch=2, rank=0, world_size=1)
+    own: dict[str, Any] = {"seen": []}
+    with led(actors, uri, state={"counter": counter, "data": data, "own": own}) as ckpt:
+        ckpt.restore()
+        for step, (batch, _) in enumerate(zip(data.loader(0), range(3), strict=False), start=1):
+            own["seen"] += batch.tolist()
+            ray.get([counter.add.remote(), *(actor.set.remote(step) for actor in actors)])
+            ckpt.end_step(tokens=10, episodes=2)
+    seen, own["seen"] = own["seen"], []
+    counter = Counter.remote()
+    afresh(actors)
+    data = raycheck.Batches(range(10), global_batch=2, rank=0, world_size=1)
+
+    with led(actors, uri, state={"counter": counter, "data": data, "own": own}) as ckpt:
+        at = ckpt.restore()
+
+    assert (at.step, at.epoch_step, at.samples, at.tokens, at.episodes) == (3, 3, 6, 30, 6)
+    assert own == {"seen": seen}
+    assert ray.get(counter.state_dict.remote())["count"] == 3
+    assert [value for value, _ in ray.get([actor.get.remote() for actor in actors])] == [3.0, 3.0]
+    assert len(list(data.loader(0))) == 2
+
+
+def test_what_an_older_checkpoint_does_not_have_stays_and_is_named(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 2)
+    own = {"seen": [7]}
+
+    with led(actors, uri, state={"own": own}) as ckpt:
+        at = ckpt.restore()
+
+    assert at.step == 2
+    assert at.report.fresh == ("own (not in this checkpoint)",)
+    assert own == {"seen": [7]}
+
+
+def test_what_is_done_at_an_epoch_s_end_is_saved_with_it(actors: list[Any], s3: str) -> None:
+    uri, own = join_uri(s3, uuid4().hex), {"evaluated": 0}
+    with led(actors, uri, every_steps=2, every_epochs=1, state={"own": own}) as ckpt:
+        train(actors, ckpt, 2)
+        own["evaluated"] = 1
+        ckpt.end_epoch()
+    own["evaluated"] = 0
+
+    with led(actors, uri, state={"own": own}) as ckpt:
+        at = ckpt.restore()
+
+    assert own == {"evaluated": 1}
+    assert (at.step, at.epoch, at.epoch_step) == (2, 1, 0)
+    assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [2, 2]
+
+
+def test_weights_alone_are_restored_and_handed_on_by_every_actor(actors: list[Any], s3: str) -> None:
+    uri, own = join_uri(s3, uuid4().hex), {"seen": [1]}
+    with led(actors, uri, state={"own": own}) as ckpt:
+        train(actors, ckpt, 2)
+    own["seen"] = [2]
+    afresh(actors)
+
+    with led(actors, uri, state={"own": own}) as ckpt:
+        at = ckpt.restore(only=["model"], then=lambda actor, at: actor.handed_on.append(at.tensors))
+
+    assert at.step == 0
+    assert own == {"seen": [2]}
+    assert ray.get([actor.get.remote() for actor in actors]) == [(2.0, [2])] * 2
+
+
+def test_an_actor_that_was_replaced_in_the_same_driver_takes_part(actors: list[Any], s3: str) -> None:
+    uri, actors = join_uri(s3, uuid4().hex), [actors[0], Rank.remote()]
+    with pytest.raises(ray.exceptions.RayActorError):
+        kill_and_train_on(actors, led(actors, uri), uri)
+    actors[1] = Rank.remote()
+
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 2)
+
+    assert assert_invariants(open_store(uri)).live[-1].step == 4
+
+
+def kill_and_train_on(actors: list[Any], ckpt: raycheck.ActorCheckpointer, uri: str) -> None:
+    with ckpt:
+        train(actors, ckpt, 2)
+        wait_for(lambda: raycheck.open_run(uri).checkpoints, within_s=60, why="the first commit")
+        ray.kill(actors[1])
+        for _ in range(50):
+            time.sleep(0.1)
+            ckpt.end_step()
+
+
+def step_until_told(ckpt: raycheck.ActorCheckpointer) -> None:
+    with ckpt:
+        for _ in range(100):
+            time.sleep(0.1)
+            ckpt.end_step()
+
+
+def test_another_driver_that_takes_the_run_over_ends_this_one(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    first = led(actors, uri)
+    train(actors, first, 2)
+    other = raycheck.start_coordinator(uri, owner="other")
+    ray.get(other.claim.remote("another group", 2))
+
+    with pytest.raises(raycheck.FencedError):
+        step_until_told(first)
+
+
+def test_an_actor_s_state_is_an_entry_in_any_rank_s_state(cluster: None, s3: str) -> None:
+    uri, counter = join_uri(s3, uuid4().hex), Counter.remote()
+    ray.get([counter.add.remote() for _ in range(3)])
+    holders = with_counter(uri, counter)
+    ray.get([holder.train_and_save.remote(1) for holder in holders])
+    ray.get([holder.close.remote() for holder in holders])
+    again = Counter.remote()
+
+    ray.get([holder.close.remote() for holder in with_counter(uri, again)])
+
+    assert ray.get(again.state_dict.remote())["count"] == 3
+
+
+def with_counter(uri: str, counter: Any) -> list[Any]:
+    place, coordinator = uuid4().hex, raycheck.start_coordinator(uri, owner=uuid4().hex)
+    holders = [
+        Holder.remote(rank, 2, place, uri, coordinator, more={"counter": raycheck.ActorState(counter)})
+        for rank in range(2)
+    ]
+    ray.get([holder.restore.remote() for holder in holders])
+    return holders
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state": {"own": object()}}, r"state\['own'\] is a object without state_dict"),
+        ({"state": {"model": {}}}, r"state\['model'\] is in the actors' state and in the driver's"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_name(actors: list[Any], s3: str, options: dict, message: str) -> None:
+    with pytest.raises(raycheck.ConfigError, match=message):
+        led(actors, join_uri(s3, uuid4().hex), **options)
+
+
+def test_an_actor_without_state_is_refused(actors: list[Any]) -> None:
+    with pytest.raises(raycheck.ConfigError, match="no method state_dict"):
+        raycheck.ActorState(actors[0])
+
+
+def test_the_driver_s_random_state_comes_back(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 2)
+    expected = random.random(), torch.rand(1).item()
+    random.seed(0)
+    torch.manual_seed(0)
+
+    with led(actors, uri) as ckpt:
+        ckpt.restore()
+
+        assert (random.random(), torch.rand(1).item()) == expected
+
+
+def test_what_the_driver_could_not_save_is_said_before_the_first_step(actors: list[Any], s3: str) -> None:
+    ckpt = led(actors, join_uri(s3, uuid4().hex), state={"own": {"lock": threading.Lock()}})
+
+    with ckpt, pytest.raises(raycheck.ConfigError, match=r"own\.lock"):
+        ckpt.restore()
+
+
+def test_a_save_that_is_to_be_kept_follows_a_rolling_one_of_the_same_step(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri) as ckpt:
+        train(actors, ckpt, 1)
+        ckpt.save({"loss": 1.0}, is_rolling=True)
+        ckpt.save({"loss": 2.0}, is_rolling=True)
+        ckpt.save({"loss": 3.0})
+        ckpt.save({"loss": 4.0})
+
+    entries = assert_invariants(open_store(uri)).live
+    assert [(entry.step, entry.rolling, entry.metrics["loss"]) for entry in entries] == [
+        (1, True, 1.0),
+        (1, False, 3.0),
+    ]
+
+
+def test_the_same_driver_goes_on_and_another_wish_to_resume_is_heard(actors: list[Any], s3: str) -> None:
+    uri = join_uri(s3, uuid4().hex)
+    with led(actors, uri, resume="never") as ckpt:
+        train(actors, ckpt, 4)
+    with led(actors, uri, resume="never") as ckpt:
+        assert ckpt.restore().step == 4
+    with led(actors, uri, resume=2) as ckpt:
+        assert ckpt.restore().step == 2
+
+
+def test_the_drivers_own_periodic_work_goes_on_where_it_was(actors: list[Any], s3: str) -> None:
+    uri, turns = join_uri(s3, uuid4().hex), []
+    for steps in (5, 4):
+        evaluate = raycheck.Periodic(every_steps=3)
+        with led(actors, uri, state={"evaluate": evaluate}) as ckpt:
+            start = ckpt.restore().step
+            for step in range(start + 1, start + steps + 1):
+                ckpt.end_step()
+                if evaluate.take_turn():
+                    turns.append(step)
+
+    assert turns == [3, 6, 9]
+
+
+def test_a_driver_saves_at_step_0_at_listed_steps_and_when_its_function_says_so_and_waits(
+    actors: list[Any], s3: str
+) -> None:
+    uri, asked = join_uri(s3, uuid4().hex), []
+
+    def when(step: int, metrics: dict[str, Any]) -> bool:
+        asked.append((step, metrics["loss"]))
+        return metrics["loss"] < 0.25
+
+    settings = raycheck.SaveSettings(at_start=True, at_steps=[2], when=when)
+    with raycheck.ActorCheckpointer(
+        actors, lambda actor: {"model": actor.model}, uri, settings, state={"own": {"seen": [7]}}
+    ) as ckpt:
+        ckpt.restore()
+        ckpt.wait()
+        at_first = [entry.step for entry in raycheck.open_run(uri).latest.live]
+        for step in range(1, 6):
+            ckpt.end_step({"loss": 1 / step})
+        ckpt.wait()
+        at_last = [entry.step for entry in raycheck.open_run(uri).latest.live]
+
+    assert (at_first, at_last) == ([0], [0, 2, 5])
+    assert asked == [(step, 1 / step) for step in range(1, 6)]
+    own: dict[str, Any] = {"seen": []}
+    afresh(actors)
+    with led(actors, uri, state={"own": own}, resume=0) as ckpt:
+        assert ckpt.restore().step == 0
+    assert own == {"seen": [7]}, "what the driver holds is in the checkpoint of step 0, too"
+
+
+def test_a_driver_saves_at_step_0_what_the_checkpoint_of_step_0_has_not(actors: list[Any], s3: str) -> None:
+    uri, settings = join_uri(s3, uuid4().hex), raycheck.SaveSettings(at_start=True)
+
+    def saves_of(state: dict[str, Any]) -> list[str]:
+        with raycheck.ActorCheckpointer(
+            actors, lambda actor: {"model": actor.model}, uri, settings, state=state
+        ) as ckpt:
+            ckpt.restore()
+        return [entry.key for entry in raycheck.open_run(uri).latest.live]
+
+    first = saves_of({"own": {"seen": 1}})
+    again = saves_of({"own": {"seen": 1}})
+    more = saves_of({"own": {"seen": 1}, "more": {"best": 2}})
+
+    assert first == again == ["step-000000000-a1-s1"], "it was saved already"
+    assert more == [*first, "step-000000000-a3-s1"]

@@ -1,0 +1,376 @@
+"""Hugging Face exports by triggers of their own, written by tasks on the ranks' nodes behind the training."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import ray
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import raycheck
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from raycheck.errors import ConfigError
+from raycheck.settings import ExportSettings, SaveSettings
+from raycheck.train.coordinator.export_jobs import Exports, _dealt, _Job, _spread
+from raycheck.train.worker.save_triggers import Rhythm
+from tests.support.invariants import assert_invariants
+from tests.support.save_without_ray import save_state
+from tests.train.worker import test_save_triggers
+
+TOKENS = torch.arange(8).reshape(1, 8)
+
+
+def small_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+class Tokenizer:
+    """Kept as the files it writes, of which one is empty and one larger than a part of an upload."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text("{" + " " * 6_000_000 + "}")
+        Path(folder, "empty.txt").write_text("")
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    """One rank with a small language model. Notes at each step which exports were whole when it ended."""
+
+    def __init__(self, uri: str, coordinator, settings: SaveSettings) -> None:
+        self.model = small_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.store = open_store(uri)
+        place = raycheck.Group(
+            id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator, broadcast=lambda value: value
+        )
+        state = {"model": self.model, "optimizer": self.optimizer, "tokenizer": Tokenizer()}
+        self.ckpt = raycheck.Checkpointer(state, settings, group=place)
+        self.ckpt.restore()
+
+    def train(self, steps: int, epoch_steps: int = 1000) -> list[int]:
+        whole = []
+        for step in range(1, steps + 1):
+            self.optimizer.zero_grad()
+            self.model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            self.optimizer.step()
+            self.ckpt.end_step()
+            if step % epoch_steps == 0:
+                self.ckpt.end_epoch()
+            whole.append(sum(item.key.endswith(".index.json") for item in self.store.list_objects("exports/")))
+        self.ckpt.close()
+        return whole
+
+    def logits(self) -> torch.Tensor:
+        return self.model(input_ids=TOKENS).logits.detach()
+
+
+def trainer_of(uri: str, **exports):
+    settings = SaveSettings(every_steps=4, keep_last=1, exports=ExportSettings(**exports))
+    return Trainer.remote(uri, raycheck.start_coordinator(uri, owner=uuid4().hex), settings)
+
+
+def loaded_logits(folder: Path) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder)(input_ids=TOKENS).logits.detach()
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_exports_stand_in_the_bucket_when_training_is_over(cluster: None, tmp_path) -> None:
+    uri = f"file://{tmp_path}/run"
+    trainer = trainer_of(uri, every_steps=3, max_shard_bytes=4000, mode="sync")
+
+    whole = ray.get(trainer.train.remote(7))
+
+    exports = sorted((tmp_path / "run/exports").iterdir())
+    assert [CheckpointName.parse(folder.name).step for folder in exports] == [3, 6, 7]
+    assert whole == [0, 0, 1, 1, 1, 2, 2]  # the last one follows at the end
+    assert torch.equal(loaded_logits(exports[2]), ray.get(trainer.logits.remote()))
+    assert json.loads((exports[0] / "tokenizer.json").read_text()) == {}
+    assert not (exports[0] / "empty.txt").read_bytes()
+    assert len(list(exports[0].glob("*.safetensors"))) > 2
+    assert [entry.step for entry in assert_invariants(open_store(uri)).live] == [7]
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_older_exports_go_where_it_is_asked_for_and_one_by_hand_stays(cluster: None, tmp_path) -> None:
+    uri = f"file://{tmp_path}/run"
+    ray.get(trainer_of(uri, every_steps=1, at_end=False, mode="sync").train.remote(1))
+    raycheck.export_hf(uri, f"{uri}/exports/by-hand")
+    trainer = trainer_of(uri, every_steps=2, mode="sync", keep_last=2, name="step{step}")
+
+    ray.get(trainer.train.remote(6))
+
+    assert sorted(folder.name for folder in (tmp_path / "run/exports").iterdir()) == ["by-hand", "step6", "step7"]
+    assert torch.equal(loaded_logits(tmp_path / "run/exports/step7"), ray.get(trainer.logits.remote()))
+    assert_invariants(open_store(uri))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_names_by_epoch_in_another_bucket_and_no_second_export_of_what_is_there(cluster: None, s3, tmp_path) -> None:
+    uri, to = f"file://{tmp_path}/run", s3.replace("?", f"/{uuid4().hex}?")
+    told = {"every_epochs": 2, "name": "epoch{epoch}/step{step:04d}", "to": to, "dtype": "bfloat16"}
+
+    ray.get(trainer_of(uri, **told).train.remote(12, epoch_steps=3))
+    first = {item.key: item.size_bytes for item in open_store(to).list_objects("")}
+    ray.get(trainer_of(uri, **told).train.remote(0))  # restored at its last step
+
+    names = {key.rpartition("/")[0] for key in first}
+    assert names == {"epoch2/step0006", "epoch4/step0012"}
+    raycheck.export_hf(f"file://{tmp_path}/run", str(tmp_path / "hf"), dtype="bfloat16")
+    weights = "model-00001-of-00001.safetensors"
+    assert open_store(to).get(f"epoch4/step0012/{weights}").data == (tmp_path / "hf" / weights).read_bytes()
+    assert {item.key: item.size_bytes for item in open_store(to).list_objects("")} == first
+
+
+@ray.remote(num_cpus=0)
+class Shard:
+    """One rank of a model that two hold together."""
+
+    def __init__(self, uri: str, coordinator, rank: int, rendezvous: str) -> None:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+        self.model = small_model()
+        fully_shard(self.model)
+        place = raycheck.Group(id="shards", uri=uri, rank=rank, world_size=2, coordinator=coordinator)
+        exports = ExportSettings(every_steps=2, at_end=False, max_shard_bytes=4000)
+        self.ckpt = raycheck.Checkpointer({"model": self.model}, SaveSettings(exports=exports), group=place)
+
+    def train(self) -> torch.Tensor:
+        self.ckpt.restore()
+        for _ in range(2):
+            self.ckpt.end_step()
+        self.ckpt.close()
+        return self.model(input_ids=TOKENS).logits.detach()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_as_many_tasks_as_ranks_write_the_shards_of_all(cluster: None, tmp_path) -> None:
+    uri = f"file://{tmp_path}/run"
+    coordinator = raycheck.start_coordinator(uri, owner="me")
+    ranks = [Shard.remote(uri, coordinator, rank, f"{tmp_path}/rendezvous") for rank in range(2)]
+
+    logits = ray.get([rank.train.remote() for rank in ranks])
+
+    (folder,) = (tmp_path / "run/exports").iterdir()
+    assert torch.equal(loaded_logits(folder), logits[0])
+    deadline = time.monotonic() + 60
+    while (tasks := Counter(event["name"] for event in ray.timeline()))[
+        "raycheck.train.coordinator.export_jobs._write"
+    ] < 2:
+        assert time.monotonic() < deadline, tasks
+        time.sleep(0.5)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_an_export_whose_task_is_killed_is_done_again(cluster: None, wire, tmp_path) -> None:
+    uri = join_uri(wire.uri, uuid4().hex)
+    write = wire.rule("hold", "PUT", "/exports/.*safetensors$")
+    training = trainer_of(uri, every_steps=3).train.remote(3)
+
+    write.wait()
+    titles = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+    (task,) = [process for process, title in titles.items() if title.startswith(b"ray::_export")]
+    os.kill(task, signal.SIGKILL)
+    write.release()
+
+    ray.get(training, timeout=120)
+    exported = [item.key for item in open_store(uri).list_objects("exports/")]
+    assert [key for key in exported if key.endswith("index.json")]
+    assert len(write.seen) == 1
+
+
+@ray.remote(num_cpus=0)
+class Policy:
+    """What a driver's Checkpointer saves."""
+
+    def __init__(self) -> None:
+        self.model = small_model()
+
+    def logits(self) -> torch.Tensor:
+        return self.model(input_ids=TOKENS).logits.detach()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_a_driver_of_actors_exports_when_due_and_when_asked(cluster: None, tmp_path) -> None:
+    actor = Policy.remote()
+    exports = ExportSettings(every_steps=2, at_end=False, name="step{step}")
+    settings = SaveSettings(every_steps=None, exports=exports)
+
+    with raycheck.ActorCheckpointer([actor], lambda actor: {"model": actor.model}, f"{tmp_path}/run", settings) as ckpt:
+        ckpt.restore()
+        for _ in range(2):
+            ckpt.end_step()
+        ckpt.end_step()
+        ckpt.save(export=True)
+
+    folders = sorted((tmp_path / "run/exports").iterdir())
+    assert [folder.name for folder in folders] == ["step2", "step3"]
+    assert torch.equal(loaded_logits(folders[1]), ray.get(actor.logits.remote()))
+
+
+def test_an_export_is_due_by_its_own_triggers_and_saves() -> None:
+    exports = ExportSettings(every_steps=6, every_epochs=2)
+    rhythm = Rhythm(SaveSettings(every_steps=4, exports=exports), test_save_triggers.group(0, 1, None))
+
+    due = [rhythm.is_due(Progress(step=step)) for step in range(1, 13)]
+    ends = [rhythm.is_epoch_due(Progress(step=12, epoch=epoch)) for epoch in range(1, 5)]
+
+    assert due == [None, None, None, "keep", None, "export", None, "keep", None, None, None, "export"]
+    assert ends == [None, "export", None, "export"]
+
+
+def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    settings = SaveSettings(every_seconds=20.0, exports=ExportSettings(every_seconds=50.0))
+    rhythm = Rhythm(settings, test_save_triggers.group(0, 1, lambda value: value))
+    saved = []
+
+    for step in range(1, 13):
+        clock[0] += 10.0
+        progress = Progress(step=step)
+        if due := rhythm.is_due(progress):
+            saved.append((step, due))
+            rhythm.saved(0.0, progress, due, began=time.monotonic())
+
+    assert saved == [(2, "keep"), (4, "keep"), (5, "export"), (7, "keep"), (9, "keep"), (10, "export"), (12, "keep")]
+    with pytest.raises(ConfigError, match=r"every_seconds.*needs Group"):
+        Rhythm(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_save_triggers.group(0, 2, None))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_what_has_not_begun_when_the_next_is_due_is_given_up(cluster: None, tmp_path, caplog) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    keys = [
+        save_state(store, {"model": torch.nn.Linear(1, 1)}, save_number=step, step=step).entry.key for step in (1, 2, 3)
+    ]
+    exports = Exports(store, store.uri)
+    may_end = threading.Event()
+    exports._thread.submit(may_end.wait)  # one that takes long
+
+    for step, key in enumerate(keys, 1):
+        exports.start(key, Progress(step=step), ExportSettings())
+        exports.start(key, Progress(step=step), ExportSettings())
+
+    assert exports.keys == {keys[2]}
+    assert [key in caplog.text for key in keys] == [True, True, False]
+    may_end.set()
+    assert asyncio.run(exports.wait(60.0, but=keys[2])) == 0
+    assert asyncio.run(exports.wait(60.0, but="")) == 0
+    assert f"{keys[2]} was not exported" in caplog.text
+    assert "holds no model with a Hugging Face configuration" in caplog.text
+    assert not exports.keys
+
+
+def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
+    rhythm = Rhythm(
+        SaveSettings(exports=ExportSettings(every_steps=1)), test_save_triggers.group(0, 1, lambda value: value)
+    )
+
+    rhythm.is_due(Progress(step=1))
+    before = rhythm.is_hurried
+    rhythm._leaving.hear(time.time() + 60)
+    rhythm.is_due(Progress(step=2))
+
+    assert (before, rhythm.is_hurried) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": "model"}, "does not tell steps apart"),
+        ({"name": "{step}/../x"}, "cannot be a directory"),
+        ({"name": "{step}{stem}"}, "cannot be a directory"),
+        ({"name": "{checkpoint}{step"}, "cannot be a directory"),
+        ({"name": "{checkpoint[0]}"}, "does not tell steps apart"),
+        ({"name": "{epoch}/{epoch_step}"}, "does not tell steps apart"),
+        ({"name": "{step:x}"}, "does not tell steps apart"),
+        ({"to": "models/hf"}, "absolute path"),
+        ({"files": "tokenizer"}, "a list"),
+        ({"name": "/{step}"}, "cannot be a directory"),
+        ({"mode": "later"}, "'auto' or 'async' or 'sync'"),
+        ({"dtype": "bf16"}, "'bfloat16'"),
+        ({"every_steps": 0}, "at least 1"),
+        ({"every_seconds": -1.0}, "above 0"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(wrong, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ExportSettings(**wrong)
+
+
+def test_a_name_may_say_epoch_and_step() -> None:
+    settings = ExportSettings(name="epoch{epoch}epochstep{epoch_step}globalstep{step}")
+
+    assert settings.directory("c", step=300, epoch=2, epoch_step=100) == "epoch2epochstep100globalstep300"
+
+
+@pytest.mark.parametrize(
+    ("to", "opened"),
+    [
+        (None, "s3://runs/a?scheme=http&endpoint_override=127.0.0.1:1"),
+        ("s3://models/x", "s3://models/x?endpoint_override=127.0.0.1:1&scheme=http"),
+        (
+            "s3://models/x?endpoint_override=127.0.0.1:2&region=eu-west-1",
+            "s3://models/x?endpoint_override=127.0.0.1:2&scheme=https&region=eu-west-1",
+        ),
+        ("/models", "file:///models"),
+    ],
+)
+def test_the_settings_of_the_run_s_store_hold_where_the_other_place_says_nothing(to: str | None, opened: str) -> None:
+    entry = save_state(open_store(f"memory://{uuid4().hex}"), {"model": torch.nn.Linear(1, 1)}).entry
+    uri = "s3://runs/a?scheme=http&endpoint_override=127.0.0.1:1"
+
+    dest = _Job(uri=uri, entry=entry, prefix="", settings=ExportSettings(to=to), nodes=("",)).dest
+
+    assert sorted(dest.uri.replace("?", "&").split("&")) == sorted(opened.replace("?", "&").split("&"))
+    assert to is not None or dest.uri == uri
+
+
+def test_each_node_is_dealt_about_as_many_bytes() -> None:
+    sizes = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 1}
+
+    assert _dealt(sizes, ["one", "two"]) == [("one", ["a", "d"]), ("two", ["b", "c", "e"])]
+    assert _spread(["one", "one", "two", "one", "two"]) == ["one", "two", "one", "two", "one"]
+
+
+@pytest.mark.parametrize(("entry", "which"), [(None, "one model"), ("critic", "'critic'")])
+def test_exports_need_a_model_that_says_what_it_is(entry: str | None, which: str) -> None:
+    place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+
+    settings = SaveSettings(exports=ExportSettings(entry=entry))
+    with pytest.raises(ConfigError, match=f"{which} with a Hugging Face configuration"):
+        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, settings, group=place).restore()
+
+
+def test_an_export_on_demand_needs_a_word_on_how() -> None:
+    place = raycheck.Group(id="g", uri=f"memory://{uuid4().hex}", rank=0, world_size=1, coordinator=None)
+
+    with pytest.raises(ConfigError, match=r"exports=ExportSettings"):
+        raycheck.Checkpointer({"model": torch.nn.Linear(2, 2)}, group=place).save(export=True)

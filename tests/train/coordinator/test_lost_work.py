@@ -1,0 +1,237 @@
+"""What a start of the workers says about the end of the ones before."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
+
+from raycheck.bucket.attempt_records import Record, Resume, load_resume, record_resume, resumes
+from raycheck.bucket.format.latest import Attempt, Entry
+from raycheck.bucket.store import open_store
+from raycheck.train.coordinator.lost_work import Lifeline, Pulse
+from raycheck.train.coordinator.rendezvous import Arrival
+from raycheck.train.ray_api.train_context import causes_of, mistake_in
+
+FIRST = Attempt(
+    number=1, owner="me", coordinator="c", group="g1", world_size=4, restore_key=None, last_save=3, claimed_at=1000.0
+)
+SECOND = replace(FIRST, number=2, group="g2", world_size=3, restore_key="step-000000120-a1-s3", claimed_at=1300.0)
+ENTRY = Entry(key="step-000000120-a1-s3", step=120, committed_at=1250.0, size_bytes=1, metrics={}, manifest_crc32=1)
+ARRIVALS = [Arrival(step=120, trained_s=200.0, seconds=2.0 + rank, bytes_fetched=500, what="all") for rank in range(3)]
+
+
+GONE = "its driver was killed or replaced by another one"
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ended(*, hurts: tuple[str, ...] = (), by: Attempt = SECOND, pulse: Pulse | None = None) -> Resume:
+    clock = Clock()
+    lifeline = Lifeline(clock)
+    lifeline.claimed(None, FIRST, now=1000.0)
+    if pulse is not None:
+        lifeline.beat("g1", pulse)
+    lifeline.hurt(hurts)
+    lifeline.hurt(hurts)
+    lifeline.claimed(FIRST, by, now=by.claimed_at)
+    clock.now += 10.0
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+    assert resume is not None
+    return resume
+
+
+def test_it_names_the_cause_and_counts_what_was_lost() -> None:
+    resume = ended(hurts=("rank 2: its process died",), pulse=Pulse(step=127, trained_s=212.5, began_at=1000.0))
+
+    assert (resume.attempt, resume.after, resume.cause) == (2, 1, "rank 2: its process died")
+    assert (resume.world_size_before, resume.world_size) == (4, 3)
+    assert (resume.step, resume.lost_steps, resume.lost_s) == (120, 7, 12.5)
+    assert resume.since_commit_s == 60.0, "50 s until the claim, and 10 s since"
+    assert (resume.restore_s, resume.restore_bytes) == (4.0, 1500)
+
+
+def test_how_far_a_driver_has_come_is_not_forgotten_when_a_later_attempt_ends_earlier() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+    lifeline.beat("g1", Pulse(step=150, trained_s=300.0, began_at=1000.0))
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    first = lifeline.resume(ENTRY, ARRIVALS)
+    lifeline.beat("g2", Pulse(step=125, trained_s=210.0, began_at=1000.0))
+    lifeline.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
+    second = lifeline.resume(ENTRY, ARRIVALS)
+
+    assert (first.lost_steps, first.furthest_step) == (30, 150)
+    assert (second.lost_steps, second.furthest_step) == (5, 150)
+
+
+def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_none() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
+
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+
+    assert resume is not None
+    assert (resume.lost_steps, resume.lost_s, resume.cause) == (None, None, GONE)
+    assert "unknown" in str(resume)
+
+
+def started_by(owner: str, *, before: Attempt = FIRST, **said: Any) -> Resume:
+    """A new driver's first start, with what the bucket says about the end of the one before."""
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(before, replace(SECOND, owner=owner), now=1300.0, **said)
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+    assert resume is not None
+    return resume
+
+
+def test_a_run_that_had_finished_was_not_taken_over_and_has_lost_nothing() -> None:
+    resume = started_by("another", had_finished=True)
+
+    assert (resume.cause, resume.lost_steps, resume.lost_s) == ("it had finished", 0, 0.0)
+    assert started_by("me", had_finished=True).cause == "it had finished"
+
+
+def test_what_a_driver_said_when_it_gave_up_is_the_cause() -> None:
+    record = Record(attempt=FIRST, ended_by_attempt=1, ended_at=1200.0, cause="rank 0: TypeError: x")
+
+    resume = started_by("another", record=record)
+
+    assert (resume.cause, resume.lost_steps) == ("its driver gave up: rank 0: TypeError: x", None)
+
+
+def test_a_copied_or_rewound_run_was_taken_from_nobody() -> None:
+    by_hand = "the run was rewound, repaired or copied"
+
+    assert started_by("another", before=replace(FIRST, number=0)).cause == by_hand
+    assert started_by("another", before=replace(FIRST, world_size=0)).cause == by_hand
+
+
+def test_only_a_step_that_was_completed_here_counts_as_training() -> None:
+    """The last word of a rank says where it stands, also when that is where it began."""
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+    lifeline.resume(ENTRY, ARRIVALS)
+    lifeline.beat("g1", Pulse(step=120, trained_s=200.0, began_at=1000.0))
+    assert not lifeline.has_trained
+
+    lifeline.beat("g1", Pulse(step=121, trained_s=201.0, began_at=1000.0))
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    lifeline.resume(ENTRY, ARRIVALS)
+
+    assert lifeline.has_trained, "a later start does not forget it"
+
+
+def test_a_coordinator_without_memory_takes_training_for_granted() -> None:
+    lifeline = Lifeline(Clock())
+
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+
+    assert lifeline.has_trained, "the same driver had an attempt before"
+    other = Lifeline(Clock())
+    other.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
+    assert not other.has_trained
+
+
+def test_what_was_lost_is_not_forgotten_by_a_start_that_never_restored() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+    lifeline.beat("g1", Pulse(step=127, trained_s=212.5, began_at=1000.0))
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    third = replace(SECOND, number=3, group="g3")
+
+    lifeline.claimed(SECOND, third, now=1400.0)
+
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+    assert resume is not None
+    assert (resume.lost_steps, resume.lost_s) == (7, 12.5)
+
+
+def test_a_start_that_restored_and_did_no_step_has_lost_none() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    lifeline.resume(ENTRY, ARRIVALS)
+
+    lifeline.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
+
+    resume = lifeline.resume(ENTRY, ARRIVALS)
+    assert resume is not None
+    assert (resume.lost_steps, resume.lost_s) == (0, 0.0)
+
+
+def test_a_word_of_a_group_that_is_gone_does_not_count() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+    lifeline.claimed(FIRST, SECOND, now=1300.0)
+
+    lifeline.beat("g1", Pulse(step=500, trained_s=1.0, began_at=1000.0))
+
+    assert lifeline.pulse is None
+
+
+def test_a_group_that_ray_changed_without_an_error_was_resized() -> None:
+    assert ended().cause == "Ray changed the group from 4 to 3 ranks"
+    assert ended(by=replace(SECOND, world_size=4)).cause == "the same driver restarted its workers"
+
+
+def test_a_runs_first_start_has_nothing_to_report() -> None:
+    lifeline = Lifeline(Clock())
+    lifeline.claimed(None, FIRST, now=1000.0)
+
+    assert lifeline.resume(None, []) is None
+
+
+def test_the_report_is_kept_once_and_read_back(tmp_path) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    resume = ended(pulse=Pulse(step=127, trained_s=212.5, began_at=1000.0))
+
+    assert record_resume(store, resume)
+    assert not record_resume(store, replace(resume, cause="another"))
+    store.put("attempts/000003.start.json", b"no report")
+
+    assert resumes(store, [1, 2, 3]) == {2: resume}
+    assert load_resume(store.get("attempts/000002.start.json").data, what="it") == resume
+
+
+def user(error: Exception) -> UserExceptionWithTraceback:
+    return UserExceptionWithTraceback(error, "Traceback ...")
+
+
+def test_only_what_says_that_a_program_is_wrong_is_a_mistake() -> None:
+    class OfALibraryError(TypeError):
+        pass
+
+    died = WorkerHealthCheckFailedError("A worker health check failed.", failure=RayActorError())
+    bad = user(AttributeError("no such attribute"))
+
+    assert mistake_in({0: bad}) is bad
+    assert mistake_in({0: user(RuntimeError("gloo: connection closed by peer")), 1: bad}) is bad, (
+        "the other one follows"
+    )
+    assert mistake_in({0: bad, 1: died}) is None, "it may follow from the process that is gone"
+    for error in (RuntimeError("NCCL"), OSError("no route"), ConnectionError("x"), ValueError("x"), KeyError("x"),
+                  OfALibraryError("x"), MemoryError(), torch.cuda.OutOfMemoryError("x")):  # fmt: skip
+        assert mistake_in({0: user(error)}) is None, error
+    for kind in (TypeError, NameError, ImportError, ModuleNotFoundError, SyntaxError, UnboundLocalError):
+        assert mistake_in({0: user(kind("x"))}) is not None, kind
+
+
+def test_a_process_that_is_gone_is_named_before_the_errors_that_follow_from_it() -> None:
+    died, taken = RayActorError(), RayActorError(preempted=True)
+    errors = {
+        0: UserExceptionWithTraceback(RuntimeError("gloo: connection closed by peer"), ""),
+        2: WorkerHealthCheckFailedError("A worker health check failed.", failure=died),
+        3: WorkerHealthCheckFailedError("A worker health check failed.", failure=taken),
+    }
+
+    assert causes_of(errors) == [
+        "rank 2: its process died",
+        "rank 3: its node was taken away",
+        "rank 0: RuntimeError: gloo: connection closed by peer",
+    ]

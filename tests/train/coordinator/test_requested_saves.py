@@ -1,0 +1,59 @@
+"""Who asks for a save from outside gets the next one that begins after the group has heard of it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from raycheck.train.coordinator.requested_saves import Farewell
+
+
+def run(story: Callable[[Farewell], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(Farewell()), timeout=10.0))
+
+
+def test_one_save_is_asked_for_and_not_another_while_it_is_under_way() -> None:
+    async def story(farewell: Farewell) -> None:
+        assert not farewell.is_wanted_at(6, begun=0, step_s=0.1)
+        waiting = asyncio.create_task(farewell.wait())
+        await asyncio.sleep(0)
+
+        assert farewell.is_wanted_at(7, begun=0, step_s=0.1)
+        assert farewell.is_wanted_at(8, begun=0, step_s=0.1), "the answer may have been lost"
+        assert not farewell.is_wanted_at(9, begun=8, step_s=0.1)
+        farewell.committed(5, save_s=1.0)
+        assert not waiting.done()
+        farewell.committed(8, save_s=1.0)
+
+        assert await waiting
+
+    run(story)
+
+
+def test_a_second_wish_is_not_content_with_the_save_of_the_first() -> None:
+    async def story(farewell: Farewell) -> None:
+        first = asyncio.create_task(farewell.wait())
+        await asyncio.sleep(0)
+        assert farewell.is_wanted_at(7, begun=0, step_s=0.1)
+        second = asyncio.create_task(farewell.wait())
+        await asyncio.sleep(0)
+        assert farewell.is_wanted_at(20, begun=8, step_s=0.1)
+
+        farewell.committed(8, save_s=1.0)
+        assert await first
+        assert not second.done()
+        farewell.committed(21, save_s=1.0)
+
+        assert await second
+
+    run(story)
+
+
+def test_a_wish_that_nobody_answers_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycheck.train.coordinator.requested_saves.PATIENCE_S", 0.05)
+
+    async def story(farewell: Farewell) -> None:
+        assert await farewell.wait() is False
+        assert not farewell.is_wanted_at(5, begun=0, step_s=0.1)
+
+    run(story)

@@ -1,0 +1,111 @@
+"""A store that is away while ranks train: saves fail by their deadline and say what failed, training goes on."""
+
+import time
+from uuid import uuid4
+
+import pytest
+import ray
+
+import raycheck
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from tests.support.http_fault_proxy import FaultProxy
+from tests.support.invariants import assert_invariants
+from tests.train.worker.test_checkpointer import Holder
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+SAVE_TIMEOUT_S = 8.0
+BOUND_S = 90.0
+
+
+def a_pair(uris: tuple[str, str], at: str) -> list:
+    """Two ranks, each with its own way to the run; the coordinator goes by `at`. They save after every second step."""
+    coordinator = raycheck.start_coordinator(at, owner="me")
+    group = uuid4().hex
+    pair = [
+        Holder.remote(rank, 2, group, uri, coordinator, save_timeout_s=SAVE_TIMEOUT_S) for rank, uri in enumerate(uris)
+    ]
+    ray.get([holder.restore.remote() for holder in pair], timeout=BOUND_S)
+    return pair
+
+
+def train(pair: list, steps: int) -> None:
+    ray.get([holder.train.remote(steps) for holder in pair], timeout=BOUND_S)
+    ray.get([holder.wait.remote() for holder in pair], timeout=BOUND_S)
+
+
+def a_saved_run(wire: FaultProxy) -> tuple[str, list]:
+    """Its name and two ranks that have saved step 2, all of them behind the proxy."""
+    name = uuid4().hex
+    uri = join_uri(wire.uri, name)
+    pair = a_pair((uri, uri), uri)
+    train(pair, 2)
+    return name, pair
+
+
+def close(pair: list) -> list:
+    """What each rank's close came to."""
+    ends = []
+    for reference in [holder.close.remote() for holder in pair]:
+        try:
+            ends.append(ray.get(reference, timeout=BOUND_S))
+        except raycheck.SaveFailedError as error:
+            ends.append(error)
+    return ends
+
+
+def steps_at(uri: str) -> list[int]:
+    return [entry.step for entry in assert_invariants(open_store(uri)).live]
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_the_store_is_away_and_saves_again_when_it_is_back(cluster, s3, wire) -> None:
+    name, pair = a_saved_run(wire)
+    wire.chaos(1, seed=1)
+    train(pair, 4)
+    wire.chaos(0, seed=1)
+    train(pair, 2)
+
+    assert close(pair) == [[], []]
+    assert steps_at(join_uri(s3, name)) == [2, 8]
+
+
+@pytest.mark.slow
+def test_one_rank_that_cannot_reach_the_store_strands_no_other(cluster, s3, wire) -> None:
+    name = uuid4().hex
+    uri = join_uri(s3, name)
+    pair = a_pair((uri, join_uri(wire.uri, name)), uri)
+    wire.rule("hold", "PUT", "step-000000002-.*__1_0.distcp", times=1000)  # its upload stalls
+
+    began = time.monotonic()
+    train(pair, 2)
+    assert time.monotonic() - began < 3 * SAVE_TIMEOUT_S
+    train(pair, 2)
+
+    assert close(pair) == [[], []]
+    assert steps_at(uri) == [4]
+
+
+@pytest.mark.slow
+def test_a_store_that_stays_away_ends_training_with_rank_step_and_object(cluster, s3, wire) -> None:
+    name, pair = a_saved_run(wire)
+    wire.chaos(1, seed=2)
+
+    with pytest.raises(
+        raycheck.SaveFailedError, match=r"3 failed save\(s\) in a row.*rank \d: upload of checkpoints/step-000000008"
+    ):
+        train(pair, 6)
+
+    assert steps_at(join_uri(s3, name)) == [2]
+
+
+@pytest.mark.slow
+def test_the_last_save_is_never_lost_silently(cluster, s3, wire) -> None:
+    name, pair = a_saved_run(wire)
+    train(pair, 1)
+    wire.chaos(1, seed=3)
+
+    ends = close(pair)
+
+    assert all("the last save, of step 3, was not committed" in str(end) for end in ends), ends
+    assert steps_at(join_uri(s3, name)) == [2]

@@ -1,0 +1,147 @@
+"""Ray's own file system is tried before workers start: it must reach the place that raycheck's store reaches.
+
+Real file systems before real servers; no Ray is started, for the check comes before that.
+"""
+
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import ray
+from pyarrow import fs
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+import raycheck
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from raycheck.errors import ConfigError, StoreError
+from raycheck.train.ray_api import run_location as ray_storage_module
+from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage
+from tests.support.http_fault_proxy import FaultProxy
+
+SETTINGS = {"plain": "", "as fsspec": "&requester_pays=true"}
+HANGS_S = 6.0
+
+
+def config(storage_path: str, **more: object) -> RunConfig:
+    return RunConfig(name="my-run", storage_path=storage_path, **more)
+
+
+def check(where: str) -> None:
+    check_ray_storage(config(where), where, open_store(join_uri(where, "my-run")))
+
+
+def left_in(where: str) -> list[str]:
+    return [item.key for item in open_store(where).list_objects("")]
+
+
+@pytest.mark.parametrize("form", ["{0}/runs", "file://{0}/runs", "file://{0}/my%20runs"])
+def test_a_folder_is_reached_and_nothing_is_left_there(tmp_path: Path, form: str):
+    where = form.format(tmp_path)
+
+    check(where)
+
+    assert left_in(where) == []
+
+
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
+def test_a_bucket_is_reached_and_nothing_is_left_there(s3: str, more: str):
+    where = join_uri(s3, uuid4().hex) + more
+
+    check(where)
+
+    assert left_in(where) == []
+
+
+def test_a_google_emulator_is_reached_and_nothing_is_left_there(gcs: str):
+    where = f"gs://raycheck/{uuid4().hex}"
+
+    check(where)
+
+    assert left_in(where) == []
+
+
+@pytest.mark.slow
+def test_azure_is_reached_and_nothing_is_left_there(azure: str):
+    where = f"az://raycheck/{uuid4().hex}?account_name=devstoreaccount1"
+
+    check(where)
+
+    assert left_in(where) == []
+
+
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
+def test_a_file_system_that_hangs_is_given_up_and_named(wire: FaultProxy, more: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_storage_module, "PROBE_S", HANGS_S)
+    where = join_uri(wire.uri, uuid4().hex) + more
+    wire.rule("hold", "GET|HEAD", "probes", times=99)
+    began = time.monotonic()
+
+    with pytest.raises(ConfigError, match=r"Ray's own file system .* cannot read there .*: no answer in 6 s") as caught:
+        check(where)
+
+    assert time.monotonic() - began < HANGS_S + 20
+    assert str(caught.value).startswith(join_uri(where, "my-run"))
+    assert "StorageSettings" in str(caught.value)
+
+
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
+def test_a_file_system_that_may_not_read_is_named_with_its_reason(wire: FaultProxy, more: str):
+    wire.rule("deny", "GET|HEAD", "probes", times=99)
+
+    with pytest.raises(ConfigError, match="cannot read there what raycheck has written: "):
+        check(join_uri(wire.uri, uuid4().hex) + more)
+
+
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
+def test_a_file_system_that_may_not_write_is_named_with_its_reason(wire: FaultProxy, more: str):
+    wire.rule("deny", "PUT|POST", "probes/.*-ray", times=99)
+
+    with pytest.raises(ConfigError, match="cannot write there: "):
+        check(join_uri(wire.uri, uuid4().hex) + more)
+
+
+def test_another_place_is_told_from_this_one(tmp_path: Path):
+    """As on two machines with a folder of the same name, or behind two endpoints."""
+    here, there = f"file://{tmp_path}/here", f"file://{tmp_path}/there"
+
+    with pytest.raises(ConfigError, match="cannot read there what raycheck has written: FileNotFoundError"):
+        check_ray_storage(config(there), there, open_store(join_uri(here, "my-run")))
+
+    assert left_in(here) == []
+
+
+def test_a_failure_of_raychecks_own_side_is_its_own_error(wire: FaultProxy):
+    wire.rule("deny", "PUT", "probes", times=99)
+
+    with pytest.raises(StoreError, match="s3:PutObject"):
+        check(join_uri(wire.uri, uuid4().hex))
+
+
+def test_the_config_is_as_before_after_the_check(s3: str):
+    where = join_uri(s3, uuid4().hex) + SETTINGS["as fsspec"]
+    mine = config(where)
+
+    check_ray_storage(mine, where, open_store(join_uri(where, "my-run")))
+
+    assert (mine.storage_path, mine.storage_filesystem) == (where, None)
+    with ray_storage(mine, where):
+        assert mine.storage_filesystem is not None
+
+
+def test_fit_refuses_before_it_starts_a_ray(gcs: str, monkeypatch: pytest.MonkeyPatch):
+    """Google's client in pyarrow looks for credentials, of which there are none here, for longer than anybody waits."""
+    monkeypatch.setattr(ray_storage_module, "PROBE_S", HANGS_S)
+    where = f"raycheck/{uuid4().hex}"
+    trainer = TorchTrainer(
+        lambda: None,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=config(where, storage_filesystem=fs.GcsFileSystem()),
+    )
+
+    with pytest.raises(ConfigError, match=r"gs://raycheck/.*GcsFileSystem.*cannot"):
+        raycheck.fit(trainer)
+
+    assert not ray.is_initialized()

@@ -1,0 +1,320 @@
+"""Decisions to save come out the same on every rank, whatever each of them has heard of its last save."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import cloudpickle
+
+import raycheck
+from raycheck.bucket.format.progress import Progress
+from raycheck.errors import ConfigError
+from raycheck.settings import SaveSettings
+from raycheck.train.actors.actor_checkpointer import settings_for_actors
+from raycheck.train.worker.save_triggers import Rhythm
+from tests.support.background_call import InThread
+
+
+class Ranks:
+    """Threads that stand for ranks, with a broadcast from rank 0 as a collective has it: nobody passes alone."""
+
+    def __init__(self, world_size: int) -> None:
+        self.size = world_size
+        self._all = threading.Barrier(world_size, timeout=30.0)
+        self._said: queue.Queue[Any] = queue.Queue()
+
+    def broadcast_of(self, rank: int) -> Callable[[Any], Any]:
+        def broadcast(value: Any) -> Any:
+            if rank == 0:
+                for _ in range(self.size):
+                    self._said.put(value)
+            self._all.wait()
+            heard = self._said.get_nowait()
+            self._all.wait()
+            return heard
+
+        return broadcast
+
+    def run(self, settings: SaveSettings, steps: int, busy: Callable[[int, int], bool]) -> list[list[int]]:
+        """By rank, the steps at which it would save. busy: of (rank, step)."""
+
+        def one(rank: int) -> list[int]:
+            rhythm = Rhythm(settings, group(rank, self.size, self.broadcast_of(rank)))
+            return [
+                step for step in range(1, steps + 1) if rhythm.is_due(Progress(step=step), is_busy=busy(rank, step))
+            ]
+
+        threads = [InThread(lambda rank=rank: one(rank)) for rank in range(self.size)]
+        return [thread.join() for thread in threads]
+
+
+def group(rank: int, world_size: int, broadcast: Callable[[Any], Any] | None) -> raycheck.Group:
+    return raycheck.Group(
+        id="g", uri="memory://r", rank=rank, world_size=world_size, coordinator=None, broadcast=broadcast
+    )
+
+
+def test_a_busy_rank_0_skips_the_save_of_all_ranks():
+    settings = SaveSettings(every_steps=3, when_busy="skip")
+
+    saved = Ranks(3).run(settings, 12, lambda rank, step: rank == 0 and step in (3, 9))
+
+    assert saved == [[6, 12]] * 3
+
+
+def test_another_rank_that_is_busy_does_not_decide():
+    """Its save has its outcome already, or rank 0 would be busy as well; it only has to hear of it."""
+    settings = SaveSettings(every_steps=3, when_busy="skip")
+
+    saved = Ranks(3).run(settings, 9, lambda rank, step: rank > 0)
+
+    assert saved == [[3, 6, 9]] * 3
+
+
+def test_who_waits_skips_nothing_and_asks_nobody():
+    rhythm = Rhythm(SaveSettings(every_steps=2), group(1, 2, None))
+
+    assert [step for step in range(1, 7) if rhythm.is_due(Progress(step=step), is_busy=True)] == [2, 4, 6]
+
+
+def test_a_rank_alone_decides_by_itself():
+    rhythm = Rhythm(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
+
+    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
+
+
+def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
+    settings = SaveSettings(every_steps=None, every_seconds=1e-9, when_busy="skip")
+
+    saved = Ranks(1).run(settings, 4, lambda rank, step: step < 3)
+
+    assert saved == [[3, 4]]
+
+
+def test_skipping_needs_a_way_to_decide_alike():
+    with pytest.raises(ConfigError, match=r"when_busy.*broadcast"):
+        Rhythm(SaveSettings(when_busy="skip"), group(0, 2, None))
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="when_busy='queue'"):
+        SaveSettings(when_busy="queue")
+
+
+def steps_saved(settings: SaveSettings, *, tokens: list[int], start: int = 0) -> list[int]:
+    """By a rank alone, whose steps take so many tokens each, after a restore at `start` tokens."""
+    rhythm = Rhythm(settings, group(0, 1, lambda value: value))
+    rhythm.start_at(Progress(tokens=start), [0.0])
+    saved = []
+    for step in range(1, len(tokens) + 1):
+        progress = Progress(step=step, tokens=start + sum(tokens[:step]))
+        if rhythm.is_due(progress):
+            saved.append(step)
+            rhythm.saved(0.0, progress, began=time.monotonic())
+    return saved
+
+
+def test_tokens_are_counted_from_the_last_save_or_restore():
+    settings = SaveSettings(every_tokens=100)
+
+    assert steps_saved(settings, tokens=[40] * 9, start=90) == [3, 6, 9]
+
+
+def test_triggers_are_joined_by_or_and_a_save_for_one_counts_for_all():
+    settings = SaveSettings(every_tokens=100, every_steps=4)
+
+    assert steps_saved(settings, tokens=[30] * 12) == [4, 8, 12]
+    assert steps_saved(settings, tokens=[30, 80, 10, 10, 10, 95]) == [2, 4, 6]
+
+
+def test_an_epoch_that_ends_without_a_word_is_saved_after_the_first_step_of_the_next():
+    rhythm = Rhythm(SaveSettings(every_epochs=1), group(1, 2, None))
+    rhythm.start_at(Progress(step=3, epoch=1), [0.0])
+
+    due = [rhythm.is_due(Progress(step=step, epoch=1 + step // 6)) for step in range(4, 14)]
+
+    assert due == [None, None, "keep", None, None, None, None, None, "keep", None]
+
+
+def test_tokens_that_nobody_counts_are_an_error_and_not_never():
+    rhythm = Rhythm(SaveSettings(every_tokens=5), group(0, 1, None))
+
+    with pytest.raises(ConfigError, match=r"end_step\(tokens=...\)"):
+        rhythm.is_due(Progress(step=1))
+
+
+def test_an_epoch_ends_in_a_save_where_it_is_asked_for():
+    rhythm = Rhythm(SaveSettings(every_epochs=2), group(1, 2, None))
+
+    assert [epoch for epoch in range(1, 7) if rhythm.is_epoch_due(Progress(step=10 * epoch, epoch=epoch))] == [2, 4, 6]
+
+
+def test_tokens_need_a_way_to_decide_alike():
+    with pytest.raises(ConfigError, match=r"every_tokens.*broadcast"):
+        Rhythm(SaveSettings(every_tokens=5), group(0, 2, None))
+
+
+@pytest.mark.parametrize("trigger", [{"every_seconds": 5}, {"every_tokens": 5}, {"every_epochs": 5}, {"overhead": 0.1}])
+def test_the_default_interval_stands_only_where_no_trigger_is_given(trigger: dict[str, Any]):
+    assert SaveSettings(**trigger).step_trigger is None
+    assert SaveSettings(**trigger, every_steps=7).step_trigger == 7
+    assert SaveSettings().step_trigger == 100
+
+
+def test_rolling_saves_come_between_the_kept_ones_and_restart_no_count_of_theirs():
+    rhythm = Rhythm(SaveSettings(every_steps=6, rolling_every_steps=2), group(0, 1, None))
+
+    assert [rhythm.is_due(Progress(step=step)) for step in range(1, 8)] == [
+        None,
+        "roll",
+        None,
+        "roll",
+        None,
+        "keep",
+        None,
+    ]
+
+
+def test_a_rolling_save_does_not_put_off_a_kept_one():
+    rhythm = Rhythm(SaveSettings(every_tokens=100, rolling_every_seconds=1e-9), group(0, 1, lambda value: value))
+    due = []
+    for step in (1, 2, 3, 4):
+        progress = Progress(step=step, tokens=40 * step)
+        due.append(rhythm.is_due(progress))
+        rhythm.saved(0.0, progress, due[-1], began=time.monotonic())
+
+    assert due == ["roll", "roll", "keep", "roll"]
+
+
+def test_listed_steps_are_saved_and_nothing_else_is():
+    rhythm = Rhythm(SaveSettings(at_steps=[5, 2, 5]), group(1, 2, None))
+
+    assert [step for step in range(1, 300) if rhythm.is_due(Progress(step=step))] == [2, 5]
+
+
+def test_listed_steps_come_beside_other_triggers():
+    rhythm = Rhythm(SaveSettings(at_steps=range(5, 7), every_steps=4), group(1, 2, None))
+
+    assert [step for step in range(1, 10) if rhythm.is_due(Progress(step=step))] == [4, 5, 6, 8]
+
+
+@pytest.mark.parametrize("given", [[0], [1.0], [True], ["3"], "35", 7, None, {2: 3}])
+def test_what_is_no_list_of_steps_is_refused(given: Any):
+    with pytest.raises(ConfigError, match=r"at_steps=.*at_start=True"):
+        SaveSettings(at_steps=given)
+
+
+@pytest.mark.parametrize("wrong", [{"enabled": "false"}, {"at_start": 1}, {"when": "best"}])
+def test_a_switch_or_a_function_that_is_none_is_refused(wrong: dict[str, Any]):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
+        SaveSettings(**wrong)
+
+
+def of_all_ranks(settings: SaveSettings, losses: list[list[float]]) -> list[Any]:
+    """By rank, the steps at which it would save, or what it raised; losses: by rank and step."""
+    ranks = Ranks(len(losses))
+
+    def one(rank: int) -> Any:
+        rhythm = Rhythm(settings, group(rank, ranks.size, ranks.broadcast_of(rank)))
+        rhythm.start_at(Progress(), [0.0])
+        try:
+            return [
+                step
+                for step, loss in enumerate(losses[rank], 1)
+                if rhythm.is_due(Progress(step=step), metrics={"loss": loss})
+            ]
+        except ConfigError as error:
+            return error
+
+    return [thread.join() for thread in [InThread(lambda rank=rank: one(rank)) for rank in range(ranks.size)]]
+
+
+def test_a_function_of_the_user_decides_on_rank_0_at_each_step_for_all_ranks():
+    asked = []
+
+    def when(step: int, metrics: Any) -> bool:
+        asked.append((step, metrics["loss"]))
+        return metrics["loss"] < 0.5 or step == 7
+
+    found = of_all_ranks(SaveSettings(when=when), [[0.9, 0.4, 0.6, 0.1, 0.9, 0.9, 0.9, 0.9], [0.0] * 8, [1.0] * 8])
+
+    assert found == [[2, 4, 7]] * 3
+    assert asked == list(enumerate([0.9, 0.4, 0.6, 0.1, 0.9, 0.9, 0.9, 0.9], 1)), "on rank 0 alone, and never skipped"
+
+
+def test_what_a_function_of_the_user_raises_ends_the_run_on_all_ranks_by_name():
+    def best_so_far(step: int, metrics: Any) -> bool:
+        return metrics["los"] < 1
+
+    found = of_all_ranks(SaveSettings(when=best_so_far), [[1.0] * 3] * 3)
+
+    assert len(found) == 3
+    for error in found:
+        assert isinstance(error, ConfigError)
+        assert "when=" in str(error)
+        assert "best_so_far) raised at step 1: KeyError: 'los'" in str(error)
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes", torch.ones(2)])
+def test_an_answer_that_is_neither_yes_nor_no_ends_the_run(answer: Any):
+    (error,) = of_all_ranks(SaveSettings(when=lambda step, metrics: answer), [[1.0]])
+
+    assert isinstance(error, ConfigError)
+    assert "when=" in str(error)
+
+
+@pytest.mark.parametrize("answer", [np.bool_(True), torch.tensor(True), torch.tensor(2.0) > 1])
+def test_yes_may_come_from_numpy_or_torch(answer: Any):
+    assert of_all_ranks(SaveSettings(when=lambda step, metrics: answer), [[1.0], [1.0]]) == [[1], [1]]
+
+
+def test_a_function_that_asks_while_a_save_is_under_way_is_skipped_where_that_is_wished():
+    rhythm = Rhythm(SaveSettings(when=lambda step, metrics: True, when_busy="skip"), group(0, 1, None))
+
+    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
+    assert rhythm.skipped == 1
+
+
+def test_a_function_needs_a_way_to_decide_alike():
+    with pytest.raises(ConfigError, match=r"when=.*broadcast"):
+        Rhythm(SaveSettings(when=lambda step, metrics: True), group(0, 2, None))
+
+
+def test_tokens_that_nobody_counts_are_said_on_all_ranks():
+    """Rank 0 alone counts; the others would wait for its word."""
+    found = of_all_ranks(SaveSettings(every_tokens=5), [[1.0]] * 3)
+
+    assert ["end_step(tokens=...)" in str(error) for error in found] == [True] * 3
+
+
+def test_a_rank_alone_needs_no_broadcast_to_save_by_time():
+    rhythm = Rhythm(SaveSettings(every_seconds=1e-9), group(0, 1, None))
+
+    assert rhythm.is_due(Progress(step=1)) == "keep"
+
+
+def test_settings_are_told_alike_in_each_process():
+    settings = SaveSettings(when=lambda step, metrics: True, at_steps=[3])
+
+    assert settings.chosen == (
+        "at_steps=(3,)",
+        "when=test_settings_are_told_alike_in_each_process.<locals>.<lambda>",
+    )
+    assert settings.step_trigger is None
+    assert SaveSettings(at_start=True).step_trigger == 100
+    assert settings.without_triggers.chosen == ("every_steps=None",)
+
+
+def test_a_drivers_function_stays_in_the_driver_and_its_name_goes_to_the_actors():
+    lock = threading.Lock()
+    settings = SaveSettings(when=lambda step, metrics: lock.locked(), at_steps=[3])
+
+    told = cloudpickle.loads(cloudpickle.dumps(settings_for_actors(settings)))
+
+    assert told.chosen == settings.chosen
+    assert told.without_triggers == settings.without_triggers
