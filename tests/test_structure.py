@@ -135,3 +135,13 @@ def test_errors_are_few_and_survive_pickling() -> None:
         assert type(copy) is error
         assert str(copy) == "run x: what to do"
         assert issubclass(error, errors.RaycheckError)
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -20,7 +20,7 @@ MAX_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record(Document):
+class AttemptRecord(Document):
     """An ended attempt. ended_by_attempt: the one that was claimed after it, or itself when its own driver gave the run
     up. is_final: the driver said that another start of the same script would end in the same way."""
 
@@ -35,7 +35,7 @@ class Record(Document):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Resume(Document):
+class ResumeRecord(Document):
     """How `attempt` went on from `after`, the one before it, which ended by `cause`.
 
     restored: the checkpoint, None when there was none. step: where training went on. world_size_before: of the attempt
@@ -80,17 +80,17 @@ class Resume(Document):
 
 def record_end(store: Store, ended: Attempt, *, by: Attempt, cause: str) -> bool:
     """Write the record, once. Whether it could be written."""
-    record = Record(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
+    record = AttemptRecord(attempt=ended, ended_by_attempt=by.number, ended_at=by.claimed_at, cause=cause)
     return _put(store, object_keys.attempt_key(ended.number), record)
 
 
 def record_failure(store: Store, ended: Attempt, *, at: float, cause: str, is_final: bool) -> bool:
     """Write the record of an attempt whose driver gives the run up, once. Whether it could be written."""
-    record = Record(attempt=ended, ended_by_attempt=ended.number, ended_at=at, cause=cause, is_final=is_final)
+    record = AttemptRecord(attempt=ended, ended_by_attempt=ended.number, ended_at=at, cause=cause, is_final=is_final)
     return _put(store, object_keys.attempt_key(ended.number), record)
 
 
-def read_record(store: Store, number: int) -> Record | None:
+def read_record(store: Store, number: int) -> AttemptRecord | None:
     """The record of an attempt; None when it has none that can be read. Raises StoreError."""
     key = object_keys.attempt_key(number)
     try:
@@ -99,20 +99,20 @@ def read_record(store: Store, number: int) -> Record | None:
         return None
 
 
-def record_resume(store: Store, resume: Resume) -> bool:
+def record_resume(store: Store, resume: ResumeRecord) -> bool:
     """Write the record of how an attempt began, once. Whether it could be written."""
     return _put(store, object_keys.resume_key(resume.attempt), resume)
 
 
-def load_record(data: bytes, *, what: str) -> Record:
-    return load(Record, data, what=what, max_bytes=MAX_BYTES)
+def load_record(data: bytes, *, what: str) -> AttemptRecord:
+    return load(AttemptRecord, data, what=what, max_bytes=MAX_BYTES)
 
 
-def load_resume(data: bytes, *, what: str) -> Resume:
-    return load(Resume, data, what=what, max_bytes=MAX_BYTES)
+def load_resume(data: bytes, *, what: str) -> ResumeRecord:
+    return load(ResumeRecord, data, what=what, max_bytes=MAX_BYTES)
 
 
-def resumes(store: Store, attempts: Iterable[int]) -> dict[int, Resume]:
+def resumes(store: Store, attempts: Iterable[int]) -> dict[int, ResumeRecord]:
     """Those that can be read, by attempt."""
     found = {}
     for number in attempts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from raycheck.bucket.attempt_records import Record, read_record
+from raycheck.bucket.attempt_records import AttemptRecord, read_record
 from raycheck.bucket.document_reading import read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_BYTES, Latest, load_latest
@@ -44,7 +44,7 @@ def read_status(store: Store) -> Status:
     return status_of(body, read_record(store, body.attempt.number), now=got.at)
 
 
-def status_of(body: Latest, record: Record | None, *, now: float) -> Status:
+def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Status:
     """record: of the live attempt. now: by the store's clock."""
     attempt = body.attempt
     if body.finished is not None and body.is_finished:

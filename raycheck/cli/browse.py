@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from raycheck.bucket.attempt_records import Resume, resumes
+from raycheck.bucket.attempt_records import ResumeRecord, resumes
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
@@ -126,7 +126,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
         raise typer.Exit(1)
 
 
-def _fields(resume: Resume) -> dict[str, Any]:
+def _fields(resume: ResumeRecord) -> dict[str, Any]:
     return {name: value for name, value in asdict(resume).items() if name != "unknown"}
 
 

@@ -11,7 +11,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol import exported_directories, pin_and_evict
 from raycheck.bucket.protocol import prune_and_sweep as deletes
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Waste
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion
 from raycheck.bucket.protocol.repair import repair as repair_run
 from raycheck.bucket.protocol.retention import judge
 from raycheck.bucket.protocol.rewind import rewind as rewind_run
@@ -100,7 +100,7 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
         going = [verdict.directory.place for verdict in verdicts if not verdict.is_kept]
         kept |= dict.fromkeys(set(going) - set(gone), "its record was changed meanwhile")
     found = [
-        Waste(
+        Deletion(
             name=verdict.directory.place,
             num_objects=len(verdict.directory.record.files) + 1 if verdict.directory.record else 0,
             size_bytes=verdict.directory.size_bytes,
@@ -171,7 +171,7 @@ def _best(run: Latest, keep_best: str | None) -> Any:
 
 
 def _tell(
-    found: Sequence[Waste], gone: Sequence[str], kept: Mapping[str, str], *, dry_run: bool, as_json: bool
+    found: Sequence[Deletion], gone: Sequence[str], kept: Mapping[str, str], *, dry_run: bool, as_json: bool
 ) -> None:
     if as_json:
         print_json({"found": [asdict(item) for item in found], "deleted": list(gone), "kept": dict(kept)})

@@ -76,7 +76,7 @@ def submit(
         before = _patiently(lambda: _attempt(store), "the bucket")
         name = _started(client, asked) if number else _first(client, asked)
         tell(f"raycheck: submitted {name}, {_in_words(newest)}\n")
-        job = _Job(client, name, store, tell)
+        job = _SubmittedJob(client, name, store, tell)
         state = asyncio.run(job.follow())
         newest = _patiently(lambda: _newest(store), "the bucket")
         tell(f"raycheck: {name} {state}, {_in_words(newest)}\n")
@@ -92,7 +92,7 @@ def submit(
     raise AssertionError("unreachable: the last round returns")
 
 
-def _hopeless(store: Store, job: "_Job", before: int) -> str:
+def _hopeless(store: Store, job: "_SubmittedJob", before: int) -> str:
     """Why another try would fail like this one; empty when it may not. before: number of the attempt before the job."""
     attempt = _attempt(store)
     if attempt == before:
@@ -112,7 +112,7 @@ def with_raycheck(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     return {**runtime_env, "py_modules": [*runtime_env.get("py_modules", ()), package]}
 
 
-class _Job:
+class _SubmittedJob:
     """One submitted job."""
 
     def __init__(self, client: Any, job: str, store: Store, tell: Tell) -> None:

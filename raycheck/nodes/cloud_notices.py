@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, TypeVar
 
 from raycheck.errors import ConfigError
-from raycheck.nodes.metadata_service import ENDPOINT, TIMEOUT_S, Answer, ask, checked
+from raycheck.nodes.metadata_service import ENDPOINT, TIMEOUT_S, MetadataResponse, ask, checked
 
 T = TypeVar("T")
 REBALANCE = "rebalance"
@@ -31,7 +31,7 @@ class Notice:
     message: str
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """One cloud's metadata service."""
 
     endpoint: str
@@ -71,7 +71,7 @@ class Ec2:
         answer = self._get("events/recommendations/rebalance")
         return () if answer is None else (_read(answer, _recommendation),)
 
-    def _get(self, path: str) -> Answer | None:
+    def _get(self, path: str) -> MetadataResponse | None:
         """None where the item is not present, which is how EC2 says that nothing is pending."""
         url = f"{self.endpoint}/latest/meta-data/{path}"
         if self._clock() >= self._renew_at:
@@ -184,18 +184,18 @@ class Azure:
             self._name = answer.text
         return self._name
 
-    def _get(self, path: str, *, timeout_s: float) -> Answer:
+    def _get(self, path: str, *, timeout_s: float) -> MetadataResponse:
         answer = ask(f"{self.endpoint}/metadata/{path}", {"Metadata": "true"}, timeout_s=timeout_s)
         if answer.status != 200:
             raise answer.unexpected()
         return answer
 
 
-CLOUDS: dict[str, Callable[[str], Source]] = {"gce": Gce, "azure": Azure, "aws": Ec2}
+CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"gce": Gce, "azure": Azure, "aws": Ec2}
 """The surest to be told from another first: Google's answers carry a header, EC2's only a token."""
 
 
-def source_of(cloud: str | None, endpoint: str = ENDPOINT) -> Source:
+def source_of(cloud: str | None, endpoint: str = ENDPOINT) -> NoticeSource:
     """The named cloud's source, or that of the cloud whose service answers. Raises ConfigError when none does."""
     if cloud is not None:
         if cloud not in CLOUDS:
@@ -226,7 +226,7 @@ def _recommendation(found: dict[str, str]) -> Notice:
     return Notice(cloud="aws", kind=REBALANCE, deadline=None, message=text)
 
 
-def _read(answer: Answer, read: Callable[[Any], T]) -> T:
+def _read(answer: MetadataResponse, read: Callable[[Any], T]) -> T:
     try:
         return read(json.loads(answer.text))
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -24,7 +24,7 @@ _opener.add_handler(HTTPHandler())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class MetadataResponse:
     """flavor: the header Metadata-Flavor, by which Google's server makes itself known; else empty."""
 
     url: str
@@ -44,12 +44,14 @@ def checked(endpoint: str) -> str:
     return endpoint.rstrip("/")
 
 
-def ask(url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> Answer:
+def ask(url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> MetadataResponse:
     """Raises ConnectionError when nobody answers in time, or not in HTTP; the same call may succeed later."""
     try:
         with _opener.open(Request(url, headers=dict(headers), method=method), timeout=timeout_s) as got:  # noqa: S310
             text = got.read(MAX_BYTES).decode(errors="replace").strip()
-            return Answer(url=url, status=got.status, text=text, flavor=got.headers.get("Metadata-Flavor", ""))
+            return MetadataResponse(
+                url=url, status=got.status, text=text, flavor=got.headers.get("Metadata-Flavor", "")
+            )
     except (OSError, HTTPException, ValueError) as error:
         cause = error.reason if isinstance(error, URLError) else error
         raise ConnectionError(f"{method} {url}: {cause or type(error).__name__}") from None

@@ -13,7 +13,7 @@ from logging import getLogger
 from typing import NoReturn
 
 from raycheck.errors import RaycheckError
-from raycheck.nodes.cloud_notices import REBALANCE, Notice, Source
+from raycheck.nodes.cloud_notices import REBALANCE, Notice, NoticeSource
 
 logger = getLogger("raycheck")
 INTERVAL_S = 1.0
@@ -28,7 +28,7 @@ Drain = Callable[[float, str], None]
 
 
 def watch(
-    source: Source,
+    source: NoticeSource,
     drain: Drain,
     *,
     interval_s: float = INTERVAL_S,
@@ -40,7 +40,7 @@ def watch(
 
     rebalance_deadline_s: drain at a rebalance recommendation, too, with a deadline so far ahead; None: only log it.
     """
-    state = Watch(source, drain, rebalance_deadline_s=rebalance_deadline_s, clock=clock)
+    state = NodeWatch(source, drain, rebalance_deadline_s=rebalance_deadline_s, clock=clock)
     try:
         while True:
             state.look()
@@ -56,11 +56,11 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 
-class Watch:
+class NodeWatch:
     """What is known by now: which notices are pending, and which deadline Ray was told."""
 
     def __init__(
-        self, source: Source, drain: Drain, *, rebalance_deadline_s: float | None, clock: Callable[[], float]
+        self, source: NoticeSource, drain: Drain, *, rebalance_deadline_s: float | None, clock: Callable[[], float]
     ) -> None:
         self.is_source_up = True
         self._source = source

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from raycheck.bucket.assembly.assemble import Report, assemble
-from raycheck.bucket.assembly.plan_cache import Plans
+from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.swap import Register
@@ -41,7 +41,7 @@ class Ours:
         self._train_state = TrainState(state.live, rank=0, world_size=1)
         self._register = Register(store)
         self._attempt = protocol.claim(self._register, ME, group="bench", world_size=1, resume="never", run_id="run")[0]
-        self._plans = Plans()
+        self._plans = PlanCache()
         self._saves = 0
 
     def stage(self) -> StagedState:

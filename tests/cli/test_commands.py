@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycheck.bucket.attempt_records import Resume, record_failure, record_resume
+from raycheck.bucket.attempt_records import ResumeRecord, record_failure, record_resume
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol.damage import go_back
@@ -233,7 +233,7 @@ def test_rewind_makes_an_earlier_checkpoint_the_head(run) -> None:
 
 def test_show_tells_why_an_attempt_began_and_what_the_end_of_the_one_before_cost(run) -> None:
     uri, store = run
-    resume = Resume(
+    resume = ResumeRecord(
         attempt=1,
         after=0,
         cause="rank 2: its process died",

@@ -25,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raycheck.bucket.attempt_records import Resume, record_end, record_resume
+from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_resume
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index_codec import MAGIC
@@ -74,7 +74,7 @@ def a_run(store: Store) -> None:
         number=1, owner="o", coordinator="c", group="g", world_size=1, restore_key=None, last_save=1, claimed_at=1e9
     )
     assert record_end(store, ended, by=body.attempt, cause="a test")
-    resume = Resume(
+    resume = ResumeRecord(
         attempt=body.attempt.number,
         after=1,
         cause="a test",

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raycheck import errors
-from raycheck.bucket.attempt_records import Resume, record_resume
+from raycheck.bucket.attempt_records import ResumeRecord, record_resume
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.swap import Register
@@ -121,7 +121,7 @@ def uri(tmp_path: Path) -> str:
     _, entry = Driver(store, coordinator="c2").claim("g2")
     driver = Driver(store, coordinator="c2")
     go_back(driver.register, driver.me, group="g2", key=entry.key, problem=ALL)
-    resume = Resume(
+    resume = ResumeRecord(
         attempt=1,
         after=0,
         cause=ALL,

@@ -18,7 +18,7 @@ from ray.job_submission import JobSubmissionClient
 from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.cli.submit import _hopeless, _Job
+from raycheck.cli.submit import _hopeless, _SubmittedJob
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import Arena, Story, arena, wait_for
 from tests.support.sample_checkpoints import Driver
@@ -180,7 +180,7 @@ def test_only_a_script_that_ended_by_itself_and_at_once_is_held_against_it(
     tmp_path: Path, code: int | None, seconds: int, is_told: bool
 ) -> None:
     store = open_store(f"file://{tmp_path}/run")
-    job = _Job(None, "a-job", store, print)
+    job = _SubmittedJob(None, "a-job", store, print)
     job._details = SimpleNamespace(driver_exit_code=code, start_time=1_000_000, end_time=1_000_000 + 1000 * seconds)
 
     assert bool(_hopeless(store, job, before=0)) is is_told
@@ -188,7 +188,7 @@ def test_only_a_script_that_ended_by_itself_and_at_once_is_held_against_it(
 
 def test_after_a_claim_only_what_the_bucket_says_counts(tmp_path: Path) -> None:
     driver = Driver(open_store(f"file://{tmp_path}/run"))
-    job = _Job(None, "a-job", driver.store, print)
+    job = _SubmittedJob(None, "a-job", driver.store, print)
     job._details = SimpleNamespace(driver_exit_code=1, start_time=0, end_time=1)
     attempt, _ = driver.claim("g1")
 

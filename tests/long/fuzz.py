@@ -19,7 +19,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["raycheck.bucket"]):
-    from raycheck.bucket.attempt_records import Record, Resume, load_record, load_resume
+    from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_record, load_resume
     from raycheck.bucket.format.document import Document, dump, seal
     from raycheck.bucket.format.index_codec import dump_index, join_parts, load_index, parts_of
     from raycheck.bucket.format.latest import load_latest
@@ -87,8 +87,8 @@ def one_input(data: bytes) -> None:
 def seeds() -> list[bytes]:
     """One good body for each target."""
     body, parts = a_latest(), parts_of(an_index())
-    ended = Record(attempt=body.attempt, ended_by_attempt=2, ended_at=1.5, cause="why")
-    began = Resume(
+    ended = AttemptRecord(attempt=body.attempt, ended_by_attempt=2, ended_at=1.5, cause="why")
+    began = ResumeRecord(
         attempt=2,
         after=1,
         cause="why",

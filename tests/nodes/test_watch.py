@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from raycheck.nodes.cloud_notices import REBALANCE, Ec2, Notice
-from raycheck.nodes.watch import FALLBACK_S, INTERVAL_S, Watch, watch
+from raycheck.nodes.watch import FALLBACK_S, INTERVAL_S, NodeWatch, watch
 from tests.support.metadata_servers import Ec2Service, serving
 
 NOW = 1_700_000_000.0
@@ -23,7 +23,7 @@ class Machine:
         self.refusal = ""
         self.attempts = 0
         self.drained: list[float] = []
-        self.watch = Watch(self, self.drain, rebalance_deadline_s=rebalance_deadline_s, clock=lambda: self.now)
+        self.watch = NodeWatch(self, self.drain, rebalance_deadline_s=rebalance_deadline_s, clock=lambda: self.now)
 
     def is_here(self) -> bool:
         return True
@@ -232,7 +232,7 @@ def test_ec2s_outage_interrupts_nothing() -> None:
     service.interrupt(NOW + 120)
     service.trouble = [lambda: (503, "", {}), lambda: (500, "", {})]
     with serving(service) as endpoint:
-        state = Watch(Ec2(endpoint), machine.drain, rebalance_deadline_s=None, clock=lambda: NOW)
+        state = NodeWatch(Ec2(endpoint), machine.drain, rebalance_deadline_s=None, clock=lambda: NOW)
         for _ in range(4):
             state.look()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycheck.bucket.assembly.assemble import Report, assemble
-from raycheck.bucket.assembly.plan_cache import Plans, Section
+from raycheck.bucket.assembly.plan_cache import PlanCache, Section
 from raycheck.bucket.assembly.replica_agreement import agree
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.manifest import ShardRecord
@@ -53,7 +53,7 @@ def committed(
     *,
     progress: Progress,
     metrics: dict[str, float] | None = None,
-    plans: Plans | None = None,
+    plans: PlanCache | None = None,
     keep_last: int = 10,
 ) -> Checkpoint:
     """The coordinator's part. Every invariant holds afterwards."""
@@ -72,7 +72,7 @@ def conclude(
     *,
     progress: Progress,
     metrics: dict[str, float] | None = None,
-    plans: Plans | None = None,
+    plans: PlanCache | None = None,
     keep_last: int | None = 10,
 ) -> None:
     """Index, `.metadata`, manifest, and the commit, which must win."""

@@ -17,7 +17,7 @@ import raycheck
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.train.batches import Batches
-from raycheck.train.worker.training_progress import Position
+from raycheck.train.worker.training_progress import ProgressCounter
 from tests.support.save_without_ray import restore_state, save_state
 
 # torch warns of more loader workers than cores
@@ -602,7 +602,7 @@ def test_generators_of_a_dataset_in_the_training_process_are_named_unless_the_st
 ):
     warned, kept = own_generators(), own_generators()
     dataset: Any = kept._dataset
-    Position([kept, dataset.chance, raycheck.PerRank(dataset.old), *dataset.transforms[0].values()])
+    ProgressCounter([kept, dataset.chance, raycheck.PerRank(dataset.old), *dataset.transforms[0].values()])
 
     for batches in (warned, kept):
         next(batches.loader(0))

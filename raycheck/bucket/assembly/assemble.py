@@ -7,7 +7,7 @@ did not upload: no clock, no chance, no host. A coordinator that died half-way a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from raycheck.bucket.assembly.plan_cache import Plans, Section
+from raycheck.bucket.assembly.plan_cache import PlanCache, Section
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
@@ -67,7 +67,7 @@ class Report:
         return tuple(shard for shard in self.shards if shard.component not in self.kept)
 
 
-def assemble(store: Store, reports: Sequence[Report], plans: Plans | None = None) -> tuple[Manifest, bool]:
+def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> tuple[Manifest, bool]:
     """Step 16: write index and `.metadata`; returns the manifest to write next, and whether ranks wrote something
     twice, so that they should agree anew on who writes it. `reports`: all, in order of rank. plans: what is known of
     earlier saves.
@@ -76,12 +76,12 @@ def assemble(store: Store, reports: Sequence[Report], plans: Plans | None = None
     should be; ConfigError when ranks disagree on a tensor.
     """
     try:
-        return _assemble(store, reports, plans or Plans())
+        return _assemble(store, reports, plans or PlanCache())
     except CorruptError as error:  # which would mean that the run is damaged
         raise SaveFailedError(f"{reports[0].checkpoint}: {error}") from error
 
 
-def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Manifest, bool]:
+def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tuple[Manifest, bool]:
     first, name = reports[0], reports[0].checkpoint
     if [report.rank for report in reports] != list(range(first.world_size)):
         raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
@@ -134,7 +134,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: Plans) -> tuple[Ma
 
 
 def _component(
-    store: Store, reports: Sequence[Report], name: str, metadata: tuple[bytes, Blob], plans: Plans
+    store: Store, reports: Sequence[Report], name: str, metadata: tuple[bytes, Blob], plans: PlanCache
 ) -> Component:
     """One component, its `.metadata` written. When no rank has uploaded anything of it, and the head has or refers to
     exactly this, it is referred to; else what some ranks kept is copied to where the others have written."""
@@ -155,7 +155,7 @@ def _component(
     return here
 
 
-def _is_in_head(store: Store, component: Component, plans: Plans) -> bool:
+def _is_in_head(store: Store, component: Component, plans: PlanCache) -> bool:
     """The newest commit is asked, which the ranks' knowledge is of: a coordinator started again has not seen it."""
     if component in plans.components:
         return True

@@ -16,7 +16,7 @@ from raycheck.bucket.assembly.plan_merge import Merged, merge_plans, uncovered
 from raycheck.bucket.format.bounded_inflate import MAX_DECODED_BYTES
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Index, Plan
-from raycheck.bucket.format.index_codec import Parts, join_parts, parts_of
+from raycheck.bucket.format.index_codec import IndexParts, join_parts, parts_of
 from raycheck.bucket.format.manifest import Blob, Component
 from raycheck.bucket.format.plan_codec import CRC_BYTES, Known, dump_plan, load_plan
 from raycheck.errors import ConfigError, CorruptError
@@ -51,7 +51,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
+class MergedPlan:
     """What all ranks' plans became together. metadata: `.metadata` by component, with size and checksum. holes: names
     of tensors that are not covered exactly once."""
 
@@ -78,10 +78,10 @@ class Whole:
             checksums += (section.checksums[CRC_BYTES * cut.start : CRC_BYTES * cut.stop] for cut in cuts)
         own = [stream for section in sections for stream in section.values[1:]]
         values = (sections[0].values[0], *own)
-        return join_parts(Parts(plan=self.plan, checksums=b"".join(checksums), values=values))
+        return join_parts(IndexParts(plan=self.plan, checksums=b"".join(checksums), values=values))
 
 
-class Plans:
+class PlanCache:
     """Those of the ranks' last saves, by hash, and what they became together. Those that no report named since the save
     before the last are forgotten. components: of the newest commit, as far as it is known."""
 
@@ -90,7 +90,7 @@ class Plans:
         self._lock = Lock()  # reports come in while a save is concluded in a thread
         self._named: dict[bytes, bytes] = {}  # since the last save was concluded
         self._known: dict[bytes, bytes] = {}
-        self._whole: tuple[object, Whole] | None = None
+        self._whole: tuple[object, MergedPlan] | None = None
 
     def knows(self, section: Section) -> bool:
         """Whether its plan is here, or comes with it."""
@@ -103,7 +103,7 @@ class Plans:
     def _plan(self, digest: bytes) -> bytes:
         return self._named.get(digest) or self._known.get(digest, b"")
 
-    def whole(self, sections: Sequence[Section], components: Sequence[str]) -> Whole:
+    def whole(self, sections: Sequence[Section], components: Sequence[str]) -> MergedPlan:
         """sections: of all ranks, in order, each known. Raises ConfigError when ranks disagree on a tensor."""
         form = (tuple(section.plan_hash for section in sections), tuple(components))
         before = self._whole
@@ -117,14 +117,14 @@ class Plans:
         return before[1]
 
 
-def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> Whole:
+def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> MergedPlan:
     known = Known()
     plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
     merged = merge_plans(plans)
     if len(components) > 1:
         _refuse_split(merged.plan)
     metadata = {component: dcp_metadata(merged.plan, component) for component in components}
-    return Whole(
+    return MergedPlan(
         plan=dump_plan(merged.plan),
         merged=merged,
         holes=tuple(uncovered(merged.plan)),

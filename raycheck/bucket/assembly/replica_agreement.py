@@ -16,7 +16,7 @@ first, since every tensor that lies elsewhere costs each reader one more object 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class HeldBoxes:
     """A box of a tensor that other ranks may hold too. shape: of the whole tensor. crc32: None for what may differ by
     nature (module buffers)."""
 
@@ -44,7 +44,7 @@ class Values:
 class Holdings:
     """What one rank holds. values: by entry."""
 
-    held: tuple[Held, ...]
+    held: tuple[HeldBoxes, ...]
     values: Mapping[str, Values]
 
 
@@ -59,8 +59,8 @@ class Agreement:
 def agree(ranks: Sequence[Holdings]) -> Agreement:
     """Settle it from all ranks' holdings, in order of rank. Raises ConfigError that names a tensor or an entry which
     should be equal on the ranks that hold it, and is not."""
-    holders: dict[str, dict[int, Held]] = {}
-    described: dict[str, tuple[int, Held]] = {}
+    holders: dict[str, dict[int, HeldBoxes]] = {}
+    described: dict[str, tuple[int, HeldBoxes]] = {}
     for rank, holdings in enumerate(ranks):
         for held in holdings.held:
             copies = holders.setdefault(held.box, {})
@@ -70,7 +70,7 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
     return Agreement(writers=_writers(holders), apart=_apart(ranks))
 
 
-def _refuse_other_form(first_rank: int, first: Held, rank: int, held: Held) -> None:
+def _refuse_other_form(first_rank: int, first: HeldBoxes, rank: int, held: HeldBoxes) -> None:
     if (first.dtype, first.shape) != (held.dtype, held.shape):
         raise ConfigError(
             f"tensor {held.name} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
@@ -79,7 +79,7 @@ def _refuse_other_form(first_rank: int, first: Held, rank: int, held: Held) -> N
         )
 
 
-def _refuse_drift(copies: Mapping[int, Held], rank: int) -> None:
+def _refuse_drift(copies: Mapping[int, HeldBoxes], rank: int) -> None:
     first_rank, first = next(iter(copies.items()))
     if (first.sizes, first.crc32) != (copies[rank].sizes, copies[rank].crc32):
         raise ConfigError(
@@ -89,7 +89,7 @@ def _refuse_drift(copies: Mapping[int, Held], rank: int) -> None:
         )
 
 
-def _writers(holders: Mapping[str, Mapping[int, Held]]) -> dict[str, int]:
+def _writers(holders: Mapping[str, Mapping[int, HeldBoxes]]) -> dict[str, int]:
     writers: dict[str, int] = {}
     load: dict[int, int] = {}
     for box, copies in sorted(holders.items(), key=lambda item: (-_size(item[1].values()), item[0])):
@@ -101,7 +101,7 @@ def _writers(holders: Mapping[str, Mapping[int, Held]]) -> dict[str, int]:
     return writers
 
 
-def _size(copies: Iterable[Held]) -> int:
+def _size(copies: Iterable[HeldBoxes]) -> int:
     return max((held.size_bytes for held in copies), default=0)
 
 

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class IndexParts:
     """The parts of an index. values: of all ranks, then those of each; each one zlib stream of JSON."""
 
     plan: bytes
@@ -36,15 +36,15 @@ def dump_index(index: Index) -> bytes:
     return join_parts(parts_of(index))
 
 
-def parts_of(index: Index) -> Parts:
-    return Parts(
+def parts_of(index: Index) -> IndexParts:
+    return IndexParts(
         plan=dump_plan(index.plan),
         checksums=little_endian(array("I", index.crcs)).tobytes(),
         values=tuple(dump_values(tree) for tree in (index.values, *index.rank_values)),
     )
 
 
-def join_parts(parts: Parts) -> bytes:
+def join_parts(parts: IndexParts) -> bytes:
     header = {
         "format_version": FORMAT_VERSION,
         "parts": [
@@ -86,7 +86,7 @@ def load_checksums(data: bytes, plan: Plan) -> "Column[int]":
     return little_endian(crcs)
 
 
-def _split(data: bytes, what: str) -> Parts:
+def _split(data: bytes, what: str) -> IndexParts:
     if data[:4] != MAGIC:
         raise CorruptError(f"{what} is not an index: it does not begin with {MAGIC!r}")
     (length,) = struct.unpack_from("<Q", data, 4)
@@ -104,7 +104,7 @@ def _split(data: bytes, what: str) -> Parts:
     for size in header["values"]:
         values.append(cut(found["values"], at, size, what))
         at += size
-    return Parts(plan=found["plan"], checksums=found["checksums"], values=tuple(values))
+    return IndexParts(plan=found["plan"], checksums=found["checksums"], values=tuple(values))
 
 
 def _load_values(streams: Sequence[bytes], what: str) -> list[dict[str, Any]]:

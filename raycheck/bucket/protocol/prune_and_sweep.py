@@ -32,7 +32,7 @@ NO_RULES = Retention()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Waste:
+class Deletion:
     """What a prune or sweep would delete, and why. wait_s: until readers' grace is over, by the bucket's clock."""
 
     name: str
@@ -75,7 +75,7 @@ def prune(
     return tuple(gone)
 
 
-def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Waste, ...]:
+def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Deletion, ...]:
     """What `prune` would delete now or after the grace. Writes nothing."""
     body, got = register.look()
     verdicts = judge(body, rules, now=got.at)
@@ -88,7 +88,7 @@ def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: floa
     )
 
 
-def sweep(store: Store, *, also_whole: bool = False) -> tuple[Waste, ...]:
+def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
     """Steps 22 and 23: delete what saves of earlier attempts left without becoming a checkpoint, and abort their
     uploads. Returns what is gone; a crash anywhere: the next sweep goes on.
 
@@ -105,7 +105,7 @@ def sweep(store: Store, *, also_whole: bool = False) -> tuple[Waste, ...]:
     return (*swept, *aborted)
 
 
-def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Waste, ...]:
+def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
     """What `sweep` would delete. Writes nothing."""
     swept, uploads = _garbage(store, also_whole=also_whole)
     return (*swept, *(_unfinished(store, upload) for upload in uploads))
@@ -122,7 +122,7 @@ def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Itera
         yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
 
 
-def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Waste], list[Upload]]:
+def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Upload]]:
     """Listed first, judged by the `latest` read after it: else a claim in between would look like a lost `latest`."""
     uploads = _uploads(store)
 
@@ -143,7 +143,7 @@ def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Waste], list[Uploa
             is_whole = object_keys.manifest_key(str(name)) in objects
             if also_whole or not is_whole:
                 found.append(
-                    Waste(
+                    Deletion(
                         name=str(name),
                         num_objects=len(objects),
                         size_bytes=sum(objects.values()),
@@ -164,16 +164,16 @@ def _uploads(store: Store) -> list[Upload]:
         raise
 
 
-def _unfinished(store: Store, upload: Upload) -> Waste:
+def _unfinished(store: Store, upload: Upload) -> Deletion:
     size_bytes = store.upload_bytes(upload)
-    return Waste(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
+    return Deletion(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
 
 
-def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Waste:
+def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Deletion:
     sizes = _sizes(store, name)
     if name in held:
         sizes = {key: size for key, size in sizes.items() if key == object_keys.manifest_key(name)}
-    return Waste(name=name, num_objects=len(sizes), size_bytes=sum(sizes.values()), reason=reason, wait_s=wait_s)
+    return Deletion(name=name, num_objects=len(sizes), size_bytes=sum(sizes.values()), reason=reason, wait_s=wait_s)
 
 
 def _sizes(store: Store, name: str) -> dict[str, int]:

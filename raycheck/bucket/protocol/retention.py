@@ -16,7 +16,7 @@ from raycheck.settings import Retention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class KeepDecision:
     """What becomes of one entry, and why."""
 
     entry: Entry
@@ -24,7 +24,7 @@ class Verdict:
     reason: str
 
 
-def judge(body: Latest, rules: Retention, *, now: float) -> tuple[Verdict, ...]:
+def judge(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
     """One verdict per live entry, in their order. now: bucket time, for what expires. Damaged ones take nobody's place:
     they stay for as long as they are pinned."""
     protected = dict(_protected(body))
@@ -39,14 +39,14 @@ def dropped(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
     return tuple(verdict.entry.key for verdict in judge(body, rules, now=now) if not verdict.is_kept)
 
 
-def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> Verdict:
+def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> KeepDecision:
     if entry.key in protected:
-        return Verdict(entry=entry, is_kept=True, reason=protected[entry.key])
+        return KeepDecision(entry=entry, is_kept=True, reason=protected[entry.key])
     if entry.expires_at is not None and now >= entry.expires_at:
-        return Verdict(entry=entry, is_kept=False, reason="expired")
+        return KeepDecision(entry=entry, is_kept=False, reason="expired")
     if entry.key in kept:
-        return Verdict(entry=entry, is_kept=True, reason=kept[entry.key])
-    return Verdict(entry=entry, is_kept=False, reason="no rule keeps it")
+        return KeepDecision(entry=entry, is_kept=True, reason=kept[entry.key])
+    return KeepDecision(entry=entry, is_kept=False, reason="no rule keeps it")
 
 
 def _protected(body: Latest) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class PartSizes:
     """part_bytes: of each part but the last. max_parts: what the service allows, larger
     objects get larger parts; None where it sets no limit. in_flight: parts of one object that are sent at a time."""
 
@@ -37,13 +37,13 @@ MIN_PART_BYTES = 5 * 1024 * 1024
 MAX_COPIED_BYTES = 256 * 1024 * 1024
 """Of one range that a store copies itself: it answers within the time-out of a request."""
 CUTS = {
-    "s3": Cut(),
-    "gs": Cut(max_parts=None, in_flight=1),  # chunks of a resumable upload: multiples of 256 KiB, one after another
-    "az": Cut(max_parts=50_000),
+    "s3": PartSizes(),
+    "gs": PartSizes(max_parts=None, in_flight=1),  # chunks of a resumable upload, one after another
+    "az": PartSizes(max_parts=50_000),
 }
 
 
-class Loan:
+class BufferLoan:
     """Parts lent to a client that may read them after its call has ended. Single use.
 
     A view with exports cannot be released: so it is seen when the client has let go, whatever its own threads do.

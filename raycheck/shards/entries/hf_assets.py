@@ -18,7 +18,7 @@ import torch
 from raycheck.bucket.format.object_keys import EXPORT_ENDS
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.parameter_names import plain_names, unwrapped
-from raycheck.shards.entries.state_entry import Named, Part, SavedPart
+from raycheck.shards.entries.state_entry import Named, SavedEntry, StateEntry
 
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", EXPORT_ENDS[1]
 FACTS = "raycheck.json"
@@ -69,7 +69,7 @@ def is_safe_file_name(name: str) -> bool:
     )
 
 
-class FilesPart(Part):
+class FilesEntry(StateEntry):
     """The files of a tokenizer or processor, written once and saved as bytes. Restoring changes nothing live."""
 
     def __init__(self, name: str, owner: Any) -> None:
@@ -99,11 +99,11 @@ class FilesPart(Part):
         tensors.clear()
         return self.encode(tree, self.name, tensors)
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         del saved
         return {}
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         del saved, tensors
 
 

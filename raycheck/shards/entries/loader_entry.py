@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.per_rank_entry import PerRank, PerRankPart
-from raycheck.shards.entries.state_entry import Named, SavedPart
+from raycheck.shards.entries.per_rank_entry import PerRank, PerRankEntry
+from raycheck.shards.entries.state_entry import Named, SavedEntry
 
 
-class LoaderPart(PerRankPart):
+class LoaderEntry(PerRankEntry):
     """A loader with state_dict/load_state_dict."""
 
     def __init__(self, name: str, loader: Any, *, rank: int, world_size: int) -> None:
@@ -22,7 +22,7 @@ class LoaderPart(PerRankPart):
         self._loader = loader
         self._world_size = world_size
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         if saved.apart and len(saved.apart) != self._world_size:
             saved.mismatched.append(
                 f"{self.name}: the positions of {len(saved.apart)} loaders, one per rank, and there are "
@@ -32,7 +32,7 @@ class LoaderPart(PerRankPart):
             return {}
         return super().prepare(saved)
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         begun: Any = getattr(self._loader, "_iterator", None)
         super().finish(saved, tensors)
         if saved.values is not None and begun is not None:

@@ -9,16 +9,16 @@ from torch.optim import Optimizer
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.generator_entry import GeneratorState, is_generator
-from raycheck.shards.entries.hf_assets import FilesPart, has_files
-from raycheck.shards.entries.loader_entry import LoaderPart, is_loader
-from raycheck.shards.entries.metric_entry import MetricsPart, is_metrics, refuse_metrics_inside
-from raycheck.shards.entries.module_entry import ModulePart
-from raycheck.shards.entries.optimizer_entry import OptimizerPart
+from raycheck.shards.entries.hf_assets import FilesEntry, has_files
+from raycheck.shards.entries.loader_entry import LoaderEntry, is_loader
+from raycheck.shards.entries.metric_entry import MetricsEntry, is_metrics, refuse_metrics_inside
+from raycheck.shards.entries.module_entry import ModuleEntry
+from raycheck.shards.entries.optimizer_entry import OptimizerEntry
 from raycheck.shards.entries.parameter_names import NamedParameters, ParameterNames, parameter_names
-from raycheck.shards.entries.per_rank_entry import PerRank, PerRankPart
-from raycheck.shards.entries.plain_value_entry import Held, HeldPart, InPlace, is_container
-from raycheck.shards.entries.rank_zero_entry import RankZero, RankZeroPart
-from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, ObjectPart, Part
+from raycheck.shards.entries.per_rank_entry import PerRank, PerRankEntry
+from raycheck.shards.entries.plain_value_entry import HeldValue, InPlace, PlainValueEntry, is_container
+from raycheck.shards.entries.rank_zero_entry import RankZero, RankZeroEntry
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, ObjectEntry, StateEntry
 from raycheck.shards.entries.wrappers import unwrapped
 from raycheck.shards.transfer.stock_torch_names import StockNames
 
@@ -57,17 +57,17 @@ class Given(Mapping[str, object]):
         return sum(map(len, self.sources))
 
 
-def parts_of(entries: Mapping[str, object], *, rank: int, world_size: int) -> list[Part]:
+def make_entries(entries: Mapping[str, object], *, rank: int, world_size: int) -> list[StateEntry]:
     """One part per entry."""
     named = NamedParameters({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
     parts = [_part(name, value, named, rank, world_size) for name, value in entries.items()]
-    metrics = [metric for part in parts if isinstance(part, MetricsPart) for metric in part.metrics]
+    metrics = [metric for part in parts if isinstance(part, MetricsEntry) for metric in part.metrics]
     for part in parts:
-        if isinstance(part, ModulePart):
+        if isinstance(part, ModuleEntry):
             refuse_metrics_inside(part.name, part.module, metrics)
-    by_entry: dict[str, list[OptimizerPart]] = {}
+    by_entry: dict[str, list[OptimizerEntry]] = {}
     for part in parts:
-        if isinstance(part, OptimizerPart):
+        if isinstance(part, OptimizerEntry):
             by_entry.setdefault(part.name.partition(".")[0], []).append(part)
     for entry, optimizers in by_entry.items():
         names = StockNames(entry, optimizers)
@@ -120,7 +120,7 @@ def _nested(
 ) -> Iterator[tuple[str, object]]:
     """holder, at: where the value stands."""
     if type(value) not in (dict, list, tuple) or not _is_entry(value):
-        yield name, Held(holder, at, name) if _is_plain(name, value) else unwrapped(name, value)
+        yield name, HeldValue(holder, at, name) if _is_plain(name, value) else unwrapped(name, value)
         return
     for key, item in value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value)):
         if isinstance(key, torch.Tensor) and key in parameters:  # optimizer in backward: one for each parameter
@@ -145,30 +145,30 @@ def _is_plain(name: str, value: object) -> bool:
     return True
 
 
-def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> Part:
+def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> StateEntry:
     inside = value.value if isinstance(value, PerRank) else value
     if is_metrics(inside):
-        return MetricsPart(name, inside, rank=rank, world_size=world_size)
+        return MetricsEntry(name, inside, rank=rank, world_size=world_size)
     if isinstance(value, torch.nn.Module):
-        return ModulePart(name, value)
-    if isinstance(value, Held):
-        return HeldPart(name, value, rank=rank)
+        return ModuleEntry(name, value)
+    if isinstance(value, HeldValue):
+        return PlainValueEntry(name, value, rank=rank)
     if isinstance(value, Optimizer) and _is_in_torchs_form(value):
-        return OptimizerPart(name, value, named)
+        return OptimizerEntry(name, value, named)
     if isinstance(value, PerRank):
-        return PerRankPart(name, value, rank=rank)
+        return PerRankEntry(name, value, rank=rank)
     if isinstance(value, RankZero):
-        return RankZeroPart(name, value, rank=rank)
+        return RankZeroEntry(name, value, rank=rank)
     if is_loader(name, value):
-        return LoaderPart(name, value, rank=rank, world_size=world_size)
+        return LoaderEntry(name, value, rank=rank, world_size=world_size)
     if type(value) is dict:
-        return ObjectPart(name, InPlace(value))
+        return ObjectEntry(name, InPlace(value))
     if has_files(value):
-        return FilesPart(name, value)
+        return FilesEntry(name, value)
     if is_generator(value):
-        return ObjectPart(name, GeneratorState(value))
+        return ObjectEntry(name, GeneratorState(value))
     if _is_entry(value):
-        return ObjectPart(name, value)
+        return ObjectEntry(name, value)
     raise ConfigError(
         f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict. Plain values go into "
         "a dict, which a restore fills in place"

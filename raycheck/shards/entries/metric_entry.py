@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.per_rank_entry import PerRank, PerRankPart
-from raycheck.shards.entries.state_entry import Named, SavedPart, empty_for
+from raycheck.shards.entries.per_rank_entry import PerRank, PerRankEntry
+from raycheck.shards.entries.state_entry import Named, SavedEntry, empty_for
 
 
 def is_metric(module: object) -> bool:
@@ -34,7 +34,7 @@ def is_metrics(value: object) -> bool:
     return not any(module._parameters or module._buffers for module in rest)
 
 
-class MetricsPart(PerRankPart):
+class MetricsEntry(PerRankEntry):
     """A metric, or a collection of some."""
 
     def __init__(self, name: str, metrics: torch.nn.Module, *, rank: int, world_size: int) -> None:
@@ -53,7 +53,7 @@ class MetricsPart(PerRankPart):
     def metrics(self) -> list[torch.nn.Module]:
         return list(_metrics(self._metrics).values())
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         saved.unused.clear()  # no rank's accumulation is left out
         if saved.values is None:
             (saved.fresh if saved.apart else saved.missing).append(self._at)
@@ -74,7 +74,7 @@ class MetricsPart(PerRankPart):
             ]
         return {name: empty_for(saved.tensors[name]) for name in names}
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is None:
             return
         (state,), *others = (self.decoded(tree, tensors.__getitem__) for tree in self._mine(saved))
@@ -84,7 +84,7 @@ class MetricsPart(PerRankPart):
             }
         _Accumulated(self._metrics).load_state_dict(state)
 
-    def _mine(self, saved: SavedPart) -> list[Any]:
+    def _mine(self, saved: SavedEntry) -> list[Any]:
         """This rank's tree, and those of the ranks that are gone and come to this one."""
         gone = saved.apart[self._rank + self._world_size :: self._world_size]
         return [saved.values, *gone]

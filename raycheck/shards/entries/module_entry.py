@@ -21,16 +21,16 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
 from raycheck.shards.entries.parameter_names import plain_names, unwrapped
-from raycheck.shards.entries.state_entry import Gathered, Named, Part, SavedPart, empty_for
+from raycheck.shards.entries.state_entry import Gathered, Named, SavedEntry, StateEntry, empty_for
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
-from raycheck.shards.transfer.gather_cache import Watch, local_of
+from raycheck.shards.transfer.gather_cache import GatherCache, local_of
 from raycheck.shards.transfer.local_box import memory, piece_of
 from raycheck.shards.transfer.restore_proof import has_memory, holds
 
 _OWN_WAY = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dict, torch.nn.Module.get_extra_state)  # noqa: SLF001
 
 
-class ModulePart(Part):
+class ModuleEntry(StateEntry):
     """A module's parameters, buffers and extra state. Non-persistent buffers are not in it, as in torch."""
 
     may_differ = True
@@ -48,7 +48,7 @@ class ModulePart(Part):
         self._plain = plain_names(self.module)
         self._parameters: set[str] = set()
         self._made_of: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
-        self._last: tuple[Watch, Gathered] | None = None
+        self._last: tuple[GatherCache, Gathered] | None = None
         self._last_frozen: frozenset[str] = frozenset()
 
     def tree(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class ModulePart(Part):
         self._last, self._last_frozen = None, frozen
         if not self._made_of and not found.values["extra"]:
             with suppress(LookupError):
-                watch = Watch(found.tensors, _Places(self.module, self._plain, self.name, found.tensors).fetch)
+                watch = GatherCache(found.tensors, _Places(self.module, self._plain, self.name, found.tensors).fetch)
                 self._last = watch, replace(found, tensors={})
         return found
 
@@ -144,7 +144,7 @@ class ModulePart(Part):
     def is_compared(self, name: str) -> bool:
         return self.may_spread(name)
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         tree = self.tree()
         extra_here = _extra(tree)
         whole = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}
@@ -179,7 +179,7 @@ class ModulePart(Part):
         alike = {name: live[name] for name in live if name in saved.tensors and saved.is_alike(name, live[name])}
         return {**alike, **extra}
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         extra_there = _saved_values(saved, "extra")
         if not extra_there and all(map(_is_plain, self.module.modules())):
             return  # every tensor was read in place
@@ -201,14 +201,14 @@ class ModulePart(Part):
         if given:
             self.module.load_state_dict(given, strict=False)
 
-    def _saved_extra(self, saved: SavedPart) -> tuple[set[str], Named]:
+    def _saved_extra(self, saved: SavedEntry) -> tuple[set[str], Named]:
         """Keys of the extra state in the checkpoint, and tensors to read for it."""
         values = _saved_values(saved, "extra")
         names: list[str] = []
         self.compared(saved, list(values.values()), names.append)
         return set(values), {name: empty_for(saved.tensors[name]) for name in names if name in saved.tensors}
 
-    def _compare_flattened(self, saved: SavedPart) -> None:
+    def _compare_flattened(self, saved: SavedEntry) -> None:
         for key, form in _saved_values(saved, "flattened").items():
             here = self._made_of.get(key, form)
             if saved.takes(f"{self.name}.{key}") and here != form:
@@ -226,7 +226,7 @@ def _refuse_formless(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{name} has no memory on {local.device}: its storage was freed")
 
 
-def _saved_values(saved: SavedPart, kind: str) -> dict[str, Any]:
+def _saved_values(saved: SavedEntry, kind: str) -> dict[str, Any]:
     """By key, of the first rank that held it."""
     found: dict[str, Any] = {}
     for values in (saved.values or {}, *saved.apart):

@@ -15,8 +15,8 @@ from raycheck.bucket.format.values import decode
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.entries.parameter_names import NamedParameters
-from raycheck.shards.entries.state_entry import Gathered, Named, Part, SavedPart, empty_like
-from raycheck.shards.transfer.gather_cache import Watch, local_of
+from raycheck.shards.entries.state_entry import Gathered, Named, SavedEntry, StateEntry, empty_like
+from raycheck.shards.transfer.gather_cache import GatherCache, local_of
 from raycheck.shards.transfer.overlapping_tensors import overlaps_itself
 from raycheck.shards.transfer.restore_proof import holds
 from raycheck.shards.transfer.stock_torch_names import StockNames
@@ -27,7 +27,7 @@ _OWN_WAY = Optimizer.state_dict
 _NOTHING: Mapping[Any, Any] = {}
 
 
-class OptimizerPart(Part):
+class OptimizerEntry(StateEntry):
     """An optimizer, its state keyed by the names of the parameters and not by their order.
 
     State that does not exist yet is allocated from the checkpoint: torch's own way is a dummy step, which moves
@@ -42,7 +42,7 @@ class OptimizerPart(Part):
         self.optimizer = optimizer
         self._named = named
         self.stock_names = StockNames(name, [self])
-        self._last: tuple[Watch, Gathered] | None = None
+        self._last: tuple[GatherCache, Gathered] | None = None
         self._known: list[list[torch.Tensor]] = []
         self._names: list[list[str]] = []
         self._parameters: dict[str, torch.Tensor] = {}
@@ -101,7 +101,7 @@ class OptimizerPart(Part):
         self._last = None
         if _is_plain(self.optimizer) and found.tensors and not (found.values["state"] or found.values["own"]):
             with suppress(LookupError):
-                self._last = Watch(found.tensors, self._fetcher(found.tensors)), replace(found, tensors={})
+                self._last = GatherCache(found.tensors, self._fetcher(found.tensors)), replace(found, tensors={})
         return found
 
     def _fetcher(self, names: Iterable[str]) -> Callable[[], list[Any]]:
@@ -203,7 +203,7 @@ class OptimizerPart(Part):
         del name
         return True
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         self._look_at_groups()
         if saved.values is None:
             saved.missing.append(f"{self.name} (the whole optimizer)")
@@ -238,7 +238,7 @@ class OptimizerPart(Part):
             ]
         return wanted | self._nested(saved, values, here)
 
-    def _nested(self, saved: SavedPart, values: Any, here: set[str]) -> Named:
+    def _nested(self, saved: SavedEntry, values: Any, here: set[str]) -> Named:
         """Tensors inside of values, to be read into new ones laid out as the live ones, or as the parameter."""
         live: Named = {}
         with suppress(ConfigError):
@@ -257,13 +257,13 @@ class OptimizerPart(Part):
                     wanted[name] = _beside(parameter, entry)
         return wanted
 
-    def _compare_groups(self, saved: SavedPart, values: Any, here: set[str]) -> None:
+    def _compare_groups(self, saved: SavedEntry, values: Any, here: set[str]) -> None:
         """Parameters that share a group share its learning rate: they must be grouped as they were."""
         there = {frozenset(here & set(group["params"])) for group in values["other"]["param_groups"]} - {frozenset()}
         if there != {frozenset(here & set(names)) for names in self._names} - {frozenset()}:
             saved.mismatched.append(f"{self.name}.param_groups: the parameters are grouped in another way")
 
-    def _slot(self, saved: SavedPart, parameter: torch.Tensor, slot: str, entry: SavedTensor) -> torch.Tensor:
+    def _slot(self, saved: SavedEntry, parameter: torch.Tensor, slot: str, entry: SavedTensor) -> torch.Tensor:
         """Where to read a slot: the live tensor, or a new one laid out as the parameter is."""
         live = self.optimizer.state.get(parameter, {}).get(slot)
         dtype = self._dtype(saved, parameter, slot, entry, live)
@@ -275,7 +275,7 @@ class OptimizerPart(Part):
         return torch.empty(entry.shape, dtype=dtype)
 
     def _dtype(
-        self, saved: SavedPart, parameter: torch.Tensor, slot: str, entry: SavedTensor, live: Any
+        self, saved: SavedEntry, parameter: torch.Tensor, slot: str, entry: SavedTensor, live: Any
     ) -> torch.dtype:
         """The saved one. With a cast the live slot's, and where there is none yet the parameter's, if the saved slot
         had its parameter's: so torch's own optimizers make them."""
@@ -292,7 +292,7 @@ class OptimizerPart(Part):
         saved.cast.append(f"{entry.name}: {entry.dtype} saved, {str(wanted).removeprefix('torch.')} here")
         return wanted
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is None:
             return
         values = _merged(saved)
@@ -416,7 +416,7 @@ def _is_plain(optimizer: Optimizer) -> bool:
     return type(optimizer).state_dict is _OWN_WAY and "state_dict" not in vars(optimizer) and not any(hooks)
 
 
-def _merged(saved: SavedPart) -> Any:
+def _merged(saved: SavedEntry) -> Any:
     """The values of all ranks as one: ranks of a pipeline hold different parameters."""
     slots, state = dict(saved.values["slots"]), dict(saved.values["state"])
     groups = list(saved.values["other"]["param_groups"])

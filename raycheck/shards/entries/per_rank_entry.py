@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.generator_entry import GeneratorState, is_generator
 from raycheck.shards.entries.plain_value_entry import filled
-from raycheck.shards.entries.state_entry import Named, Part, SavedPart, empty_for
+from raycheck.shards.entries.state_entry import Named, SavedEntry, StateEntry, empty_for
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 
 
@@ -36,7 +36,7 @@ class PerRank:
         return self.value if all(map(callable, methods)) else None
 
 
-class PerRankPart(Part):
+class PerRankEntry(StateEntry):
     """Tensors go into this rank's shard under its own number, values into its section of the index.
 
     The value stands in a list there: it may be None, and nothing that a rank of a pipeline keeps is a list.
@@ -62,7 +62,7 @@ class PerRankPart(Part):
                 )
         return values
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         if saved.values is None:
             (saved.fresh if saved.apart else saved.missing).append(self._at)
             return {}
@@ -71,7 +71,7 @@ class PerRankPart(Part):
         self.ask(self._owner.owner, saved, value)
         return {name: empty_for(saved.tensors[name]) for name in names}
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is None:
             return
         (value,) = self.decoded(saved.values, tensors.__getitem__)

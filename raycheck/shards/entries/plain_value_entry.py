@@ -18,7 +18,7 @@ from raycheck.bucket.format.class_values import attributes_of, set_attributes
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
-from raycheck.shards.entries.state_entry import HELD, Gathered, Named, ObjectPart, SavedPart
+from raycheck.shards.entries.state_entry import HELD, Gathered, Named, ObjectEntry, SavedEntry
 from raycheck.shards.transfer.restore_proof import holds
 
 logger = logging.getLogger("raycheck")
@@ -38,7 +38,7 @@ class InPlace:
         filled(self._values, dict(values))
 
 
-class Held:
+class HeldValue:
     """A plain value where it stands: in the caller's own dict or list, under a key. What can be filled in place may
     also stand where nothing can be put."""
 
@@ -75,10 +75,10 @@ def is_container(value: object) -> bool:
     return isinstance(value, torch.Tensor) or type(value) in (*_DICTS, list, deque, set, bytearray, io.BytesIO)
 
 
-class HeldPart(ObjectPart):
+class PlainValueEntry(ObjectEntry):
     """A bare tensor is read in place, as a buffer is; its shape and dtype must be those of the checkpoint."""
 
-    def __init__(self, name: str, held: Held, *, rank: int) -> None:
+    def __init__(self, name: str, held: HeldValue, *, rank: int) -> None:
         super().__init__(name, held)
         self._held = held
         self._is_said = rank != 0 or is_container(held.value)
@@ -100,7 +100,7 @@ class HeldPart(ObjectPart):
     def values(self, tree: Any, tensors: Named) -> Any:
         return {HELD: super().values(tree, tensors)}
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         if saved.values is None:
             saved.missing.append(self.name)
             return {}
@@ -124,7 +124,7 @@ class HeldPart(ObjectPart):
         is_bare = isinstance(live, torch.Tensor) and is_on_meta(live)
         return [f"{self.name} is on the meta device and would stay there; {ADVICE}"] if is_bare else []
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is not None and not isinstance(self._held.value, torch.Tensor):
             self._held.put(self.decoded(saved.values[HELD], tensors.__getitem__))
 

@@ -5,7 +5,7 @@ Rule for a checkpoint from before it was in the state: it stays as it is, and th
 
 from typing import Any
 
-from raycheck.shards.entries.state_entry import Named, ObjectPart, SavedPart, empty_for
+from raycheck.shards.entries.state_entry import Named, ObjectEntry, SavedEntry, empty_for
 
 
 class RankZero:
@@ -15,7 +15,7 @@ class RankZero:
         self.owner = owner
 
 
-class RankZeroPart(ObjectPart):
+class RankZeroEntry(ObjectEntry):
     """On the other ranks it holds nothing."""
 
     compares_values = False
@@ -27,7 +27,7 @@ class RankZeroPart(ObjectPart):
     def tree(self) -> dict[str, Any]:
         return super().tree() if self._is_mine else {}
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         if saved.values is None:
             saved.fresh.append(f"{self.name} (not in this checkpoint)")
             return {}
@@ -36,6 +36,6 @@ class RankZeroPart(ObjectPart):
         self.compared(saved, saved.values, lambda _name: None)
         return {name: empty_for(tensor) for name, tensor in saved.tensors.items()}
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         if self._is_mine:
             super().finish(saved, tensors)

@@ -56,7 +56,7 @@ class Gathered:
     is_as_before: bool = False
 
 
-class Part(ABC):
+class StateEntry(ABC):
     """One entry of the state.
 
     may_differ: ranks may hold different names, as those of a pipeline do. compares_values: ranks that hold the same
@@ -83,11 +83,11 @@ class Part(ABC):
         """What is not a tensor, as a lossless tree. Adds to `tensors` those that only the values refer to."""
 
     @abstractmethod
-    def prepare(self, saved: "SavedPart") -> Named:
+    def prepare(self, saved: "SavedEntry") -> Named:
         """Tensors to read into, by name. Differences go to `saved`'s lists."""
 
     @abstractmethod
-    def finish(self, saved: "SavedPart", tensors: Named) -> None:
+    def finish(self, saved: "SavedEntry", tensors: Named) -> None:
         """Take over values and those tensors that were not read in place."""
 
     def left_on_meta(self, wanted: Named) -> list[str]:
@@ -154,7 +154,7 @@ class Part(ABC):
         """The value behind a lossless tree, of the classes that are known here."""
         return decode(tree, tensor, self._classes.find)
 
-    def compared(self, saved: "SavedPart", tree: Any, tensor: Callable[[str], object]) -> Any:
+    def compared(self, saved: "SavedEntry", tree: Any, tensor: Callable[[str], object]) -> Any:
         """The value that `decoded` will give. A class that is not alike here is recorded: then without classes."""
         try:
             return self.decoded(tree, tensor)
@@ -162,7 +162,7 @@ class Part(ABC):
             saved.mismatched.append(f"{self.name} {error}")
             return decode(tree, tensor)
 
-    def ask(self, owner: object, saved: "SavedPart", value: object) -> None:
+    def ask(self, owner: object, saved: "SavedEntry", value: object) -> None:
         """Let an object that has check_state_dict refuse the value that it would be given. Its refusal is recorded."""
         check = getattr(owner, "check_state_dict", None)
         if callable(check):
@@ -180,7 +180,7 @@ class Part(ABC):
         return decode(self.encode(value, path, tensors), tensors.__getitem__)
 
 
-class SavedPart:
+class SavedEntry:
     """What a checkpoint holds of one part, and the differences found on the way.
 
     tensors: those of this part that are to be restored. values: the tree that all ranks share, None when the
@@ -239,7 +239,7 @@ class SavedPart:
         return self.dtypes is not None and here.is_floating_point and getattr(torch, saved).is_floating_point
 
 
-class ObjectPart(Part):
+class ObjectEntry(StateEntry):
     """Anything with state_dict/load_state_dict: schedulers, scalers, data, the user's own."""
 
     def __init__(self, name: str, owner: Any) -> None:
@@ -258,7 +258,7 @@ class ObjectPart(Part):
         tensors.clear()  # the tree may hold tensors inside tuples, which DCP's flattening does not name
         return self.encode(tree, self.name, tensors)
 
-    def prepare(self, saved: SavedPart) -> Named:
+    def prepare(self, saved: SavedEntry) -> Named:
         if saved.values is None:
             saved.missing.append(self.name)
             return {}
@@ -273,7 +273,7 @@ class ObjectPart(Part):
         self.ask(self.owner, saved, value)
         return self.targets(saved)
 
-    def targets(self, saved: SavedPart) -> Named:
+    def targets(self, saved: SavedEntry) -> Named:
         """Tensors to read into, laid out as the live ones of the same form. One that is trained must have it, since an
         optimizer would go on with the live one."""
         live: Named = {}
@@ -283,7 +283,7 @@ class ObjectPart(Part):
                 saved.is_alike(name, live[name])
         return {name: empty_like(live.get(name), t) for name, t in saved.tensors.items()}
 
-    def finish(self, saved: SavedPart, tensors: Named) -> None:
+    def finish(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is not None:
             self.owner.load_state_dict(self.decoded(saved.values, tensors.__getitem__))
 

@@ -24,7 +24,7 @@ from raycheck.shards.entries.hf_assets import ADAPTER_CONFIG
 from raycheck.shards.huggingface.destination import check_free, destination
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, ContentsOptions, contents, json_text
 from raycheck.shards.huggingface.server_side_copy import assembled
-from raycheck.shards.huggingface.weight_stream import Source, Weight
+from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
 from raycheck.storage_settings import StorageSettings, kind_of
 
 INDEX_FILE = EXPORT_ENDS[0]
@@ -53,7 +53,7 @@ class Planned:
     heads: Mapping[str, bytes]
     texts: Mapping[str, str]
     last: str
-    source: Source
+    source: WeightSource
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -87,7 +87,7 @@ def plan(checkpoint: Checkpoint, *, max_shard_bytes: int | None = None, **option
     less for a small model, so that there are some to share."""
     manifest = checkpoint.manifest()
     index = checkpoint.index(manifest)
-    source = Source(checkpoint, manifest, index)
+    source = WeightSource(checkpoint, manifest, index)
     made = contents(
         source,
         index,
@@ -194,7 +194,7 @@ def _header(weights: Sequence[Weight]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _put(store: Store, key: str, source: Source, stream: Iterator[memoryview], size: int) -> None:
+def _put(store: Store, key: str, source: WeightSource, stream: Iterator[memoryview], size: int) -> None:
     try:
         store.put_parts(key, stream, size)
     except RaycheckError:

@@ -20,7 +20,7 @@ from raycheck.shards.entries.hf_assets import ADAPTER_CONFIG, CONFIG, FACTS, GEN
 from raycheck.shards.entries.state_entry import ASSETS
 from raycheck.shards.huggingface.destination import local_path
 from raycheck.shards.huggingface.lora import Adapter, adapter_weights, as_saved, merged_weights
-from raycheck.shards.huggingface.weight_stream import Source, Weight
+from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 _FLOATS = {
@@ -72,7 +72,7 @@ class ContentsOptions(TypedDict, total=False):
 
 
 def contents(
-    source: Source,
+    source: WeightSource,
     index: Index,
     *,
     what: str,
@@ -177,7 +177,7 @@ def _texts_from(folder: str) -> dict[str, str]:
     return found
 
 
-def _weights_and_texts(source: Source, model: _Model, *, merge_lora: bool) -> tuple[list[Weight], dict[str, str]]:
+def _weights_and_texts(source: WeightSource, model: _Model, *, merge_lora: bool) -> tuple[list[Weight], dict[str, str]]:
     start = f"{model.entry}."
     names = {name.removeprefix(start): name for name in source.names() if name.startswith(start)}
     names = {name: saved for name, saved in names.items() if "_extra_state" not in name.split(".")}
@@ -244,7 +244,9 @@ def _converted(
     return [replace(w, dtype=_FLOATS[name]) if w.dtype in floats else w for w in weights], texts
 
 
-def _extra_files(source: Source, index: Index, entries: Sequence[str] | None, what: str) -> dict[str, list[Weight]]:
+def _extra_files(
+    source: WeightSource, index: Index, entries: Sequence[str] | None, what: str
+) -> dict[str, list[Weight]]:
     """File name to its bytes, of the tokenizers and processors in the checkpoint. Raises ConfigError for two files
     of one name, CorruptError for a name that must not become a local path."""
     assets = _asset_texts(index, what)

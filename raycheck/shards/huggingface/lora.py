@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycheck.errors import ConfigError, CorruptError
-from raycheck.shards.huggingface.weight_stream import Delta, Source, Weight
+from raycheck.shards.huggingface.weight_stream import Delta, Weight, WeightSource
 
 _LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<rest>\.\w+)?")
 _COPY = re.compile(
@@ -58,7 +58,7 @@ class Adapter:
 
 
 def adapter_weights(
-    source: Source, names: Mapping[str, str], adapter: Adapter, config: Mapping[str, Any]
+    source: WeightSource, names: Mapping[str, str], adapter: Adapter, config: Mapping[str, Any]
 ) -> list[Weight]:
     """The tensors of `adapter_model.safetensors`. `names`: plain name to the tensor's name in the checkpoint."""
     if config.get("bias", "none") != "none":
@@ -79,7 +79,7 @@ def adapter_weights(
     return found
 
 
-def merged_weights(source: Source, names: Mapping[str, str], adapter: Adapter) -> dict[str, Weight]:
+def merged_weights(source: WeightSource, names: Mapping[str, str], adapter: Adapter) -> dict[str, Weight]:
     """The plain model's tensors by name, with the adapter merged. `names`: plain name to the name in the checkpoint."""
     refused = [f"{path} is {layer.problem}" for path, layer in adapter.layers.items() if layer.problem]
     used: set[str] = set()
@@ -128,13 +128,13 @@ def _factors(names: Mapping[str, str], path: str, adapter: str) -> tuple[str, st
     raise ConfigError(f"the checkpoint does not hold the A and B of the adapter {adapter!r} for {path}")
 
 
-def as_saved(source: Source, name: str, saved_name: str) -> Weight:
+def as_saved(source: WeightSource, name: str, saved_name: str) -> Weight:
     """The tensor `saved_name` under another name, unchanged."""
     saved = source.saved(saved_name)
     return Weight(name=name, saved=saved, shape=source.shape(saved_name), dtype=saved.dtype)
 
 
-def _with_delta(source: Source, weight: Weight, delta: Delta) -> Weight:
+def _with_delta(source: WeightSource, weight: Weight, delta: Delta) -> Weight:
     a, b = (source.shape(item.tensor.name) for item in (delta.a, delta.b))
     made: Sequence[int] = (*b[:1], *a[1:]) if not delta.is_transposed else (*a[1:], *b[:1])
     fits = len(a) == len(b) == len(weight.shape) == 2 and tuple(made) == weight.shape and a[0] == b[1]

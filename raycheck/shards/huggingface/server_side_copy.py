@@ -11,13 +11,13 @@ from raycheck.bucket.format.checksum import SUB_BLOCK, combined, sub_block_lengt
 from raycheck.bucket.format.index import Chunk
 from raycheck.bucket.store.buffer_loan import CUTS, MAX_COPIED_BYTES, MIN_PART_BYTES
 from raycheck.bucket.store.interface import Range
-from raycheck.shards.huggingface.weight_stream import Source, Span, Weight
+from raycheck.shards.huggingface.weight_stream import Span, Weight, WeightSource
 
 FETCHED_BYTES = 32 * 1024 * 1024
 """How much of what is not copied makes a part, give or take a weight."""
 
 
-def assembled(source: Source, weights: Sequence[Weight], head: bytes) -> Iterator[Range | memoryview] | None:
+def assembled(source: WeightSource, weights: Sequence[Weight], head: bytes) -> Iterator[Range | memoryview] | None:
     """The parts of a file of `head` and the weights. None where nothing can be copied, or too much has to be held."""
     parts = list(_parts(source, weights, len(head)))
     fetched = [part for part in parts if not isinstance(part, Range)]
@@ -31,7 +31,7 @@ def assembled(source: Source, weights: Sequence[Weight], head: bytes) -> Iterato
     return _made(source, parts, head)
 
 
-def _made(source: Source, parts: Sequence[Range | list[Span]], head: bytes) -> Iterator[Range | memoryview]:
+def _made(source: WeightSource, parts: Sequence[Range | list[Span]], head: bytes) -> Iterator[Range | memoryview]:
     for part in parts:
         if isinstance(part, Range):
             yield part
@@ -41,7 +41,7 @@ def _made(source: Source, parts: Sequence[Range | list[Span]], head: bytes) -> I
             head = b""
 
 
-def _parts(source: Source, weights: Sequence[Weight], head_bytes: int) -> Iterator[Range | list[Span]]:
+def _parts(source: WeightSource, weights: Sequence[Weight], head_bytes: int) -> Iterator[Range | list[Span]]:
     """In the order of the file. A head is part of what is fetched first."""
     spans: list[Span] = []
     size = head_bytes  # with that of the spans

@@ -17,7 +17,7 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import shard_file
 from raycheck.bucket.reading import Checkpoint, missing
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
-from raycheck.shards.transfer.local_box import Piece, piece_of
+from raycheck.shards.transfer.local_box import LocalBox, piece_of
 from raycheck.shards.transfer.reader import read_into
 
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -86,7 +86,7 @@ Span = tuple[Weight, int, int]
 """Elements start to stop of a weight."""
 
 
-class Source:
+class WeightSource:
     """The saved tensors of one checkpoint. store: where it lies. failure: what went wrong while reading, for a caller
     who only sees that its upload failed."""
 
@@ -185,7 +185,7 @@ class Source:
 
     def _read(self, wanted: Sequence[tuple[Saved, int, torch.Tensor]]) -> None:
         """Fill each flat tensor with the elements of a saved one, from an offset on."""
-        pieces: list[Piece] = []
+        pieces: list[LocalBox] = []
         numbers: dict[str, int] = {}
         tensors: list[Tensor] = []
         chunks: list[Chunk] = []

@@ -18,7 +18,7 @@ from raycheck.bucket.format.values import decode, encode
 from raycheck.errors import CorruptError
 
 
-class DriverRng:
+class DriverRandomState:
     """The random state of a process that is no rank."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import torch
 
-from raycheck.bucket.assembly.replica_agreement import Held, Holdings, Values
+from raycheck.bucket.assembly.replica_agreement import HeldBoxes, Holdings, Values
 from raycheck.bucket.format.checksum import crc32
-from raycheck.shards.entries.state_entry import Gathered, Part
-from raycheck.shards.transfer.local_box import Piece, as_bytes
+from raycheck.shards.entries.state_entry import Gathered, StateEntry
+from raycheck.shards.transfer.local_box import LocalBox, as_bytes
 
 
-def holdings_of(parts: Sequence[Part], gathered: Sequence[Gathered], pieces: Sequence[Piece]) -> Holdings:
+def holdings_of(parts: Sequence[StateEntry], gathered: Sequence[Gathered], pieces: Sequence[LocalBox]) -> Holdings:
     """pieces: those of what was gathered from the parts, tied ones drawn together."""
     of = {name: part for part, found in zip(parts, gathered, strict=True) for name in found.tensors}
     return Holdings(
@@ -30,13 +30,13 @@ def holdings_of(parts: Sequence[Part], gathered: Sequence[Gathered], pieces: Seq
     )
 
 
-def _held(piece: Piece, of: Mapping[str, Part]) -> list[Held]:
+def _held(piece: LocalBox, of: Mapping[str, StateEntry]) -> list[HeldBoxes]:
     """Under each of its names: another rank may hold one of them apart. Its bytes count once."""
     names = (piece.name, *(alias for alias, _ in piece.aliases))
     compared = {name for name in names if of[name].is_compared(name)}
     crc = _crc32(piece.local) if compared else None
     return [
-        Held(
+        HeldBoxes(
             box=replace(piece, name=name).box,
             name=name,
             dtype=piece.dtype,

@@ -19,12 +19,12 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint, missing
 from raycheck.errors import ConfigError, NotFoundError, StoreError, SupersededError
 from raycheck.shards.entries.hf_assets import CONFIG, assets_of
-from raycheck.shards.entries.loader_entry import LoaderPart
-from raycheck.shards.entries.make_entries import Containers, entries_of, parts_of
+from raycheck.shards.entries.loader_entry import LoaderEntry
+from raycheck.shards.entries.make_entries import Containers, entries_of, make_entries
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
-from raycheck.shards.entries.module_entry import ModulePart
-from raycheck.shards.entries.rank_zero_entry import RankZeroPart
-from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, Gathered, Leaves, Named, Part, SavedPart
+from raycheck.shards.entries.module_entry import ModuleEntry
+from raycheck.shards.entries.rank_zero_entry import RankZeroEntry
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, Gathered, Leaves, Named, SavedEntry, StateEntry
 from raycheck.shards.entries.wrappers import check_scalers
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.replica_checksums import holdings_of
@@ -36,7 +36,7 @@ from raycheck.shards.state.restore_selection import (
 )
 from raycheck.shards.transfer.gather_cache import local_of
 from raycheck.shards.transfer.incremental import Components, StagedState, by_component, frozen_component
-from raycheck.shards.transfer.local_box import TRAIN, Piece, Place, mine, piece_of, tied, without_memory
+from raycheck.shards.transfer.local_box import TRAIN, LocalBox, Place, mine, piece_of, tied, without_memory
 from raycheck.shards.transfer.overlapping_tensors import overlapping, read_again, writable
 from raycheck.shards.transfer.reader import read_into
 from raycheck.shards.transfer.replica_broadcast import read_shared, told_to_all
@@ -48,9 +48,9 @@ class _Match:
     """A checkpoint beside the live state: what it holds of each part, the tensors and boxes that this goes into, and
     the names that a restore will have touched."""
 
-    saved: Mapping[Part, SavedPart]
-    wanted: Mapping[Part, Named]
-    pieces: Sequence[Piece]
+    saved: Mapping[StateEntry, SavedEntry]
+    wanted: Mapping[StateEntry, Named]
+    pieces: Sequence[LocalBox]
     report: RestoreReport
     progress: Progress
     touched: set[str]
@@ -65,13 +65,13 @@ class TrainState:
         self.entries = entries_of(state)
         self._containers = Containers(state)
         self._given = state
-        self._parts = parts_of(self.entries, rank=rank, world_size=world_size)
+        self._parts = make_entries(self.entries, rank=rank, world_size=world_size)
         self._assets = assets_of(self.entries)
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
         self.components = Components(rank, buffers)
-        self._plan: dict[str, tuple[list[Piece], list[tuple[int, str]]]] | None = None
+        self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
         self._is_on_meta = False
         self._restored: set[str] = set()  # entries and tensors that a restore has touched, or may have
 
@@ -83,7 +83,7 @@ class TrainState:
     @property
     def has_loader(self) -> bool:
         """Whether a loader with a position of its own is in it."""
-        return any(isinstance(part, LoaderPart) for part in self._parts)
+        return any(isinstance(part, LoaderEntry) for part in self._parts)
 
     def check(self, *, is_before_restore: bool = False) -> None:
         """Raise ConfigError, naming the path, for what could not be saved.
@@ -203,7 +203,7 @@ class TrainState:
 
     def _is_whole(self, manifest: Manifest, index: Index, selection: Selection, *, strict: bool) -> bool:
         """Whether the ranks hold just what was saved. Judged by what all ranks know: they must decide alike."""
-        once = [part.name for part in self._parts if isinstance(part, RankZeroPart)]
+        once = [part.name for part in self._parts if isinstance(part, RankZeroEntry)]
         return (
             strict
             and selection == EVERYTHING
@@ -213,7 +213,7 @@ class TrainState:
 
     def _prepared(
         self, index: Index, selection: Selection, *, cast: bool
-    ) -> tuple[dict[Part, SavedPart], dict[Part, Named], list[Piece]]:
+    ) -> tuple[dict[StateEntry, SavedEntry], dict[StateEntry, Named], list[LocalBox]]:
         """What the checkpoint holds, the live tensors that it goes into, and the boxes of them to read."""
         saved = self._saved(index, selection, cast=cast)
         wanted = {part: part.prepare(found) for part, found in saved.items()}
@@ -223,7 +223,7 @@ class TrainState:
         self,
         checkpoint: Checkpoint,
         read: Callable[..., int],
-        pieces: Sequence[Piece],
+        pieces: Sequence[LocalBox],
         share: bool,
     ) -> int:
         """Fill the live tensors, and prove that each of them was filled."""
@@ -268,13 +268,13 @@ class TrainState:
                 )
         return gathered
 
-    def _own(self, gathered: Sequence[Gathered]) -> dict[str, tuple[list[Piece], list[torch.Tensor]]]:
+    def _own(self, gathered: Sequence[Gathered]) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
         """What this rank writes, and its live tensors, by component. Planned once: a plan stands until something
         moves."""
         if self._plan is None:
             own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
             part_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
-            grouped: dict[str, list[Piece]] = {TRAIN: []} | by_component(own)
+            grouped: dict[str, list[LocalBox]] = {TRAIN: []} | by_component(own)
             self._plan = {
                 component: ([without_memory(piece) for piece in pieces], [(part_of[p.name], p.name) for p in pieces])
                 for component, pieces in grouped.items()
@@ -284,7 +284,7 @@ class TrainState:
             for component, (pieces, places) in self._plan.items()
         }
 
-    def _pieces(self, gathered: Sequence[Gathered]) -> list[Piece]:
+    def _pieces(self, gathered: Sequence[Gathered]) -> list[LocalBox]:
         """Tied ones drawn together. A rank's own value is never tied to what one rank writes for all."""
         shared, own = [], []
         for part, found in zip(self._parts, gathered, strict=True):
@@ -300,7 +300,7 @@ class TrainState:
                     shared.append(piece)
         return [*tied(shared), *tied(own)]
 
-    def _saved(self, index: Index, selection: Selection, *, cast: bool) -> dict[Part, SavedPart]:
+    def _saved(self, index: Index, selection: Selection, *, cast: bool) -> dict[StateEntry, SavedEntry]:
         """What the checkpoint holds of each part that is to be restored."""
         there = places(index)
         dtypes = {tensor.name: tensor.dtype for tensor in index.tensors} if cast else None
@@ -319,7 +319,7 @@ class TrainState:
                 values = ranks.get(self._rank)
             else:
                 values = index.values.get(part.name, next(iter(ranks.values()), None))
-            saved[part] = SavedPart(
+            saved[part] = SavedEntry(
                 {tensor.name: tensor for tensor in index.tensors if f"{tensor.name}.".startswith(f"{part.name}.")},
                 values,
                 apart=tuple(ranks.values()),
@@ -338,8 +338,8 @@ class TrainState:
 
     def _report(
         self,
-        saved: Mapping[Part, SavedPart],
-        wanted: Mapping[Part, Named],
+        saved: Mapping[StateEntry, SavedEntry],
+        wanted: Mapping[StateEntry, Named],
         selection: Selection,
         there: set[str],
     ) -> RestoreReport:
@@ -371,7 +371,7 @@ class TrainState:
             cast=tuple(line for found in saved.values() for line in found.cast),
         )
 
-    def _targets(self, wanted: Mapping[Part, Named], saved: Mapping[Part, SavedPart]) -> list[Piece]:
+    def _targets(self, wanted: Mapping[StateEntry, Named], saved: Mapping[StateEntry, SavedEntry]) -> list[LocalBox]:
         """What to read, each memory once; nothing where this rank has no elements. Two tensors that are tied here but
         were not when saved are a mismatch."""
         of = {name: part for part, tensors in wanted.items() for name in tensors}
@@ -390,24 +390,24 @@ class TrainState:
         return [self._cast(piece, saved[of[piece.name]]) for piece in pieces if piece.local.numel()]
 
     @staticmethod
-    def _cast(piece: Piece, found: SavedPart) -> Piece:
+    def _cast(piece: LocalBox, found: SavedEntry) -> LocalBox:
         dtype: torch.dtype = getattr(torch, found.tensors[piece.name].dtype)
         return piece if dtype == piece.local.dtype else replace(piece, cast_from=dtype)
 
 
-def _synchronize(pieces: Sequence[Piece]) -> None:
+def _synchronize(pieces: Sequence[LocalBox]) -> None:
     """Wait until the accelerators that hold any of these have done all that was enqueued, on whatever stream."""
     for device in {piece.local.device for piece in pieces if piece.local.device.type != "cpu"}:
         torch.accelerator.synchronize(device)
 
 
-def _give_memory(wanted: Mapping[Part, Named]) -> None:
+def _give_memory(wanted: Mapping[StateEntry, Named]) -> None:
     for part in wanted:
-        if isinstance(part, ModulePart):
+        if isinstance(part, ModuleEntry):
             part.give_memory()
 
 
-def _finish(saved: Mapping[Part, SavedPart], wanted: Mapping[Part, Named]) -> None:
+def _finish(saved: Mapping[StateEntry, SavedEntry], wanted: Mapping[StateEntry, Named]) -> None:
     """Hand over what was not read in place, and prove that the live objects hold it all."""
     for part, tensors in wanted.items():
         part.finish(saved[part], tensors)

@@ -25,7 +25,7 @@ def form_of(tensor: torch.Tensor) -> Form:
     return local.data_ptr(), tensor.shape, local.stride(), local.dtype
 
 
-class Watch:
+class GatherCache:
     """Tensors by name, fetched again from where they live. fetch: gives them in the order of the names; raises
     LookupError when others may have come or gone."""
 

@@ -21,7 +21,7 @@ _STRIDE = 4 * 1024 * 1024
 """Bytes faulted in at a time: other threads that map memory wait meanwhile."""
 
 
-class Buffer:
+class HostBuffer:
     """`size_bytes` zeroed bytes as one flat uint8 tensor. Raises ConfigError when the host has not that much left."""
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:

@@ -17,14 +17,14 @@ from raycheck.bucket.format.manifest import Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.store import Store
 from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
-from raycheck.shards.transfer.local_box import TRAIN, Piece
+from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.shard import Rows, Shard
 from raycheck.shards.transfer.stager import Leaves, Staged, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.tensor_digest import Digest, digests
 
 MAX_NAME = 90
-Planned = tuple[Sequence[Piece], Sequence[torch.Tensor]]
+Planned = tuple[Sequence[LocalBox], Sequence[torch.Tensor]]
 """Pieces, and the live tensors that they are of."""
 
 
@@ -33,21 +33,21 @@ def frozen_component(entry: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', entry)[:MAX_NAME]}.frozen"
 
 
-def by_component(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
+def by_component(pieces: Iterable[LocalBox]) -> dict[str, list[LocalBox]]:
+    found: dict[str, list[LocalBox]] = {}
     for piece in pieces:
         found.setdefault(piece.component, []).append(piece)
     return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KnownShard:
     """A shard that the newest commit has, in `checkpoint`. pieces: the planned ones that it is known to be of. digests:
     of its tensors, by name."""
 
     checkpoint: str
     shard: Shard
-    pieces: Sequence[Piece]
+    pieces: Sequence[LocalBox]
     digests: Mapping[str, Digest]
 
     def lies_as(self, rows: Rows) -> bool:
@@ -56,7 +56,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class RestoredShards:
     """What a restore has read. digests: of tensors outside `train`, by name, as they are now."""
 
     manifest: Manifest
@@ -64,7 +64,7 @@ class Found:
     digests: Mapping[str, Digest]
 
     @classmethod
-    def of(cls, manifest: Manifest, index: Index, pieces: Sequence[Piece]) -> "Found":
+    def of(cls, manifest: Manifest, index: Index, pieces: Sequence[LocalBox]) -> "RestoredShards":
         """pieces: those that were just read."""
         plan = index.plan
         is_train = [item.component == TRAIN for item in plan.objects]
@@ -76,7 +76,7 @@ class Found:
         kept = [piece for piece in pieces if piece.name in elsewhere]
         return cls(manifest=manifest, index=index, digests=_digests(kept, [piece.local for piece in kept]))
 
-    def kept(self, component: str, rank: int, pieces: Sequence[Piece], rows: Rows) -> Kept | None:
+    def kept(self, component: str, rank: int, pieces: Sequence[LocalBox], rows: Rows) -> KnownShard | None:
         """This rank's shard of a component, if what it would write lies there in the same way."""
         part = next((part for part in self.manifest.components if part.name == component), None)
         record = next((shard for shard in part.shards if shard.rank == rank), None) if part else None
@@ -93,15 +93,15 @@ class Found:
         if len(saved) != len(chunks):
             return None
         shard = Shard(record=record, tensors=tensors, chunks=tuple(saved))
-        return Kept(checkpoint=part.checkpoint, shard=shard, pieces=pieces, digests=self.digests)
+        return KnownShard(checkpoint=part.checkpoint, shard=shard, pieces=pieces, digests=self.digests)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class UploadedShard:
     """A shard outside `train` that a save uploads. See Kept."""
 
     staged: Staged
-    pieces: Sequence[Piece]
+    pieces: Sequence[LocalBox]
     digests: Mapping[str, Digest]
 
 
@@ -111,8 +111,8 @@ class StagedState:
     `train`, by component."""
 
     staged: Sequence[Staged]
-    kept: Sequence[Kept] = ()
-    written: Mapping[str, Written] = field(default_factory=dict)
+    kept: Sequence[KnownShard] = ()
+    written: Mapping[str, UploadedShard] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     rank_values: Mapping[str, object] = field(default_factory=dict)
 
@@ -162,10 +162,10 @@ class Components:
         self._rank = rank
         self._train = [Stager(TRAIN, rank) for _ in range(buffers)]
         self._frozen: dict[str, Stager] = {}
-        self._kept: dict[str, Kept] = {}
-        self._found: Found | None = None
+        self._kept: dict[str, KnownShard] = {}
+        self._found: RestoredShards | None = None
 
-    def prepare(self, pieces: Mapping[str, Sequence[Piece]], *, world_size: int) -> None:
+    def prepare(self, pieces: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
         """Claim memory and have it faulted in behind the training. pieces: all that may be written, by component.
         Raises ConfigError when there is too little for all of them."""
         stagers = [(stager, pieces.get(TRAIN, ())) for stager in self._train]
@@ -192,20 +192,20 @@ class Components:
                 kept.append(there)
             else:
                 staged.append(stager.stage(pieces, {}, sources))
-                written[component] = Written(staged=staged[-1], pieces=pieces, digests=found)
+                written[component] = UploadedShard(staged=staged[-1], pieces=pieces, digests=found)
         self._found = None
         return StagedState(staged=staged, kept=kept, written=written)
 
-    def restored(self, manifest: Manifest, index: Index, pieces: Sequence[Piece]) -> None:
+    def restored(self, manifest: Manifest, index: Index, pieces: Sequence[LocalBox]) -> None:
         """These live tensors hold what was read: the first save may refer to it."""
         self.forget()
-        self._found = Found.of(manifest, index, pieces) if len(manifest.components) > 1 else None
+        self._found = RestoredShards.of(manifest, index, pieces) if len(manifest.components) > 1 else None
 
     def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
         """Saves are told of in order. places: the checkpoint that holds each component now; those of which it is not
         known are written by the next save."""
         known = {kept.shard.record.component: kept for kept in save.kept} | {
-            name: Kept(checkpoint="", shard=item.staged.shard(), pieces=item.pieces, digests=item.digests)
+            name: KnownShard(checkpoint="", shard=item.staged.shard(), pieces=item.pieces, digests=item.digests)
             for name, item in save.written.items()
         }
         self._kept = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
@@ -215,7 +215,7 @@ class Components:
         """The next save is written whole."""
         self._kept, self._found = {}, None
 
-    def _there(self, component: str, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Kept | None:
+    def _there(self, component: str, pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> KnownShard | None:
         """What is known to lie in the bucket of these pieces, whatever they hold."""
         kept = self._kept.get(component)
         if kept is not None and kept.pieces is pieces:
@@ -233,7 +233,7 @@ class Components:
         return self._frozen.setdefault(component, Stager(component, self._rank))
 
 
-def _digests(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
+def _digests(pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
     """By name. Empty, which is like nothing, where an accelerator has no memory left to compute them in."""
     try:
         return dict(zip((piece.name for piece in pieces), digests(sources), strict=True))

@@ -20,7 +20,7 @@ Place = tuple[str, tuple[str | int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class LocalBox:
     """`local` is the live tensor of this rank's box: offsets and sizes in elements, inside the global shape.
 
     aliases: further names of the same memory (tied weights), stored once. is_unique: no other rank writes this box;
@@ -63,13 +63,13 @@ class Piece:
 
 def piece_of(
     name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool, world_size: int = 1
-) -> Piece:
+) -> LocalBox:
     """This rank's piece of `tensor`; it shares memory with it. Raises ConfigError, naming it, for one that is cut
     into several boxes on this rank."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return Piece(
+        return LocalBox(
             name=name,
             path=path,
             local=tensor,
@@ -91,7 +91,7 @@ def piece_of(
     replicas = [
         at for at, placement in zip(coordinate or (), tensor.placements, strict=False) if placement.is_replicate()
     ]
-    return Piece(
+    return LocalBox(
         name=name,
         path=path,
         local=local,
@@ -104,9 +104,9 @@ def piece_of(
     )
 
 
-def tied(pieces: Iterable[Piece]) -> list[Piece]:
+def tied(pieces: Iterable[LocalBox]) -> list[LocalBox]:
     """The pieces with those that are the same memory drawn together under the first one's name."""
-    first: dict[tuple[object, ...], Piece] = {}
+    first: dict[tuple[object, ...], LocalBox] = {}
     for piece in pieces:
         key = memory(piece)
         known = first.get(key)
@@ -114,7 +114,7 @@ def tied(pieces: Iterable[Piece]) -> list[Piece]:
     return list(first.values())
 
 
-def memory(piece: Piece) -> tuple[object, ...]:
+def memory(piece: LocalBox) -> tuple[object, ...]:
     """Equal for two pieces that are one: the same box of the same memory. Boxes without elements, and those on the meta
     device, have no address; they are known by their storage, so that ranks without rows of a tied weight judge as the
     others do."""
@@ -134,12 +134,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def without_memory(piece: Piece) -> Piece:
+def without_memory(piece: LocalBox) -> LocalBox:
     """What is known of a piece, to be kept: its memory must be able to go."""
     return replace(piece, local=torch.empty(piece.local.shape, dtype=piece.local.dtype, device="meta"))
 
 
-def mine(pieces: Iterable[Piece], *, rank: int, writers: Mapping[str, int]) -> list[Piece]:
+def mine(pieces: Iterable[LocalBox], *, rank: int, writers: Mapping[str, int]) -> list[LocalBox]:
     """The pieces that this rank writes. `writers`: the agreed writer by box. A box that is not in it is new since the
     agreement: every holder writes it, and the commit keeps the first."""
     return [piece for piece in pieces if piece.is_held and (piece.is_unique or writers.get(piece.box, rank) == rank)]

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 
 from raycheck.errors import StateMismatchError
-from raycheck.shards.transfer.local_box import Piece
+from raycheck.shards.transfer.local_box import LocalBox
 from raycheck.shards.transfer.restore_proof import holds
 
 
-def writable(piece: Piece) -> Piece:
+def writable(piece: LocalBox) -> LocalBox:
     """The part of a piece that stands for all of it: the first along each dimension that expand() has made."""
     local, sizes = piece.local, list(piece.sizes)
     for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
@@ -24,11 +24,11 @@ def writable(piece: Piece) -> Piece:
     return replace(piece, local=local, sizes=tuple(sizes)) if local is not piece.local else piece
 
 
-def overlapping(pieces: Sequence[Piece]) -> list[Piece]:
+def overlapping(pieces: Sequence[LocalBox]) -> list[LocalBox]:
     """Those that may share memory with themselves or another. Rows that only interleave count too: they cost a second
     reading, and nothing else."""
     found = {id(piece): piece for piece in pieces if overlaps_itself(piece.local)}
-    ends: dict[torch.device, tuple[int, Piece]] = {}
+    ends: dict[torch.device, tuple[int, LocalBox]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.local.data_ptr()):
         start, device = piece.local.data_ptr(), piece.local.device
         end = start + _span(piece.local)
@@ -51,7 +51,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def read_again(pieces: Sequence[Piece], read: Callable[[Sequence[Piece]], int]) -> int:
+def read_again(pieces: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], int]) -> int:
     """Compare the pieces, all of them written, with what `read` gives once more. Returns the bytes fetched.
 
     Raises StateMismatchError, naming them, when memory that they share holds another's value.

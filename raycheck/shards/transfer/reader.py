@@ -17,7 +17,7 @@ from raycheck.bucket.format.index import Chunk, Index, Tensor
 from raycheck.bucket.format.object_keys import shard_file
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError, NotFoundError
-from raycheck.shards.transfer.local_box import Piece, as_bytes, strides_of
+from raycheck.shards.transfer.local_box import LocalBox, as_bytes, strides_of
 from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
 
 REQUEST_BYTES = 16 * 1024 * 1024
@@ -35,7 +35,7 @@ class Read:
 
     tensor: Tensor
     chunk: Chunk
-    piece: Piece
+    piece: LocalBox
     start: int
     stop: int
     first: int
@@ -58,7 +58,7 @@ def read_into(
     store: Store,
     prefixes: dict[str, str],
     index: Index,
-    pieces: Sequence[Piece],
+    pieces: Sequence[LocalBox],
     *,
     request_bytes: int = REQUEST_BYTES,
     written: WrittenBytes | None = None,
@@ -77,7 +77,7 @@ def read_into(
     return sum(request.stop - request.start for request in requests)
 
 
-def _reads(index: Index, pieces: Sequence[Piece], request_bytes: int) -> Iterator[Read]:
+def _reads(index: Index, pieces: Sequence[LocalBox], request_bytes: int) -> Iterator[Read]:
     numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
     for piece in pieces:
         number = numbers[piece.name]
@@ -97,7 +97,7 @@ def _reads(index: Index, pieces: Sequence[Piece], request_bytes: int) -> Iterato
 
 
 def _reads_of_box(  # noqa: PLR0917
-    tensor: Tensor, chunk: Chunk, piece: Piece, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
+    tensor: Tensor, chunk: Chunk, piece: LocalBox, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
 ) -> Iterator[Read]:
     """The reads for one box: cut at sub-blocks where it is one run of bytes on both sides, else at rows."""
     inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
@@ -171,7 +171,7 @@ def _stop_in_object(read: Read) -> int:
     return read.chunk.payload_offset + read.stop
 
 
-def _serve(store: Store, request: Request) -> list[tuple[Piece, int]]:
+def _serve(store: Store, request: Request) -> list[tuple[LocalBox, int]]:
     """Read again before anything counts as damaged: it may have been changed on its way. Returns how many bytes of
     each piece were written."""
     for attempt in range(1, READS + 1):
@@ -236,7 +236,7 @@ def _place(payload: memoryview, read: Read) -> int:
     return written_bytes(target_box)
 
 
-def _saved_dtype(piece: Piece) -> torch.dtype:
+def _saved_dtype(piece: LocalBox) -> torch.dtype:
     return piece.cast_from or piece.local.dtype
 
 

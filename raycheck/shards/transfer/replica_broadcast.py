@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from raycheck.errors import RaycheckError, StoreError
-from raycheck.shards.transfer.local_box import Piece, as_bytes
+from raycheck.shards.transfer.local_box import LocalBox, as_bytes
 from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -24,8 +24,8 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
 def read_shared(
-    read: Callable[[Sequence[Piece]], int],
-    pieces: Sequence[Piece],
+    read: Callable[[Sequence[LocalBox]], int],
+    pieces: Sequence[LocalBox],
     rank: int,
     world_size: int,
     *,
@@ -94,12 +94,12 @@ def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) 
     return [found for found, _ in pairs]
 
 
-def _can_send(pieces: Sequence[Piece]) -> bool:
+def _can_send(pieces: Sequence[LocalBox]) -> bool:
     devices = {part.partition(":")[0] for part in dist.get_backend_config().split(",")}
     return {piece.local.device.type for piece in pieces} <= devices
 
 
-def _box(piece: Piece) -> Box:
+def _box(piece: LocalBox) -> Box:
     return piece.name, piece.offsets, piece.sizes, f"{piece.dtype} on {piece.local.device.type}"
 
 
@@ -114,9 +114,9 @@ def _readers(sizes: dict[Box, int], world_size: int) -> dict[Box, int]:
     return readers
 
 
-def _buckets(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _buckets(pieces: Sequence[LocalBox]) -> Iterator[list[LocalBox]]:
     """Small tensors of one device together; a large one by itself."""
-    bucket: list[Piece] = []
+    bucket: list[LocalBox] = []
     size = 0
     for piece in sorted(pieces, key=lambda piece: str(piece.local.device.type)):
         is_other = bool(bucket) and bucket[0].local.device.type != piece.local.device.type
@@ -130,7 +130,7 @@ def _buckets(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 @torch.no_grad()
-def _hand_on(bucket: Sequence[Piece], reader: int, rank: int) -> None:
+def _hand_on(bucket: Sequence[LocalBox], reader: int, rank: int) -> None:
     locals_ = [piece.local for piece in bucket]
     if len(locals_) == 1 and locals_[0].is_contiguous():
         dist.broadcast(as_bytes(locals_[0]), src=reader)  # as bytes: gloo does not know every dtype

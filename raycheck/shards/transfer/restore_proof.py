@@ -11,7 +11,7 @@ import torch
 
 from raycheck.errors import ConfigError
 from raycheck.shards.transfer.gather_cache import local_of
-from raycheck.shards.transfer.local_box import Piece, as_bytes
+from raycheck.shards.transfer.local_box import LocalBox, as_bytes
 
 
 class WrittenBytes:
@@ -20,11 +20,11 @@ class WrittenBytes:
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
 
-    def add_all(self, counts: Iterable[tuple[Piece, int]]) -> None:
+    def add_all(self, counts: Iterable[tuple[LocalBox, int]]) -> None:
         for piece, size_bytes in counts:
             self._bytes[id(piece)] = self._bytes.get(id(piece), 0) + size_bytes
 
-    def check(self, pieces: Iterable[Piece]) -> None:
+    def check(self, pieces: Iterable[LocalBox]) -> None:
         """Raise ConfigError, naming the tensor, when one of them was not written exactly once from end to end."""
         for piece in pieces:
             found = self._bytes.get(id(piece), 0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from raycheck.bucket.format.index import Chunk, Leaf, Tensor
 from raycheck.bucket.format.manifest import ShardRecord
-from raycheck.shards.transfer.local_box import Piece
-from raycheck.shards.transfer.torch_record import Frame
+from raycheck.shards.transfer.local_box import LocalBox
+from raycheck.shards.transfer.torch_record import TorchRecord
 
 Rows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
 """Of an index: chunks count among these tensors."""
@@ -33,7 +33,7 @@ class Slot:
     """Where a piece's record lies in the buffer, in bytes."""
 
     start: int
-    frame: Frame
+    frame: TorchRecord
 
     @property
     def payload(self) -> slice:
@@ -45,7 +45,7 @@ class Slot:
         return self.start + self.frame.record_size
 
 
-def rows(shard: ShardName, pieces: Sequence[Piece], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]) -> Rows:
+def rows(shard: ShardName, pieces: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]) -> Rows:
     """The tensors of a shard, and the chunks it has of them. One that is tied is there under each of its names."""
     tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
     chunks = [

@@ -17,8 +17,8 @@ import torch
 from raycheck.bucket.format.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
 from raycheck.bucket.format.index import Leaf
 from raycheck.bucket.format.manifest import ShardRecord
-from raycheck.shards.transfer.host_buffer import Buffer
-from raycheck.shards.transfer.local_box import Piece, strides_of
+from raycheck.shards.transfer.host_buffer import HostBuffer
+from raycheck.shards.transfer.local_box import LocalBox, strides_of
 from raycheck.shards.transfer.shard import Rows, Shard, ShardName, Slot, rows
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.torch_record import frame_for
@@ -41,7 +41,7 @@ class Staged:
         slots: Sequence[Slot],
         *,
         name: ShardName,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LocalBox],
         leaves: Sequence[Leaf],
         also: Places,
         copied: Sequence[torch.Event],
@@ -110,8 +110,8 @@ class Stager:
     def __init__(self, component: str, rank: int) -> None:
         self._name = ShardName(component=component, rank=rank)
         self._form: Form | None = None
-        self._planned: Sequence[Piece] = ()
-        self._buffer: Buffer | None = None
+        self._planned: Sequence[LocalBox] = ()
+        self._buffer: HostBuffer | None = None
         self._view = memoryview(b"")
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
@@ -120,13 +120,13 @@ class Stager:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._pickles: dict[bytes, bytes] = {}
 
-    def wanted(self, pieces: Sequence[Piece], *, world_size: int) -> int:
+    def wanted(self, pieces: Sequence[LocalBox], *, world_size: int) -> int:
         """Bytes that this rank's part of `pieces` will take. What other ranks may hold as well counts by the share that
         an agreement will give to each."""
         shares = [(frame_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in pieces]
         return _with_slack(sum(size // holders + ALIGN for size, holders in shares))
 
-    def prepare(self, pieces: Sequence[Piece], *, world_size: int) -> None:
+    def prepare(self, pieces: Sequence[LocalBox], *, world_size: int) -> None:
         """Claim the memory for this rank's part of `pieces`, and have it faulted in behind the training. Raises
         ConfigError."""
         if self._buffer is None:
@@ -134,7 +134,7 @@ class Stager:
 
     def stage(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LocalBox],
         leaves: Leaves,
         sources: Sequence[torch.Tensor] | None = None,
         also: Places | None = None,
@@ -180,7 +180,7 @@ class Stager:
             self._pickles[key] = _pickled(value)
         return self._pickles[key]
 
-    def rows(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Rows:
+    def rows(self, pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> Rows:
         """Where these pieces would lie; checksums are not known."""
         self._plan(pieces, sources)
         return rows(self._name, pieces, self._slots, repeat(()))
@@ -195,7 +195,7 @@ class Stager:
     def _end(self) -> int:
         return self._slots[-1].stop if self._slots else 0
 
-    def _plan(self, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> None:
+    def _plan(self, pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> None:
         if pieces is not self._planned or self._form is None:
             form = _form(pieces, sources)
             if form != self._form:
@@ -215,15 +215,15 @@ class Stager:
             end = slot.stop
         self._form = form
 
-    def _suits(self, buffer: Buffer, total: int) -> bool:
+    def _suits(self, buffer: HostBuffer, total: int) -> bool:
         """Whether it is large enough, and was not prepared for much more than there is."""
         most = total + total // 4 + 2 * SLACK_BYTES
         return total <= buffer.size_bytes and (self._is_dressed or buffer.size_bytes <= most)
 
-    def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor]) -> Buffer:
+    def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor]) -> HostBuffer:
         """An upload under way keeps the buffer before it a while longer."""
         self.release()
-        self._buffer = Buffer(size_bytes, pinned=any(source.device.type != "cpu" for source in sources))
+        self._buffer = HostBuffer(size_bytes, pinned=any(source.device.type != "cpu" for source in sources))
         return self._buffer
 
     def _dress(self) -> None:
@@ -277,7 +277,7 @@ def _with_slack(size_bytes: int) -> int:
     return -(-(size_bytes + size_bytes // 64 + SLACK_BYTES) // ALIGN) * ALIGN
 
 
-def _form(pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> Form:
+def _form(pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> Form:
     return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(pieces, sources, strict=True))
 
 

@@ -22,7 +22,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
+class TorchRecord:
     """Bytes before and after a payload of `payload_size` bytes. Patch offsets count from the tail's first byte."""
 
     head: bytes
@@ -58,7 +58,7 @@ class Frame:
 
 
 @lru_cache(maxsize=65536)
-def frame_for(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def frame_for(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchRecord:
     """The frame of a contiguous tensor of this dtype and shape, written by the installed torch."""
     sparse = _Sparse()
     template = torch.empty(shape, dtype=dtype)
@@ -118,7 +118,7 @@ class _Sparse(io.RawIOBase):
         return self.read(stop - start)
 
 
-def _dissect(sparse: _Sparse, *, payload_size: int) -> Frame:
+def _dissect(sparse: _Sparse, *, payload_size: int) -> TorchRecord:
     with zipfile.ZipFile(sparse) as archive:
         members = archive.infolist()
         central_at = archive.start_dir
@@ -136,7 +136,7 @@ def _dissect(sparse: _Sparse, *, payload_size: int) -> Frame:
     order = sorted(members, key=lambda member: member.header_offset)
     place = order.index(payload)
     folds = [member.CRC for member in order if member is not identity]
-    return Frame(
+    return TorchRecord(
         head=head,
         tail=tail,
         payload_size=payload_size,

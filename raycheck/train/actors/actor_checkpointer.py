@@ -24,10 +24,10 @@ from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings, function_name
 from raycheck.shards.entries.generator_entry import GeneratorState, is_generator
 from raycheck.shards.entries.plain_value_entry import InPlace
-from raycheck.shards.entries.state_entry import ObjectPart
-from raycheck.shards.state.random_state import DriverRng
+from raycheck.shards.entries.state_entry import ObjectEntry
+from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.storage_settings import StorageSettings
-from raycheck.train.actors.actor_rank import Word, hear, join, leave, node_of, restore
+from raycheck.train.actors.actor_rank import RankDecision, hear, join, leave, node_of, restore
 from raycheck.train.actors.actor_state import RemoteState
 from raycheck.train.coordinator.rendezvous import OnCorrupt
 from raycheck.train.fit import checked_resume
@@ -36,13 +36,13 @@ from raycheck.train.log import logger, show_log
 from raycheck.train.ray_api.calls import results, run_in
 from raycheck.train.ray_api.train_context import drain_deadline
 from raycheck.train.worker.checkpointer import RESTORE_FIRST
-from raycheck.train.worker.group_restore import At
+from raycheck.train.worker.group_restore import RestoreResult
 from raycheck.train.worker.periodic import Periodic, start_alone
-from raycheck.train.worker.save_status import Standing
-from raycheck.train.worker.save_triggers import Due, Rhythm, due_of
+from raycheck.train.worker.save_status import SaveStatus
+from raycheck.train.worker.save_triggers import SaveKind, SaveTriggers, due_of
 from raycheck.train.worker.step_metrics import detached, numbers_of
-from raycheck.train.worker.training_clock import Pace
-from raycheck.train.worker.training_progress import Position
+from raycheck.train.worker.training_clock import TrainingClock
+from raycheck.train.worker.training_progress import ProgressCounter
 
 LEAVE_S = 35.0
 NOTICE_PAUSE_S = 1.0
@@ -84,12 +84,12 @@ class ActorCheckpointer:
         self._uri = uri if storage is None else storage.into(uri)
         self._settings = settings or SaveSettings()
         self._owners = {name: _owner(name, value) for name, value in (state or {}).items()}
-        self._owners[DRIVER_RNG] = DriverRng()
-        self._position = Position((state or {}).values())
+        self._owners[DRIVER_RNG] = DriverRandomState()
+        self._position = ProgressCounter((state or {}).values())
         self._store = open_store(self._uri)
-        self._rhythm = Rhythm(self._settings, Group.alone())
-        self._pace = Pace()
-        self._standing = Standing()
+        self._rhythm = SaveTriggers(self._settings, Group.alone())
+        self._pace = TrainingClock()
+        self._standing = SaveStatus()
         self._told: list[Any] = []
         self._metrics: Mapping[str, object] = {}
         self._is_restored = self._is_closed = False
@@ -111,7 +111,7 @@ class ActorCheckpointer:
             broadcast=same,
             notice=_Notices(nodes),
         )
-        self._rhythm = Rhythm(self._settings, place)
+        self._rhythm = SaveTriggers(self._settings, place)
         self._join(place, nodes, state_of)
 
     def restore(
@@ -122,8 +122,8 @@ class ActorCheckpointer:
         skip: Iterable[str] = (),
         on_corrupt: OnCorrupt = "previous",
         cast: bool = False,
-        then: Callable[[Any, At], object] | None = None,
-    ) -> At:
+        then: Callable[[Any, RestoreResult], object] | None = None,
+    ) -> RestoreResult:
         """Claim the run for these actors and put the newest checkpoint into them and into the driver's objects.
 
         As Checkpointer.restore, on all actors; returns what rank 0 was told. What the driver holds and the checkpoint
@@ -140,9 +140,9 @@ class ActorCheckpointer:
         if not self._settings.enabled:
             return self._begin_without(then)
         for name, owner in self._owners.items():
-            ObjectPart(name, owner).gather()  # what could not be saved later is said now
+            ObjectEntry(name, owner).gather()  # what could not be saved later is said now
         found = results([run_in(actor, restore, self._uri, options) for actor in self._actors])
-        at: At = found[0][0]
+        at: RestoreResult = found[0][0]
         states: dict[str, Any] = found[0][1]
         for name, state in states.items():
             self._owners[name].load_state_dict(deepcopy(state))  # Ray's arrays are read-only
@@ -161,10 +161,10 @@ class ActorCheckpointer:
             self._say("save", save="keep")  # the actors know whether a checkpoint has this state already
         return replace(at, **asdict(self._position.progress))
 
-    def _begin_without(self, then: Callable[[Any, At], object] | None) -> At:
+    def _begin_without(self, then: Callable[[Any, RestoreResult], object] | None) -> RestoreResult:
         """By SaveSettings(enabled=False), at step 0."""
         self._position.start_at(self._position.progress)
-        at = At(**asdict(self._position.progress), attempt=1)
+        at = RestoreResult(**asdict(self._position.progress), attempt=1)
         if then is not None:
             results([run_in(actor, then, at) for actor in self._actors])
         periodics = [owner for owner in self._owners.values() if isinstance(owner, Periodic)]
@@ -235,7 +235,7 @@ class ActorCheckpointer:
         self,
         at: Literal["step", "epoch", "save", "wait", "close"],
         *,
-        save: Due | None,
+        save: SaveKind | None,
         timeout_s: float | None = None,
     ) -> None:
         """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
@@ -243,7 +243,7 @@ class ActorCheckpointer:
         if not self._settings.enabled:
             return
         began = time.monotonic()
-        word = Word(
+        word = RankDecision(
             at=at,
             progress=self._position.progress,
             save=save,
@@ -267,7 +267,7 @@ class ActorCheckpointer:
             raise ConfigError(RESTORE_FIRST)
         told, self._told = self._told, []
         if told:
-            self._standing = Standing.joined(results(told))
+            self._standing = SaveStatus.joined(results(told))
             self._rhythm.committed(None, save_s=self._standing.save_s)
 
     def _leave(self) -> None:

@@ -11,12 +11,12 @@ from raycheck.shards.entries.rank_zero_entry import RankZero
 from raycheck.train.group import Group
 from raycheck.train.ray_api.calls import this_node
 from raycheck.train.worker.checkpointer import Checkpointer
-from raycheck.train.worker.group_restore import At
-from raycheck.train.worker.save_status import Standing
-from raycheck.train.worker.save_triggers import Due
-from raycheck.train.worker.training_progress import Position
+from raycheck.train.worker.group_restore import RestoreResult
+from raycheck.train.worker.save_status import SaveStatus
+from raycheck.train.worker.save_triggers import SaveKind
+from raycheck.train.worker.training_progress import ProgressCounter
 
-_members: dict[str, "Member"] = {}
+_members: dict[str, "ActorRank"] = {}
 """Of this process, by the run's URI."""
 
 
@@ -34,7 +34,7 @@ class _Held:
         self.state, self.is_restored = state, True
 
 
-class _Told(Position):
+class _Told(ProgressCounter):
     """Where the driver says that training is."""
 
     decides = False
@@ -53,21 +53,21 @@ class _Told(Position):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
+class RankDecision:
     """The driver's, at one place of its loop. progress: where training is now. save: whether and as what to save.
     is_hurried: a node is about to go. metrics, states: for that save; the latter of what the driver holds, for rank
     0. timeout_s: of a wait."""
 
     at: Literal["step", "epoch", "save", "wait", "close"]
     progress: Progress
-    save: Due | None
+    save: SaveKind | None
     is_hurried: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
 
 
-class Member:
+class ActorRank:
     """Calls come from the driver, one after the other. held: names of the entries that the driver holds."""
 
     def __init__(self, state: Mapping[str, object], held: Sequence[str], settings: SaveSettings, group: Group) -> None:
@@ -78,14 +78,14 @@ class Member:
         entries = {**state, **{name: RankZero(owner) for name, owner in self._held.items()}}
         self._ckpt = Checkpointer(entries, settings, group=group, position=self._position)
 
-    def restore(self, options: Mapping[str, Any]) -> tuple[At, dict[str, Any]]:
+    def restore(self, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
         """Also the states that the driver has to take back; on rank 0."""
         at = self._ckpt.restore(**options)
         states = {name: held.state for name, held in self._held.items() if held.is_restored}
         self._let_go(states)
         return at, states
 
-    def hear(self, word: Word) -> Standing:
+    def hear(self, word: RankDecision) -> SaveStatus:
         self._position.told, self._position.is_hurried = word.progress, word.is_hurried
         for name, state in word.states.items():
             self._held[name].state = state
@@ -124,15 +124,15 @@ def join(
     before = _members.pop(group.uri, None)
     if before is not None:
         before.leave()
-    _members[group.uri] = Member(state_of(actor), held, settings, group)
+    _members[group.uri] = ActorRank(state_of(actor), held, settings, group)
 
 
-def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[At, dict[str, Any]]:
+def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
     del actor
     return _members[uri].restore(options)
 
 
-def hear(actor: Any, uri: str, word: Word) -> Standing:
+def hear(actor: Any, uri: str, word: RankDecision) -> SaveStatus:
     del actor
     standing = _members[uri].hear(word)
     if word.at == "close":

@@ -14,7 +14,7 @@ from uuid import uuid4
 import ray
 
 from raycheck.bucket.assembly.assemble import Report, assemble
-from raycheck.bucket.assembly.plan_cache import Plans
+from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
 from raycheck.bucket.format.latest import COMMIT_BYTES, Entry
 from raycheck.bucket.format.progress import Progress
@@ -34,9 +34,9 @@ from raycheck.errors import (
     SupersededError,
 )
 from raycheck.settings import ExportSettings
-from raycheck.train.coordinator.background_deletes import Tidier
-from raycheck.train.coordinator.export_jobs import Exports
-from raycheck.train.coordinator.lost_work import Pulse
+from raycheck.train.coordinator.background_deletes import BackgroundDeletes
+from raycheck.train.coordinator.export_jobs import ExportJobs
+from raycheck.train.coordinator.lost_work import HeartbeatMessage
 from raycheck.train.coordinator.rendezvous import (
     Arrival,
     Claim,
@@ -44,12 +44,12 @@ from raycheck.train.coordinator.rendezvous import (
     Meeting,
     Outcome,
     PendingSave,
+    RankRestore,
+    RestoreDecision,
     Restoring,
-    Ruling,
-    Verdict,
 )
-from raycheck.train.coordinator.requested_saves import Farewell
-from raycheck.train.coordinator.run_log import Chronicle
+from raycheck.train.coordinator.requested_saves import RequestedSaves
+from raycheck.train.coordinator.run_log import RunLog
 from raycheck.train.log import logger, name_of, show_log
 
 WAIT_S = 10.0
@@ -75,12 +75,12 @@ class Coordinator:
         self._agreements: dict[tuple[str, int], Meeting] = {}
         self._restorings: dict[tuple[str, str, bool], Restoring] = {}
         self._ends: dict[str, End] = {}
-        self._plans = Plans()
+        self._plans = PlanCache()
         self._probed = False
-        self._exports = Exports(self._store, uri)
-        self._tidier = Tidier(self._register, self._exports)
-        self._chronicle = Chronicle(self._store)
-        self._farewell = Farewell()
+        self._exports = ExportJobs(self._store, uri)
+        self._tidier = BackgroundDeletes(self._register, self._exports)
+        self._chronicle = RunLog(self._store)
+        self._farewell = RequestedSaves()
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Make `group` the live attempt. All its ranks may call; they get one answer."""
@@ -98,14 +98,14 @@ class Coordinator:
                 self._tidier.claimed()
             return self._claims[group]
 
-    async def restored(self, verdict: Verdict) -> Ruling:
+    async def restored(self, verdict: RankRestore) -> RestoreDecision:
         """Take what a rank's restore, or its peek, came to, and wait a while for the ruling on all of them."""
         await self._adopt(verdict.group)
         if verdict.group in self._adopted:  # who of the others was told what is forgotten
             raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
         claim, at = self._claims[verdict.group], (verdict.group, verdict.key, verdict.is_peek)
         if at not in self._restorings and claim.restore and claim.restore.key != verdict.key:
-            return Ruling(kind="again", claim=claim, message="found damaged before")
+            return RestoreDecision(kind="again", claim=claim, message="found damaged before")
         restoring = self._restorings.setdefault(at, Restoring())
         restoring.come(verdict, lambda: self._rule(verdict), lambda arrivals: self._go_on(verdict, arrivals))
         self._refuse_mixed(verdict)
@@ -114,7 +114,7 @@ class Coordinator:
             return restoring.ruling.result()
         missing = sorted(set(range(verdict.world_size)) - set(restoring.arrivals))
         done = "peeked at" if verdict.is_peek else "restored"
-        return Ruling(kind="pending", message=f"ranks {missing} have not {done} it")
+        return RestoreDecision(kind="pending", message=f"ranks {missing} have not {done} it")
 
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome:
         """Take a rank's report and wait a while, at most patience_s, for the outcome of its save."""
@@ -191,7 +191,7 @@ class Coordinator:
         """Whether any group of this driver has completed a step."""
         return self._chronicle.has_trained
 
-    async def beat(self, group: str, pulse: Pulse) -> bool:
+    async def beat(self, group: str, pulse: HeartbeatMessage) -> bool:
         """How far rank 0 is. Whether it should save soon, since Ray is about to change the group."""
         self._chronicle.beat(group, pulse)
         return self._farewell.is_wanted_at(pulse.step, begun=pulse.begun, step_s=pulse.step_s)
@@ -221,15 +221,15 @@ class Coordinator:
         if running:
             await asyncio.wait(running, timeout=30.0)
 
-    async def _rule(self, verdict: Verdict) -> Ruling:
+    async def _rule(self, verdict: RankRestore) -> RestoreDecision:
         """Step 26."""
         problem = f"rank {verdict.rank}: {verdict.damage}"
         entry, documents = await asyncio.to_thread(self._go_back, verdict, problem)
         claim = replace(self._claims[verdict.group], restore=entry, documents=documents, is_finished=False)
         self._claims[verdict.group] = claim
-        return Ruling(kind="again", claim=claim, message=problem)
+        return RestoreDecision(kind="again", claim=claim, message=problem)
 
-    def _refuse_mixed(self, verdict: Verdict) -> None:
+    def _refuse_mixed(self, verdict: RankRestore) -> None:
         """Ranks that peek and ranks that restore at once would wait for each other."""
         peek, restore = (self._restorings.get((verdict.group, verdict.key, is_peek)) for is_peek in (True, False))
         if peek is None or restore is None or peek.ruling.done():
@@ -242,10 +242,12 @@ class Coordinator:
             for waiting in (peek, restore):
                 waiting.fail(error)
 
-    def _go_on(self, verdict: Verdict, arrivals: list[Arrival]) -> Ruling:
+    def _go_on(self, verdict: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
         if verdict.is_peek:
-            return Ruling(kind="done")
-        return Ruling(kind="done", resume=self._chronicle.resumed(self._claims[verdict.group].restore, arrivals))
+            return RestoreDecision(kind="done")
+        return RestoreDecision(
+            kind="done", resume=self._chronicle.resumed(self._claims[verdict.group].restore, arrivals)
+        )
 
     async def _finish(self, group: str) -> None:
         """Step 33."""
@@ -291,7 +293,7 @@ class Coordinator:
         if found is not None and found[0].attempt.owner == self._me.owner and not found[0].is_finished:
             self._chronicle.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
 
-    def _go_back(self, verdict: Verdict, problem: str) -> tuple[Entry, list[Any]]:
+    def _go_back(self, verdict: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
         entry = go_back(self._register, self._me, group=verdict.group, key=verdict.key, problem=problem)
         logger.error(
             "%s: %s is DAMAGED and was marked so; it is kept for inspection. Restoring %s instead. %s",

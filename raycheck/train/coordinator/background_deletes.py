@@ -6,14 +6,14 @@ import time
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, MAX_EVICTED, prune, sweep
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import RaycheckError
-from raycheck.train.coordinator.export_jobs import Exports
+from raycheck.train.coordinator.export_jobs import ExportJobs
 from raycheck.train.log import logger, name_of
 
 
-class Tidier:
+class BackgroundDeletes:
     """Steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
 
-    def __init__(self, register: Register, exports: Exports) -> None:
+    def __init__(self, register: Register, exports: ExportJobs) -> None:
         self._register = register
         self._exports = exports
         self._next_at = float("-inf")

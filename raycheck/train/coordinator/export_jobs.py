@@ -32,7 +32,7 @@ from raycheck.train.log import logger, name_of
 from raycheck.train.ray_api.calls import results
 
 
-class Exports:
+class ExportJobs:
     """Checkpoints on their way to Hugging Face directories. nodes: of the ranks, by id; "" for any."""
 
     def __init__(self, store: Store, uri: str) -> None:
@@ -85,7 +85,7 @@ class Exports:
     def _export(self, entry: Entry, progress: Progress, settings: ExportSettings) -> None:
         at = {"step": progress.step, "epoch": progress.epoch, "epoch_step": progress.epoch_step}
         name = settings.directory(entry.key, **at)
-        job = _Job(
+        job = _ExportJob(
             uri=self._uri,
             entry=entry,
             prefix=f"{name}/" if settings.to else object_keys.exports_prefix(name),
@@ -108,7 +108,7 @@ class Exports:
             logger.info("%s: exported %s to %s, %s", name_of(self._store.uri), entry.key, job.prefix, text)
             self._prune(job)
 
-    def _prune(self, job: "_Job") -> None:
+    def _prune(self, job: "_ExportJob") -> None:
         """By ExportSettings(keep_last=...). In the thread that exports, so that none of this coordinator's is under
         way; one of another's is not whole, and left alone."""
         keep_last = job.settings.keep_last
@@ -125,7 +125,7 @@ class Exports:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
+class _ExportJob:
     """One export, as tasks are told of it. uri: of the run. prefix: where it goes in `dest`. nodes: see Exports."""
 
     uri: str
@@ -162,7 +162,7 @@ class _Job:
 
 
 @ray.remote(num_cpus=0)
-def _export(job: _Job) -> int:
+def _export(job: _ExportJob) -> int:
     """Have others write the files, then write what makes a model of them. Returns bytes."""
     from raycheck.shards.huggingface.export import (  # torch, which a coordinator needs nowhere else
         Planned,
@@ -186,7 +186,7 @@ def _export(job: _Job) -> int:
 
 
 @ray.remote(num_cpus=0)
-def _write(job: _Job, files: Sequence[str]) -> Mapping[str, int]:
+def _write(job: _ExportJob, files: Sequence[str]) -> Mapping[str, int]:
     """Write some of the files. What they hold follows from the checkpoint, and need not be sent."""
     from raycheck.shards.huggingface.export import plan
 

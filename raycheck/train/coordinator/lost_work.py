@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from raycheck.bucket.attempt_records import Record, Resume
+from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.train.coordinator.rendezvous import Arrival
 
@@ -17,7 +17,7 @@ MAX_CAUSE = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pulse:
+class HeartbeatMessage:
     """What rank 0 says now and then: completed steps, seconds of training that stand in them, how long the last step
     took, when the run began by the store's clock, of which step it has begun its newest save, and how many saves have
     failed or were skipped in this attempt."""
@@ -31,7 +31,7 @@ class Pulse:
     skipped: int = 0
 
 
-class Lifeline:
+class LostWork:
     """Of one live group at a time. cause: why the attempt before it ended. pulse: its newest word. has_trained: whether
     any group of this driver has completed a step, as far as this process can tell: a coordinator that was started again
     takes it for granted."""
@@ -47,7 +47,7 @@ class Lifeline:
         self._furthest: int | None = None
         self.cause = ""
         self._hurts: list[str] = []
-        self.pulse: Pulse | None = None
+        self.pulse: HeartbeatMessage | None = None
         self.has_trained = False
 
     @property
@@ -61,7 +61,7 @@ class Lifeline:
         attempt: Attempt,
         *,
         now: float,
-        record: Record | None = None,
+        record: AttemptRecord | None = None,
         had_finished: bool = False,
     ) -> None:
         """`attempt` is the live one, after `before` has ended. now: by the store's clock. record: what the driver of
@@ -77,7 +77,7 @@ class Lifeline:
         self._attempt, self._before, self._began = attempt, before, now - self._clock()
         self.pulse, self._hurts = None, []
 
-    def beat(self, group: str, pulse: Pulse) -> None:
+    def beat(self, group: str, pulse: HeartbeatMessage) -> None:
         if self._attempt is not None and group == self._attempt.group:  # a word of a group that is gone may come late
             self.pulse = pulse
             self.has_trained |= self._reached is None or pulse.step > self._reached[0]
@@ -87,7 +87,7 @@ class Lifeline:
         """What Ray's controller saw of the live group. It may come twice."""
         self._hurts += [cause for cause in causes if cause not in self._hurts]
 
-    def resume(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
+    def resume(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> ResumeRecord | None:
         """How the live attempt went on, once all its ranks have restored `entry`, by rank. None for a run's first."""
         first = arrivals[0] if arrivals else Arrival()
         last, self._reached = self._last, (first.step, first.trained_s)
@@ -95,7 +95,7 @@ class Lifeline:
             last = self._reached
         if self._attempt is None or self._before is None:
             return None
-        return Resume(
+        return ResumeRecord(
             attempt=self._attempt.number,
             after=self._before.number,
             cause=self.cause,
@@ -113,7 +113,9 @@ class Lifeline:
         )
 
 
-def _cause(before: Attempt, by: Attempt, hurts: Sequence[str], record: Record | None, *, had_finished: bool) -> str:
+def _cause(
+    before: Attempt, by: Attempt, hurts: Sequence[str], record: AttemptRecord | None, *, had_finished: bool
+) -> str:
     if had_finished:
         return "it had finished"
     if before.owner != by.owner:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from ray.util.metrics import Counter, Gauge
 
-from raycheck.bucket.attempt_records import Resume
+from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.train.coordinator.lost_work import Pulse
+from raycheck.train.coordinator.lost_work import HeartbeatMessage
 
 GAUGES = {
     "raycheck_attempt": "Number of the live attempt",
@@ -35,7 +35,7 @@ COUNTERS = {
 }
 
 
-class Telemetry:
+class RayMetrics:
     """Counts from when the coordinator started."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class Telemetry:
             self._set("raycheck_last_committed_step", entry.step)
             self._committed = self._clock() - max(0.0, now - entry.committed_at)
 
-    def restored(self, resume: Resume) -> None:
+    def restored(self, resume: ResumeRecord) -> None:
         self._count("raycheck_lost_steps", resume.lost_steps or 0)
         if resume.restored is not None:
             self._count("raycheck_restores", 1)
@@ -76,7 +76,7 @@ class Telemetry:
         self._set("raycheck_saved_bytes", size)
         self._set("raycheck_upload_mb_per_second", size / 1e6 / max(upload_s, 1e-9))
 
-    def tick(self, pulse: Pulse | None, *, now: float) -> None:
+    def tick(self, pulse: HeartbeatMessage | None, *, now: float) -> None:
         """Now and then. now: by the store's clock."""
         if self._committed is not None:
             self._set("raycheck_last_commit_age_seconds", self._clock() - self._committed)

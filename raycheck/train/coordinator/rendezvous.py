@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from raycheck.bucket.assembly.assemble import SAVE_ALIKE, Report
 from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings, agree
-from raycheck.bucket.attempt_records import Resume
+from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError
 
@@ -28,7 +28,7 @@ class Claim:
     restore: Entry | None
     documents: list[Any]
     claims: tuple[float, ...]
-    resume: Resume | None = None
+    resume: ResumeRecord | None = None
     is_finished: bool = False
 
 
@@ -133,7 +133,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RankRestore:
     """What a rank's restore of checkpoint `key` came to, or its peek at it. damage: the proof that it is damaged;
     failure: what else went wrong. Neither: all is well, and it has arrived."""
 
@@ -149,13 +149,13 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ruling:
+class RestoreDecision:
     """What the ranks are told. "done": all have arrived, with `resume`. "again": restore that of `claim`, for
     `message`. "pending": ask again."""
 
     kind: Literal["done", "again", "pending"]
     claim: Claim | None = None
-    resume: Resume | None = None
+    resume: ResumeRecord | None = None
     message: str = ""
 
 
@@ -165,14 +165,14 @@ class Restoring:
 
     def __init__(self) -> None:
         self.arrivals: dict[int, Arrival] = {}
-        self.ruling: asyncio.Future[Ruling] = asyncio.get_running_loop().create_future()
+        self.ruling: asyncio.Future[RestoreDecision] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
     def come(
         self,
-        verdict: Verdict,
-        go_back: Callable[[], Coroutine[Any, Any, Ruling]],
-        go_on: Callable[[list[Arrival]], Ruling],
+        verdict: RankRestore,
+        go_back: Callable[[], Coroutine[Any, Any, RestoreDecision]],
+        go_on: Callable[[list[Arrival]], RestoreDecision],
     ) -> None:
         """The first bad verdict decides; without one, all must have come. `go_back`: rules on a damaged checkpoint,
         `go_on` on a good one."""
@@ -189,7 +189,7 @@ class Restoring:
         elif len(self.arrivals) == verdict.world_size:
             self.ruling.set_result(go_on([self.arrivals[rank] for rank in range(verdict.world_size)]))
 
-    async def _rule(self, ruling: Coroutine[Any, Any, Ruling]) -> None:
+    async def _rule(self, ruling: Coroutine[Any, Any, RestoreDecision]) -> None:
         try:
             result = await ruling
             if not self.ruling.done():

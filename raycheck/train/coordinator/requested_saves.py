@@ -19,7 +19,7 @@ class _Wish:
     from_step: int | None = None
 
 
-class Farewell:
+class RequestedSaves:
     """In the coordinator's event loop."""
 
     def __init__(self) -> None:

@@ -6,13 +6,20 @@ In the coordinator. Nothing in a running system depends on it, so nothing here r
 import asyncio
 from collections.abc import Sequence
 
-from raycheck.bucket.attempt_records import Record, Resume, read_record, record_end, record_failure, record_resume
+from raycheck.bucket.attempt_records import (
+    AttemptRecord,
+    ResumeRecord,
+    read_record,
+    record_end,
+    record_failure,
+    record_resume,
+)
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.store import Store
 from raycheck.errors import RaycheckError
-from raycheck.train.coordinator.lost_work import MAX_CAUSE, Lifeline, Pulse
-from raycheck.train.coordinator.ray_metrics import Telemetry
+from raycheck.train.coordinator.lost_work import MAX_CAUSE, HeartbeatMessage, LostWork
+from raycheck.train.coordinator.ray_metrics import RayMetrics
 from raycheck.train.coordinator.rendezvous import Arrival
 from raycheck.train.log import logger, name_of
 
@@ -20,14 +27,14 @@ TICK_S = 5.0
 """How often metrics that age are brought up to date."""
 
 
-class Chronicle:
+class RunLog:
     """Of one run, as one coordinator sees it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._run = name_of(store.uri)
-        self._lifeline = Lifeline()
-        self._telemetry = Telemetry(store.uri)
+        self._lifeline = LostWork()
+        self._telemetry = RayMetrics(store.uri)
         self._ticking: asyncio.Task[None] | None = None
         self._recording: asyncio.Task[None] | None = None
 
@@ -59,7 +66,7 @@ class Chronicle:
         self._lifeline.has_trained = True
         self._telemetry.begin(attempt.number, newest, now=now, is_adopted=True)
 
-    def resumed(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> Resume | None:
+    def resumed(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> ResumeRecord | None:
         """All ranks of the live attempt have restored `entry`. In the event loop."""
         resume = self._lifeline.resume(entry, arrivals)
         if resume is not None:
@@ -68,7 +75,7 @@ class Chronicle:
             self._recording = asyncio.create_task(self._record(resume))
         return resume
 
-    def beat(self, group: str, pulse: Pulse) -> None:
+    def beat(self, group: str, pulse: HeartbeatMessage) -> None:
         """In the event loop."""
         self._lifeline.beat(group, pulse)
         self._ticking = self._ticking or asyncio.create_task(self._tick())
@@ -105,13 +112,13 @@ class Chronicle:
             f"uploaded in {sent.upload_s:.2f} s (rank {sent.rank}); committed in {seconds:.2f} s"
         )
 
-    def _record_of(self, ended: Attempt) -> Record | None:
+    def _record_of(self, ended: Attempt) -> AttemptRecord | None:
         try:
             return read_record(self._store, ended.number)
         except RaycheckError:  # for people only
             return None
 
-    async def _record(self, resume: Resume) -> None:
+    async def _record(self, resume: ResumeRecord) -> None:
         if not await asyncio.to_thread(record_resume, self._store, resume):
             text = "how it began was not written, or was there already"
             logger.info("%s attempt %d: %s", self._run, resume.attempt, text)

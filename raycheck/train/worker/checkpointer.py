@@ -20,15 +20,15 @@ from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.coordinator.lost_work import Pulse
+from raycheck.train.coordinator.lost_work import HeartbeatMessage
 from raycheck.train.coordinator.rendezvous import Claim, OnCorrupt
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group
 from raycheck.train.log import logger, name_of, show_log
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.train_context import is_turned_off
-from raycheck.train.worker.export_wait import Exporting
+from raycheck.train.worker.export_wait import ExportWait
 from raycheck.train.worker.group_restore import (
-    At,
+    RestoreResult,
     furthest_of,
     peek_together,
     restore_together,
@@ -36,15 +36,15 @@ from raycheck.train.worker.group_restore import (
     say_what_changed,
     warn_of_rays_checkpoint,
 )
-from raycheck.train.worker.heartbeat import Heart, Watch
+from raycheck.train.worker.heartbeat import FencingWatch, Heartbeat
 from raycheck.train.worker.periodic import periodics_of, start_alone
-from raycheck.train.worker.save_queue import Saver
-from raycheck.train.worker.save_status import Standing
-from raycheck.train.worker.save_triggers import Due, Rhythm, due_of, strongest
+from raycheck.train.worker.save_queue import SaveQueue
+from raycheck.train.worker.save_status import SaveStatus
+from raycheck.train.worker.save_triggers import SaveKind, SaveTriggers, due_of, strongest
 from raycheck.train.worker.singleton import be_the_only_one
 from raycheck.train.worker.step_metrics import detached
-from raycheck.train.worker.training_clock import Pace
-from raycheck.train.worker.training_progress import Position
+from raycheck.train.worker.training_clock import TrainingClock
+from raycheck.train.worker.training_progress import ProgressCounter
 
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
@@ -68,7 +68,7 @@ class Checkpointer:
         settings: SaveSettings | None = None,
         *,
         group: Group | None = None,
-        position: Position | None = None,
+        position: ProgressCounter | None = None,
     ) -> None:
         show_log()
         self.settings = settings or SaveSettings()
@@ -76,20 +76,22 @@ class Checkpointer:
         group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
         self._given = Given()
         self._state: TrainState | None = None
-        self._position = position or Position(())
+        self._position = position or ProgressCounter(())
         self._take(state or {})
-        self._watch = Watch(self._group)
-        self._exporting: Exporting | None = None
-        self._rhythm = Rhythm(self.settings if self._position.decides else self.settings.without_triggers, self._group)
-        self._saver: Saver | None = None
-        self._pace = Pace()
-        self._heart = Heart(self._group)
+        self._watch = FencingWatch(self._group)
+        self._exporting: ExportWait | None = None
+        self._rhythm = SaveTriggers(
+            self.settings if self._position.decides else self.settings.without_triggers, self._group
+        )
+        self._saver: SaveQueue | None = None
+        self._pace = TrainingClock()
+        self._heart = Heartbeat(self._group)
         self._began_at = 0.0
         self._is_restored = self._is_prepared = False
         self._claim: Claim | None = None
         self._preview: Preview | None = None
         self._metrics: dict[str, object] = {}
-        self._begun: tuple[int, Due] = (-1, "keep")  # the newest save
+        self._begun: tuple[int, SaveKind] = (-1, "keep")  # the newest save
         self._begun_name = (-1, "")
         self._furthest = -1  # the step that earlier attempts had come to
         self._blocked_s = 0.0
@@ -131,9 +133,9 @@ class Checkpointer:
         return self._position.step <= self._furthest
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> SaveStatus:
         """How its saves stand."""
-        return Standing.of(self._saver, self._blocked_s)
+        return SaveStatus.of(self._saver, self._blocked_s)
 
     def peek(
         self, *, only: Iterable[str] | None = None, skip: Iterable[str] = (), on_corrupt: OnCorrupt = "previous"
@@ -170,7 +172,7 @@ class Checkpointer:
         skip: Iterable[str] = (),
         on_corrupt: OnCorrupt = "previous",
         cast: bool = False,
-    ) -> At:
+    ) -> RestoreResult:
         """Claim the run for this worker group and put the checkpoint that the claim names into the live state.
 
         only, skip: names of entries to take or to leave as they are, "rng" and "progress" (the step count) among them;
@@ -196,7 +198,7 @@ class Checkpointer:
             self._is_restored = True
             self._position.start_at(self._position.progress)
             start_alone(self._periodics, lambda: self._position.progress, world_size=self._group.world_size)
-            return At(**asdict(self._position.progress), attempt=1)
+            return RestoreResult(**asdict(self._position.progress), attempt=1)
         state, claim = self._checked_state(), self._claim_run()
         if self._preview is not None:
             self._preview.check(selection)
@@ -207,7 +209,7 @@ class Checkpointer:
         self._save_at_start()
         return at
 
-    def _start_fresh(self, state: TrainState, claim: Claim, selection: Selection) -> At:
+    def _start_fresh(self, state: TrainState, claim: Claim, selection: Selection) -> RestoreResult:
         state.check()
         state.check_selection(selection)
         if selection != EVERYTHING:
@@ -219,7 +221,9 @@ class Checkpointer:
             say_what_begins_anew(self._group, None)
         warn_of_rays_checkpoint(self._group, None)
         self._furthest = furthest_of(claim.resume)
-        return At(attempt=claim.attempt, resume=claim.resume)  # what ended with nothing committed is begun anew
+        return RestoreResult(
+            attempt=claim.attempt, resume=claim.resume
+        )  # what ended with nothing committed is begun anew
 
     def _fill(
         self,
@@ -230,7 +234,7 @@ class Checkpointer:
         strict: bool,
         on_corrupt: OnCorrupt,
         cast: bool,
-    ) -> At:
+    ) -> RestoreResult:
         """Put a checkpoint into the live state."""
         group, began = self._group, time.monotonic()
         claim, done, resume = restore_together(
@@ -256,7 +260,7 @@ class Checkpointer:
         where = self._position.progress
         if not self._has_data_position(state):
             say_what_begins_anew(group, where)
-        at = At.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
+        at = RestoreResult.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if at.report.missing or at.report.unexpected:
             logger.warning("rank %d: the checkpoint and the state differ: %s", group.rank, at.report)
         self._say_where_it_differs(at)
@@ -269,7 +273,7 @@ class Checkpointer:
         """The whole state, before the run is claimed. Raises ConfigError for what could not be saved or exported."""
         if self._state is None:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        self._exporting = Exporting(self.settings.exports, self._group, self._state.models, self._watch)
+        self._exporting = ExportWait(self.settings.exports, self._group, self._state.models, self._watch)
         self._state.check(is_before_restore=True)
         return self._state
 
@@ -285,7 +289,7 @@ class Checkpointer:
             self._claim = claim
         return self._claim
 
-    def _say_where_it_differs(self, at: At) -> None:
+    def _say_where_it_differs(self, at: RestoreResult) -> None:
         """A place in the data that is not the one which the script was told: its Batches were not restored."""
         if self._preview is None:
             return
@@ -309,7 +313,7 @@ class Checkpointer:
         self._is_restored = True
         self._rhythm.start_at(self._position.progress, claim.claims)
         self._pace.go(trained_s)
-        self._saver = Saver(
+        self._saver = SaveQueue(
             self._state,
             self.settings,
             self._group,
@@ -391,7 +395,7 @@ class Checkpointer:
         if validate:
             self._validate()
 
-    def save_as(self, due: Due, metrics: Mapping[str, object] | None) -> None:
+    def save_as(self, due: SaveKind, metrics: Mapping[str, object] | None) -> None:
         """Like `save`, for callers that have already chosen the kind of save."""
         if self._is_counting_only():
             return
@@ -401,7 +405,7 @@ class Checkpointer:
         elif not self._group.rank:
             logger.info("%s: nothing to save: step %d is saved already", name_of(self._group.uri), step)
 
-    def _save(self, metrics: Mapping[str, object], due: Due) -> None:
+    def _save(self, metrics: Mapping[str, object], due: SaveKind) -> None:
         saver, progress, began = self._claimed(), self._position.progress, time.monotonic()
         self._begun = progress.step, due
         self._hear_of(saver.wait_for_buffer())
@@ -491,7 +495,7 @@ class Checkpointer:
             )
             logger.warning(f"%s: {text}", name_of(group.uri), missing, wait_s)
 
-    def _leave(self, saver: Saver) -> NoReturn:
+    def _leave(self, saver: SaveQueue) -> NoReturn:
         """By on_preempt="restart": Ray starts the workers anew, on nodes that stay."""
         self._hear_of(saver.wait())
         step = self._position.step
@@ -501,9 +505,9 @@ class Checkpointer:
         )
         raise self._watch.over
 
-    def _pulse(self) -> Pulse:
+    def _pulse(self) -> HeartbeatMessage:
         saver = self._claimed()
-        return Pulse(
+        return HeartbeatMessage(
             step=self._position.step,
             trained_s=self._pace.trained_s,
             step_s=self._pace.step_s,
@@ -564,7 +568,7 @@ class Checkpointer:
             raise ConfigError(RESTORE_FIRST)
         return self._is_off
 
-    def _claimed(self) -> Saver:
+    def _claimed(self) -> SaveQueue:
         if self._saver is None:
             raise ConfigError(RESTORE_FIRST)
         return self._saver

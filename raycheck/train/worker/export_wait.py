@@ -11,18 +11,20 @@ from raycheck.errors import ConfigError, StoreError
 from raycheck.settings import ExportSettings
 from raycheck.train.group import Group
 from raycheck.train.log import logger, name_of
-from raycheck.train.worker.heartbeat import Watch
-from raycheck.train.worker.save_queue import Saver
+from raycheck.train.worker.heartbeat import FencingWatch
+from raycheck.train.worker.save_queue import SaveQueue
 
 WAIT_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 300.0
 WORTH_SAYING_S = 1.0
 
 
-class Exporting:
+class ExportWait:
     """By the settings of one Checkpointer; None: there are none."""
 
-    def __init__(self, settings: ExportSettings | None, group: Group, models: Sequence[str], watch: Watch) -> None:
+    def __init__(
+        self, settings: ExportSettings | None, group: Group, models: Sequence[str], watch: FencingWatch
+    ) -> None:
         """models: entries of the state with a Hugging Face configuration. Raises ConfigError when it is not clear which
         one is meant, or where it should go."""
         self._settings = settings
@@ -41,7 +43,7 @@ class Exporting:
         if settings.to is not None:
             parse_uri(settings.to)
 
-    def follow(self, saver: Saver, name: str, progress: Progress, *, is_hurried: bool) -> str | None:
+    def follow(self, saver: SaveQueue, name: str, progress: Progress, *, is_hurried: bool) -> str | None:
         """The save of checkpoint `name`, which is to be exported, has begun: wait for what the mode says, unless
         hurried. Earlier saves have ended then, so that all ranks wait for the same. Returns the newest commit that was
         heard of. Raises what has ended this attempt meanwhile."""

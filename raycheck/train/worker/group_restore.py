@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, TypeVar
 
-from raycheck.bucket.attempt_records import Resume
+from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import pointed_by
 from raycheck.bucket.format.progress import Progress
@@ -20,7 +20,7 @@ from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.coordinator.rendezvous import Arrival, Claim, OnCorrupt, Ruling, Verdict
+from raycheck.train.coordinator.rendezvous import Arrival, Claim, OnCorrupt, RankRestore, RestoreDecision
 from raycheck.train.group import Group
 from raycheck.train.log import logger, name_of
 from raycheck.train.ray_api import train_context
@@ -31,7 +31,7 @@ RESTORE_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class At:
+class RestoreResult:
     """Where training stands after a restore; all zero in a fresh run.
 
     step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
@@ -56,13 +56,13 @@ class At:
     tensors: int = 0
     rng: str = "untouched"
     report: RestoreReport = field(default_factory=RestoreReport)
-    resume: Resume | None = None
+    resume: ResumeRecord | None = None
     is_finished: bool = False
 
     @classmethod
     def of(
-        cls, done: Restored, where: Progress, *, claim: Claim, resume: Resume | None, seconds: float, rng: str
-    ) -> "At":
+        cls, done: Restored, where: Progress, *, claim: Claim, resume: ResumeRecord | None, seconds: float, rng: str
+    ) -> "RestoreResult":
         """`where`: the position, in the data too."""
         return cls(
             **asdict(where),
@@ -89,7 +89,7 @@ class _Agreed(Generic[T]):
 
     claim: Claim
     got: T
-    resume: Resume | None
+    resume: ResumeRecord | None
     refused: tuple[str, ...]
 
 
@@ -119,7 +119,7 @@ def restore_together(
     on_corrupt: OnCorrupt,
     cast: bool = False,
     preview: Preview | None = None,
-) -> tuple[Claim, Restored, Resume | None]:
+) -> tuple[Claim, Restored, ResumeRecord | None]:
     """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
 
     preview: what `peek_together` has answered. Returns the claim as it stands in the end. Raises DamagedError when
@@ -150,7 +150,7 @@ def _together(
     began = time.monotonic()
     while True:
         assert claim.restore is not None, "a fresh run restores nothing"
-        verdict = Verdict(
+        verdict = RankRestore(
             group=group.id,
             rank=group.rank,
             world_size=group.world_size,
@@ -210,7 +210,7 @@ def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
     )
 
 
-def furthest_of(resume: Resume | None) -> int:
+def furthest_of(resume: ResumeRecord | None) -> int:
     """The furthest step that an attempt before this one is known to have completed; -1 for none."""
     return -1 if resume is None or resume.furthest_step is None else resume.furthest_step
 
@@ -253,12 +253,12 @@ def _arrival(done: Restored, seconds: float) -> Arrival:
     )
 
 
-def _ruling(group: Group, verdict: Verdict) -> Ruling:
+def _ruling(group: Group, verdict: RankRestore) -> RestoreDecision:
     deadline = time.monotonic() + RESTORE_TIMEOUT_S
     what = f"{'peek at' if verdict.is_peek else 'restore of'} {verdict.key}"
     while True:
         left = max(1.0, deadline - time.monotonic())
-        ruling: Ruling = group.ask("restored", verdict, timeout_s=left, what=what)
+        ruling: RestoreDecision = group.ask("restored", verdict, timeout_s=left, what=what)
         if ruling.kind != "pending":
             return ruling
         if time.monotonic() > deadline:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raycheck.errors import CorruptError, FencedError, RaycheckError, SupersededError
-from raycheck.train.coordinator.lost_work import Pulse
+from raycheck.train.coordinator.lost_work import HeartbeatMessage
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group
 from raycheck.train.log import logger
 
@@ -16,7 +16,7 @@ WATCH_S = 45.0
 """How often the coordinator looks at `latest` for rank 0."""
 
 
-class Heart:
+class Heartbeat:
     """Silent on the other ranks. Never waits."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,7 +33,7 @@ class Heart:
             self._told = None
         return bool(answer)
 
-    def beat(self, pulse: Callable[[], Pulse], *, is_last: bool = False) -> None:
+    def beat(self, pulse: Callable[[], HeartbeatMessage], *, is_last: bool = False) -> None:
         """About once a second."""
         if self._group.rank or (self._clock() - self._beaten < BEAT_S and not is_last):
             return
@@ -41,7 +41,7 @@ class Heart:
         self._told = self._group.tell("beat", self._group.id, pulse())
 
 
-class Watch:
+class FencingWatch:
     """A thread on rank 0 that learns that the attempt is over even when no save is due."""
 
     def __init__(self, group: Group) -> None:

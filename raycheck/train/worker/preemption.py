@@ -15,7 +15,7 @@ ASSUMED_S = 110.0
 """Ray Train waits 120 s from when it has heard of a notice without a time."""
 
 
-class Leaving:
+class Preemption:
     """clock: unix seconds, as the notice has them."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:

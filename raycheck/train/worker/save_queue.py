@@ -28,7 +28,7 @@ from raycheck.shards.transfer.local_box import TRAIN
 from raycheck.train.coordinator.rendezvous import Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import logger, name_of
-from raycheck.train.worker.save_triggers import Due, News
+from raycheck.train.worker.save_triggers import SaveKind, UnreportedCommit
 from raycheck.train.worker.step_metrics import numbers_of
 
 LAST_ANSWER_S = 2.0
@@ -43,12 +43,12 @@ class _UnderWay:
     began: float
     is_agreed: bool
     is_news: bool
-    news: News
+    news: UnreportedCommit
     staged: StagedState
     outcome: Future[tuple[Outcome, float]]
 
 
-class Saver:
+class SaveQueue:
     """saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: checkpoint
     that was committed or restored. save_s: how long the newest commit
     took. saves: how many were begun. failed: of them."""
@@ -67,11 +67,11 @@ class Saver:
     ) -> None:
         """began_at: see Manifest."""
         self.saved_step = saved_step
-        self._pointed: News | None = None
-        self._news: News | None = None  # of the newest commit of this attempt
+        self._pointed: UnreportedCommit | None = None
+        self._news: UnreportedCommit | None = None  # of the newest commit of this attempt
         self._validating: set[str] = set()  # checkpoints whose News goes to `to_validate`, and is told in its turn only
-        self._to_validate: deque[News] = deque()
-        self._committed: deque[News] = deque(maxlen=settings.buffers + 1)  # of the save thread
+        self._to_validate: deque[UnreportedCommit] = deque()
+        self._committed: deque[UnreportedCommit] = deque(maxlen=settings.buffers + 1)  # of the save thread
         self.save_s = 0.0
         self.newest = restored_from
         self._has_agreed = group.world_size == 1
@@ -101,7 +101,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
 
     @property
-    def pointed(self) -> News | None:
+    def pointed(self) -> UnreportedCommit | None:
         """What Ray can be told of the newest commit; None when its pointer is not written, or it has a turn of its own
         since it is to be validated."""
         return None if self._pointed is None or self._pointed.key in self._validating else self._pointed
@@ -122,7 +122,7 @@ class Saver:
         progress: Progress,
         metrics: Mapping[str, object],
         *,
-        due: Due = "keep",
+        due: SaveKind = "keep",
         trained_s: float = 0.0,
         is_news: bool = False,
     ) -> str:
@@ -163,7 +163,9 @@ class Saver:
         deadline = began + self._settings.save_timeout_s
         is_news = is_news and not any(save.is_news for save in self._pending)
         place = {"step": progress.step, "epoch": progress.epoch}
-        news = News(key=report.checkpoint, metrics={**place, **report.metrics})  # the user's own `step` goes first
+        news = UnreportedCommit(
+            key=report.checkpoint, metrics={**place, **report.metrics}
+        )  # the user's own `step` goes first
         save = _UnderWay(
             number=report.save,
             began=began,
@@ -253,7 +255,7 @@ class Saver:
             self._validating.add(checkpoint)
             self._thread.submit(self._validate, checkpoint)  # the thread does one thing after the other: after the save
 
-    def take_validations(self) -> list[News]:
+    def take_validations(self) -> list[UnreportedCommit]:
         """What Ray is to be told of and to validate, each once."""
         return [self._to_validate.popleft() for _ in range(len(self._to_validate))]
 
@@ -270,14 +272,14 @@ class Saver:
         if self._news is not None:
             self._point_ray_to(self._news)
 
-    def _point_ray_to(self, news: News) -> None:
+    def _point_ray_to(self, news: UnreportedCommit) -> None:
         """Have Ray told of it with other news, unless it will be as one to validate: Ray must not list it twice, since
         by its retention one of the two would delete the other's pointer."""
         is_there = self._pointed is not None and self._pointed.key == news.key
         if not is_there and news.key not in self._validating and self._write_pointer(news):
             self._pointed = news
 
-    def _write_pointer(self, news: News) -> bool:
+    def _write_pointer(self, news: UnreportedCommit) -> bool:
         """What Ray is told of: a directory of its own, which its retention may delete. Of a checkpoint that it is not
         told of, it would never delete it. Whether it could be written; only rank 0 does."""
         if self._group.rank or not self._group.is_ray_train:
@@ -313,7 +315,7 @@ class Saver:
                 raise SaveFailedError(f"rank {report.rank}: {what}: {answer.message}")
 
     def _upload_and_report(
-        self, staged: StagedState, report: Report, deadline: float, news: News, is_news: bool
+        self, staged: StagedState, report: Report, deadline: float, news: UnreportedCommit, is_news: bool
     ) -> Outcome:
         """In the save thread. Always ends in an outcome that all ranks are told, or in an error at the deadline."""
         key = object_keys.shard_key(report.checkpoint, TRAIN, report.rank)

@@ -19,7 +19,7 @@ from raycheck.settings import SaveSettings, function_name
 from raycheck.train.group import Group, same
 from raycheck.train.log import logger, name_of
 from raycheck.train.ray_api import train_context
-from raycheck.train.worker.preemption import Leaving
+from raycheck.train.worker.preemption import Preemption
 from raycheck.train.worker.young_daly import Interval
 
 RAY_REPORT_PAUSE_S = 5.0
@@ -32,16 +32,16 @@ LEAVING_GAP_S = 0.5
 """The same once there is a notice."""
 
 
-Due = Literal["roll", "keep", "export"]
+SaveKind = Literal["roll", "keep", "export"]
 """A rolling save, one that retention keeps by its rules, or one that is exported too. Each is also all before it."""
 
 
-def strongest(*dues: Due | None) -> Due | None:
+def strongest(*dues: SaveKind | None) -> SaveKind | None:
     """None where there is nothing to save."""
-    return max((due for due in dues if due), key=get_args(Due).index, default=None)
+    return max((due for due in dues if due), key=get_args(SaveKind).index, default=None)
 
 
-def due_of(settings: SaveSettings, *, is_rolling: bool, export: bool) -> Due:
+def due_of(settings: SaveSettings, *, is_rolling: bool, export: bool) -> SaveKind:
     """What a user asks for. Raises ConfigError for an export without a word on how."""
     if export and settings.exports is None:
         raise ConfigError("save(export=True) needs SaveSettings(exports=ExportSettings(...))")
@@ -49,7 +49,7 @@ def due_of(settings: SaveSettings, *, is_rolling: bool, export: bool) -> Due:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class News:
+class UnreportedCommit:
     """A commit that rank 0 can tell Ray of, since its pointer is written. metrics: rank 0's at its step, and its step
     and epoch. validate: whether Ray runs the trainer's validation function on it."""
 
@@ -59,7 +59,7 @@ class News:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Word:
+class _Decision:
     """Rank 0's word: save now or not, which commit to tell Ray of, and after how many steps it speaks again.
 
     step: where rank 0 stands, None at the end of its loop. clock_s: how long it has trained in this attempt. validate:
@@ -69,7 +69,7 @@ class _Word:
 
     step: int | None
     clock_s: float = 0.0
-    save: Due | None = None
+    save: SaveKind | None = None
     news: str | None = None
     validate: bool = False
     gap: int = 1
@@ -91,7 +91,7 @@ def is_multiple(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-class Rhythm:
+class SaveTriggers:
     """One rank's sense of time. Every rank calls its methods at the same steps. is_hurried: a node is about to go, so
     that training should wait for nothing but a save. clock_s: rank 0's, as all ranks heard it last."""
 
@@ -117,18 +117,18 @@ class Rhythm:
         self._started_at, self.clock_s = self._saved_at, 0.0
         self._saved_tokens = self._tokens = self._epoch = 0
         self._save_s = 0.0
-        self._news: News | None = None
-        self._named: News | None = None
-        self._to_validate: deque[News] = deque()
+        self._news: UnreportedCommit | None = None
+        self._named: UnreportedCommit | None = None
+        self._to_validate: deque[UnreportedCommit] = deque()
         self._told: str | None = None
         self._told_at = float("-inf")
-        self._leaving = Leaving()
+        self._leaving = Preemption()
         self._interval = Interval(settings.overhead, at_most_s=settings.every_seconds) if settings.overhead else None
         self.skipped = 0
         self._skipped_step = -1
         self.is_hurried = False
         self._is_wanted = False
-        self._word = _Word(step=None)
+        self._word = _Decision(step=None)
         self._next_sync = 1
         self._synced_at = (0, time.monotonic())
         self._broadcast_s = 1.0
@@ -161,11 +161,11 @@ class Rhythm:
         is_busy: bool = False,
         busy_s: float = 0.0,
         metrics: Mapping[str, object] | None = None,
-    ) -> Due | None:
+    ) -> SaveKind | None:
         """Whether this step's end is a moment to save, and as what. is_busy: a save of this rank has to end before;
         busy_s: how long those under way may still take; metrics: of the step. Rank 0's count. Raises ConfigError, on
         all ranks, for what the user's own function raised."""
-        self._word = _Word(step=None)
+        self._word = _Decision(step=None)
         step, self._tokens = progress.step, progress.tokens
         if self._broadcast is not None and step >= self._next_sync:
             self._sync(step, is_busy=is_busy, busy_s=busy_s, metrics=metrics or {})
@@ -180,14 +180,14 @@ class Rhythm:
             return strongest(due, self._word.save)
         return due if settings.when_busy == "wait" or self._has_room(step, is_busy=is_busy) else None
 
-    def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> Due | None:
+    def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> SaveKind | None:
         """The same for an epoch's end."""
         due = self._epoch_due(progress.epoch)
         if due is None or self._settings.when_busy == "wait":
             return due
         return due if self._has_room(progress.step, is_busy=is_busy) else None
 
-    def _epoch_due(self, epoch: int) -> Due | None:
+    def _epoch_due(self, epoch: int) -> SaveKind | None:
         """By the epochs that ended since it was asked last, also when nobody has said so and the data just went on."""
         before, self._epoch = self._epoch, epoch
 
@@ -202,7 +202,7 @@ class Rhythm:
         """Rank 0: make its next word one to save by."""
         self._is_wanted = True
 
-    def saved(self, blocked_s: float, progress: Progress, due: Due = "keep", *, began: float) -> None:
+    def saved(self, blocked_s: float, progress: Progress, due: SaveKind = "keep", *, began: float) -> None:
         """A save has begun, at that moment of time.monotonic, and blocked training for so long."""
         self._is_wanted = False
         self._rolled_at = began
@@ -218,13 +218,13 @@ class Rhythm:
         is_free = not self._to_validate and (self._news is None or self._news.key == self._word.news)
         return is_free and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
 
-    def committed(self, pointed: News | None, *, save_s: float) -> None:
+    def committed(self, pointed: UnreportedCommit | None, *, save_s: float) -> None:
         """A save of this rank was committed, and took so long. pointed: what Ray can be told of by now."""
         self._save_s = save_s
         if pointed is None or pointed.key != self._told:
             self._news = pointed
 
-    def must_tell(self, news: Iterable[News]) -> None:
+    def must_tell(self, news: Iterable[UnreportedCommit]) -> None:
         """Tell Ray of each of these, in turn: no newer commit takes the place of one that is to be validated."""
         self._to_validate += news
 
@@ -235,7 +235,7 @@ class Rhythm:
             return
         self._told_at = time.monotonic()
         self._told = key
-        named, self._named = self._named or News(key=key), None
+        named, self._named = self._named or UnreportedCommit(key=key), None
         if self._to_validate and self._to_validate[0] is named:
             self._to_validate.popleft()
         if self._news is not None and not _is_newer(self._news.key, key):  # what is told last is Ray's latest
@@ -248,7 +248,7 @@ class Rhythm:
         if not self._group.is_ray_train or self._broadcast is None:
             return
         while True:
-            self._word = self._hear(self._with_news(_Word(step=None), self._next_news()), step=None)
+            self._word = self._hear(self._with_news(_Decision(step=None), self._next_news()), step=None)
             if self._word.news is None:
                 return
             self.tell_ray()
@@ -256,7 +256,7 @@ class Rhythm:
     def _has_room(self, step: int, *, is_busy: bool) -> bool:
         """Rank 0's word at a step trigger. Its save ends when all ranks have reported theirs, or one has failed."""
         if self._group.world_size > 1:
-            word = None if self._group.rank else _Word(step=step, save=None if is_busy else "keep")
+            word = None if self._group.rank else _Decision(step=step, save=None if is_busy else "keep")
             is_busy = not self._hear(word, step=step).save
         if is_busy:
             self._skip(step)
@@ -275,10 +275,10 @@ class Rhythm:
     def _sync(self, step: int, *, is_busy: bool, busy_s: float, metrics: Mapping[str, object]) -> None:
         began = time.monotonic()
         notice = self._group.notice() if self._group.notice is not None else None
-        word: _Word | None = None
+        word: _Decision | None = None
         problem: ConfigError | None = None
         if self._group.rank == 0:
-            asked: Due | None = None
+            asked: SaveKind | None = None
             try:
                 asked = self._asked_due(step, metrics, is_busy=is_busy)
             except ConfigError as error:
@@ -288,7 +288,7 @@ class Rhythm:
             save = strongest(asked, "keep" if leaving else self._time_due(is_busy=is_busy))
             leave = is_news and self._settings.on_preempt == "restart"
             gap, noticed = self._gap(step, began), self._leaving.is_noticed
-            word = _Word(
+            word = _Decision(
                 step=step,
                 clock_s=began - self._started_at,
                 save=save,
@@ -306,10 +306,10 @@ class Rhythm:
         self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
         self._next_sync = step + self._word.gap
 
-    def _hear(self, word: _Word | None, *, step: int | None) -> _Word:
+    def _hear(self, word: _Decision | None, *, step: int | None) -> _Decision:
         """Rank 0's word, on every rank. Raises ConfigError when the ranks are not at the same point."""
         assert self._broadcast is not None, "the callers have checked"
-        heard: _Word = self._broadcast(word)
+        heard: _Decision = self._broadcast(word)
         if heard.step != step:
             names = [f"step {at}" if at is not None else "the end of its loop" for at in (step, heard.step)]
             raise ConfigError(
@@ -318,7 +318,7 @@ class Rhythm:
             )
         return heard
 
-    def _asked_due(self, step: int, metrics: Mapping[str, object], *, is_busy: bool) -> Due | None:
+    def _asked_due(self, step: int, metrics: Mapping[str, object], *, is_busy: bool) -> SaveKind | None:
         """Rank 0: whether the user's own function asks for a save now. Raises ConfigError for what is wrong with a
         trigger."""
         if self._settings.every_tokens is not None and not self._tokens:
@@ -351,7 +351,7 @@ class Rhythm:
         logger.warning("%s: a node of this group is about to go; step %d: %s", name_of(self._group.uri), step, then)
         return save
 
-    def _time_due(self, *, is_busy: bool) -> Due | None:
+    def _time_due(self, *, is_busy: bool) -> SaveKind | None:
         settings, now = self._settings, time.monotonic()
         if is_busy and settings.when_busy == "skip" and not self._is_wanted:
             return None
@@ -365,14 +365,14 @@ class Rhythm:
             return "keep"
         return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_seconds) else None
 
-    def _fresh_news(self, now: float) -> News | None:
+    def _fresh_news(self, now: float) -> UnreportedCommit | None:
         return self._next_news() if now - self._told_at >= RAY_REPORT_PAUSE_S else None
 
-    def _with_news(self, word: _Word, news: News | None) -> _Word:
+    def _with_news(self, word: _Decision, news: UnreportedCommit | None) -> _Decision:
         self._named = news
         return word if news is None else replace(word, news=news.key, validate=news.validate)
 
-    def _next_news(self) -> News | None:
+    def _next_news(self) -> UnreportedCommit | None:
         return self._to_validate[0] if self._to_validate else self._news
 
     def _gap(self, step: int, now: float) -> int:

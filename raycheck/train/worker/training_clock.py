@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-class Pace:
+class TrainingClock:
     """Runs between the end of one `end_step` and the beginning of the next. step_s: how long the last step took."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

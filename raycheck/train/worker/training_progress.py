@@ -9,7 +9,7 @@ from raycheck.shards.entries.per_rank_entry import PerRank
 from raycheck.train.batches import Batches
 
 
-class Position:
+class ProgressCounter:
     """Counts steps, tokens and episodes; epochs and samples too where no Batches in the state does. decides: else
     somebody says from outside when to save, and is_hurried, that a node is about to go."""
 

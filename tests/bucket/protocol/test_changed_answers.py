@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.attempt_records import Record, Resume, load_record, load_resume, record_end, resumes
+from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_record, load_resume, record_end, resumes
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import Document, dump
 from raycheck.bucket.format.latest import load_latest
@@ -36,12 +36,12 @@ from tests.support.memory_store import DictStore
 from tests.support.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree
 
 
-def a_record() -> Record:
-    return Record(attempt=a_latest().attempt, ended_by_attempt=2, ended_at=1.5, cause="why")
+def a_record() -> AttemptRecord:
+    return AttemptRecord(attempt=a_latest().attempt, ended_by_attempt=2, ended_at=1.5, cause="why")
 
 
-def a_resume() -> Resume:
-    return Resume(
+def a_resume() -> ResumeRecord:
+    return ResumeRecord(
         attempt=2,
         after=1,
         cause="why",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from raycheck.bucket.attempt_records import Record, read_record, record_end, record_failure
+from raycheck.bucket.attempt_records import AttemptRecord, read_record, record_end, record_failure
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.protocol.damage import go_back
@@ -195,7 +195,7 @@ def test_a_driver_that_gave_up_is_told_from_one_that_was_killed(driver) -> None:
 def test_a_record_that_no_driver_was_final_about_is_written_as_before(driver) -> None:
     attempt = driver.look().attempt
 
-    assert b"is_final" not in dump(Record(attempt=attempt, ended_by_attempt=2, ended_at=1.0, cause="x"))
+    assert b"is_final" not in dump(AttemptRecord(attempt=attempt, ended_by_attempt=2, ended_at=1.0, cause="x"))
 
 
 def test_a_repaired_run_waits_for_somebody_to_start_it() -> None:

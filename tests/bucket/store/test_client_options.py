@@ -21,7 +21,7 @@ from pyarrow.fs import FileSelector, FileSystem
 from raycheck import StorageSettings
 from raycheck.bucket.store import open_store, retry
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, Cut
+from raycheck.bucket.store.buffer_loan import CUTS, PartSizes
 from raycheck.bucket.store.ray_filesystem import ray_filesystem
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.bucket.store.s3.private_obstore import own_obstore
@@ -85,7 +85,7 @@ def by_ray(uri: str) -> None:
 
 @pytest.fixture(params=["s3fs", "obstore", "ray"])
 def drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Drive:
-    monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=PART))
+    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=PART))
     if request.param == "s3fs":
         monkeypatch.setitem(sys.modules, "obstore", None)
     return {"s3fs": by_s3fs, "obstore": by_obstore, "ray": by_ray}[request.param]

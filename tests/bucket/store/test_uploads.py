@@ -20,7 +20,7 @@ import pytest
 
 from raycheck.bucket.store import Store, client_options, open_store, retry
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, Cut, Loan
+from raycheck.bucket.store.buffer_loan import CUTS, BufferLoan, PartSizes
 from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.retry import Pieces
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
@@ -39,7 +39,7 @@ class SourceError(Exception):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=PART, in_flight=2))
+    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=PART, in_flight=2))
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_an_interrupted_upload_makes_no_object(fast, buffer, wire):
 
 
 def test_an_upload_that_is_over_is_not_ended_as_if_it_were_whole():
-    loan = Loan()
+    loan = BufferLoan()
     pulled = loan.lend_each([memoryview(b"one"), memoryview(b"two")])
     next(pulled).release()
 
@@ -316,7 +316,7 @@ def test_an_upload_that_is_aborted_from_elsewhere_is_not_found(fast, buffer, wir
 
 
 def test_a_loan_is_back_when_nothing_holds_a_view_of_it():
-    loan, buffer = Loan(sleep=lambda _: None), bytearray(10)
+    loan, buffer = BufferLoan(sleep=lambda _: None), bytearray(10)
     held = struct.iter_unpack("B", loan.lend(buffer))
 
     assert not loan.is_back(timeout_s=0.01)

@@ -36,7 +36,7 @@ from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from raycheck.shards.huggingface.export import INDEX_FILE, export_hf
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES
 from raycheck.shards.huggingface.lora import as_saved
-from raycheck.shards.huggingface.weight_stream import Source, _boxes
+from raycheck.shards.huggingface.weight_stream import WeightSource, _boxes
 from raycheck.shards.state.train_state import TrainState
 from raycheck.storage_settings import StorageSettings
 from tests.support import hf_models
@@ -532,11 +532,11 @@ def test_a_shape_that_cannot_be_ends_in_an_error_and_not_in_a_loop(run: Store):
     index = checkpoint.index(manifest)
     shaped = tuple(replace(tensor, shape=(-8, *tensor.shape[1:])) for tensor in index.tensors)
     negative = replace(index, plan=replace(index.plan, tensors=shaped))
-    source = Source(checkpoint, manifest, index)
+    source = WeightSource(checkpoint, manifest, index)
     weights = [as_saved(source, name, f"model.{name}") for name in "ab"]
 
     with pytest.raises(CorruptError, match=r"model\.a has the shape \[-8, 3\]"):
-        Source(checkpoint, manifest, negative).saved("model.a")
+        WeightSource(checkpoint, manifest, negative).saved("model.a")
     with pytest.raises(AssertionError, match="fewer bytes"):
         list(source.stream([weights[0], replace(weights[1], shape=(2,))], b"", 64))
 

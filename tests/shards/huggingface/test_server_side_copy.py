@@ -25,11 +25,11 @@ from raycheck.bucket.format.object_keys import exports_prefix
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, MAX_COPIED_BYTES, MIN_PART_BYTES, Cut
+from raycheck.bucket.store.buffer_loan import CUTS, MAX_COPIED_BYTES, MIN_PART_BYTES, PartSizes
 from raycheck.bucket.store.interface import Range
 from raycheck.shards.huggingface.export import export_hf
 from raycheck.shards.huggingface.server_side_copy import FETCHED_BYTES, _parts
-from raycheck.shards.huggingface.weight_stream import Saved, Source, Weight
+from raycheck.shards.huggingface.weight_stream import Saved, Weight, WeightSource
 from tests.shards.huggingface.test_export import Holder, config_folder
 from tests.support.http_fault_proxy import FaultProxy, Head
 from tests.support.save_without_ray import save_state
@@ -41,7 +41,7 @@ PARTS = "/exports/.*partNumber"
 @pytest.fixture
 def checkpoint(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """Of a model with large and small weights, some of odd sizes, one in another type."""
-    monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=5 * MIB))
+    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=5 * MIB))
     torch.manual_seed(0)
     sizes = {"a_norm": 100, "b_large": 6 * MIB, "c_bias": 3, "d_large": 5 * MIB + 7, "e_small": MIB // 8}
     tensors = {name: torch.randn(size) for name, size in sizes.items()}
@@ -176,7 +176,7 @@ TENSORS = st.tuples(st.lists(SIZES, min_size=1, max_size=5), st.sampled_from([to
 def test_parts_are_the_file_in_order_and_none_is_too_small_or_too_large(told: list[Any]):
     weights = weights_of(told)
 
-    parts = list(_parts(cast("Source", Objects()), weights, 100))
+    parts = list(_parts(cast("WeightSource", Objects()), weights, 100))
 
     intervals: list[tuple[int, int]] = []
     for number, part in enumerate(parts):
@@ -196,7 +196,7 @@ def test_parts_are_the_file_in_order_and_none_is_too_small_or_too_large(told: li
 def test_the_checksum_of_a_range_is_that_of_its_sub_blocks():
     (weight,) = weights_of([([30 * MIB], torch.int8)])
 
-    fetched, copied = _parts(cast("Source", Objects()), [weight], 100)
+    fetched, copied = _parts(cast("WeightSource", Objects()), [weight], 100)
 
     assert fetched == [(weight, 0, 8 * MIB)]
     crc = combined([(2, SUB_BLOCK), (3, SUB_BLOCK), (4, SUB_BLOCK), (5, SUB_BLOCK), (6, SUB_BLOCK), (7, 2 * MIB)])
@@ -217,4 +217,4 @@ def test_what_is_not_as_saved_or_not_clear_is_fetched(change: str):
     if change == "type":
         weight = replace(weight, dtype=torch.float16)
 
-    assert list(_parts(cast("Source", Objects()), [weight], 100)) == [[(weight, 0, 40 * MIB)]]
+    assert list(_parts(cast("WeightSource", Objects()), [weight], 100)) == [[(weight, 0, 40 * MIB)]]

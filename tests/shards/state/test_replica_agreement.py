@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raycheck.bucket.assembly.assemble import Report, assemble
-from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, Held, Holdings, agree
+from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, HeldBoxes, Holdings, agree
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
@@ -259,9 +259,9 @@ def bytes_of(manifest: Manifest) -> int:
 # --- who writes ---
 
 
-def held(number: int, *, size_bytes: int, may_spread: bool) -> Held:
+def held(number: int, *, size_bytes: int, may_spread: bool) -> HeldBoxes:
     name = f"t{number}"
-    return Held(
+    return HeldBoxes(
         box=f"{name}@0",
         name=name,
         dtype="uint8",
@@ -277,7 +277,7 @@ def held(number: int, *, size_bytes: int, may_spread: bool) -> Held:
 def groups(draw: st.DrawFn) -> list[Holdings]:
     """Up to five ranks and twenty boxes, each held by some of the ranks."""
     world_size = draw(st.integers(1, 5))
-    found: list[list[Held]] = [[] for _ in range(world_size)]
+    found: list[list[HeldBoxes]] = [[] for _ in range(world_size)]
     for number in range(draw(st.integers(0, 20))):
         size = draw(st.sampled_from([0, 5, SPREAD_FROM_BYTES - 1, SPREAD_FROM_BYTES, 7 * MIB]))
         box = held(number, size_bytes=size, may_spread=draw(st.booleans()))

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from raycheck.bucket.assembly.plan_cache import Plans
+from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol import commit as protocol
@@ -16,7 +16,7 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, Cut
+from raycheck.bucket.store.buffer_loan import CUTS, PartSizes
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.shards.state.train_state import TrainState
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
@@ -29,7 +29,7 @@ SHAPE = (1024, 1500)  # 6 MB: two parts
 
 @pytest.fixture
 def wire(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    monkeypatch.setitem(CUTS, "s3", Cut(part_bytes=5 * 1024 * 1024, in_flight=2))
+    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=5 * 1024 * 1024, in_flight=2))
     monkeypatch.setattr(retry, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     with fault_proxy(s3) as proxy:
         yield proxy
@@ -45,7 +45,7 @@ class Trainer:
         self.state = TrainState({"own": {"weights": self.weights}}, rank=0, world_size=1)
         self.acknowledged: list[str] = []
         self.failed = 0
-        self._plans = Plans()
+        self._plans = PlanCache()
         claimed = protocol.claim(self.register, ME, group="g", world_size=1, resume="auto", run_id="run")
         self._attempt = claimed[0].number
 

@@ -9,19 +9,19 @@ import pytest
 
 from raycheck.errors import ConfigError
 from raycheck.shards.transfer import host_buffer as buffer_module
-from raycheck.shards.transfer.host_buffer import Buffer, available_bytes, check_fits
+from raycheck.shards.transfer.host_buffer import HostBuffer, available_bytes, check_fits
 
 SIZE = 64 * 1024 * 1024
 
 
-def faults_of_writing(buffer: Buffer) -> int:
+def faults_of_writing(buffer: HostBuffer) -> int:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     ctypes.memset(buffer.tensor.data_ptr(), 1, buffer.size_bytes)  # in this thread alone
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
-def touched(size: int) -> Buffer:
-    buffer = Buffer(size, pinned=False)
+def touched(size: int) -> HostBuffer:
+    buffer = HostBuffer(size, pinned=False)
     buffer.fault_in()
     buffer._thread.join()
     buffer.ready()
@@ -30,7 +30,7 @@ def touched(size: int) -> Buffer:
 
 def test_the_first_write_faults_no_page_in_any_more():
     assert faults_of_writing(touched(SIZE)) < 100
-    assert faults_of_writing(Buffer(SIZE, pinned=False)) > 100
+    assert faults_of_writing(HostBuffer(SIZE, pinned=False)) > 100
 
 
 def test_a_kernel_that_cannot_populate_gets_its_pages_touched_one_by_one(monkeypatch: pytest.MonkeyPatch):
@@ -44,7 +44,7 @@ def test_a_kernel_that_cannot_populate_gets_its_pages_touched_one_by_one(monkeyp
 
 def test_nothing_is_written_behind_the_caller_once_it_is_ready(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(buffer_module, "_populate", lambda: None)
-    buffer = Buffer(SIZE, pinned=False)
+    buffer = HostBuffer(SIZE, pinned=False)
     buffer.fault_in()
     thread = buffer._thread
 
@@ -81,7 +81,7 @@ def test_more_than_there_is_is_refused_with_both_numbers():
     assert available is not None
 
     with pytest.raises(ConfigError, match=rf"needs {1 << 50} bytes.*\d+ are available"):
-        Buffer(1 << 50, pinned=False)
+        HostBuffer(1 << 50, pinned=False)
 
     check_fits(10, 10)
     check_fits(10, None)

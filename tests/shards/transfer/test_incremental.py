@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from raycheck.bucket.assembly import plan_cache
-from raycheck.bucket.assembly.plan_cache import Plans, Section
+from raycheck.bucket.assembly.plan_cache import PlanCache, Section
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.index import Chunk, Tensor, index_of
 from raycheck.bucket.format.index_codec import load_index
@@ -59,7 +59,7 @@ class Ranks:
         self.store = store
         self.keep_last = keep_last
         self.models = models
-        self.plans = Plans()
+        self.plans = PlanCache()
         self._saves = 0
         size = len(models)
         self.states = [TrainState({"model": model}, rank=rank, world_size=size) for rank, model in enumerate(models)]
@@ -292,7 +292,7 @@ def test_a_coordinator_without_memory_asks_the_head(files: Store) -> None:
     model = Adapted()
     ranks = Ranks(files, model)
     first = ranks.save()
-    ranks.plans = Plans()
+    ranks.plans = PlanCache()
     second = ranks.save()
 
     assert place_of(second) == first.entry.key
@@ -371,13 +371,13 @@ def test_a_tensor_that_only_some_ranks_have_frozen_is_refused() -> None:
         sections.append(Section.of(index_of([tensor], [chunk], rank_values=[{}])))
 
     with pytest.raises(ConfigError, match=r"tensor model\.a is frozen on some ranks only"):
-        Plans().whole(sections, [BASE, TRAIN])
+        PlanCache().whole(sections, [BASE, TRAIN])
 
 
 def test_values_that_no_reader_would_take_are_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = Tensor(name="model.a", dtype="float32", shape=(0,), path=("model", "a"))
     sections = [Section.of(index_of([tensor], [], values={}, rank_values=[{"own": "x" * 90}])) for _ in range(2)]
-    whole = Plans().whole(sections, [TRAIN])
+    whole = PlanCache().whole(sections, [TRAIN])
     decoded = sum(section.decoded_bytes for section in sections)
     monkeypatch.setattr(plan_cache, "MAX_DECODED_BYTES", decoded)
     assert load_index(whole.index(sections), what="x").rank_values == ({"own": "x" * 90},) * 2
@@ -413,7 +413,7 @@ def test_models_change_apart_from_each_other(files: Store) -> None:
     """A reference that is updated now and then does not make the frozen base of another model be written."""
     model, reference = Adapted(), Adapted(seed=1).requires_grad_(False)
     state = TrainState({"model": model, "reference": reference}, rank=0, world_size=1)
-    plans = Plans()
+    plans = PlanCache()
 
     def save(number: int) -> Checkpoint:
         name = claimed(files, world_size=1, save=number, step=number)

@@ -20,12 +20,12 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.local_box import TRAIN, Piece, piece_of
+from raycheck.shards.transfer.local_box import TRAIN, LocalBox, piece_of
 from raycheck.shards.transfer.stager import ALIGN, Leaves, Staged, Stager
 from tests.support.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
 
 
-def pieces_of(tensors: dict[str, torch.Tensor]) -> list[Piece]:
+def pieces_of(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:
     return [piece_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
 
 
@@ -214,7 +214,7 @@ def test_a_changed_layout_leaves_no_stale_bytes():
     assert reused == [fresh_bytes(tensors, {"step": 5}) for tensors in layouts]
 
 
-def faults_of_staging(stager: Stager, pieces: list[Piece]) -> int:
+def faults_of_staging(stager: Stager, pieces: list[LocalBox]) -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     stager.stage(pieces, {})
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

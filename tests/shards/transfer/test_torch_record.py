@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycheck.bucket.format.checksum import crc32
-from raycheck.shards.transfer.torch_record import Frame, frame_for
+from raycheck.shards.transfer.torch_record import TorchRecord, frame_for
 
 DTYPES = [
     torch.float64,
@@ -147,7 +147,7 @@ def test_frames_around_4_gib_parse_and_only_their_checksum_fields_change(over: i
 class Holed(io.RawIOBase):
     """The record with a payload of zeros that is not there."""
 
-    def __init__(self, frame: Frame, tail: bytes) -> None:
+    def __init__(self, frame: TorchRecord, tail: bytes) -> None:
         super().__init__()
         self._pieces = [(0, frame.head), (len(frame.head) + frame.payload_size, tail)]
         self._at = 0

@@ -23,8 +23,8 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError
 from raycheck.settings import ExportSettings, SaveSettings
-from raycheck.train.coordinator.export_jobs import Exports, _dealt, _Job, _spread
-from raycheck.train.worker.save_triggers import Rhythm
+from raycheck.train.coordinator.export_jobs import ExportJobs, _dealt, _ExportJob, _spread
+from raycheck.train.worker.save_triggers import SaveTriggers
 from tests.support.invariants import assert_invariants
 from tests.support.save_without_ray import save_state
 from tests.train.worker import test_save_triggers
@@ -234,7 +234,7 @@ def test_a_driver_of_actors_exports_when_due_and_when_asked(cluster: None, tmp_p
 
 def test_an_export_is_due_by_its_own_triggers_and_saves() -> None:
     exports = ExportSettings(every_steps=6, every_epochs=2)
-    rhythm = Rhythm(SaveSettings(every_steps=4, exports=exports), test_save_triggers.group(0, 1, None))
+    rhythm = SaveTriggers(SaveSettings(every_steps=4, exports=exports), test_save_triggers.group(0, 1, None))
 
     due = [rhythm.is_due(Progress(step=step)) for step in range(1, 13)]
     ends = [rhythm.is_epoch_due(Progress(step=12, epoch=epoch)) for epoch in range(1, 5)]
@@ -247,7 +247,7 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     settings = SaveSettings(every_seconds=20.0, exports=ExportSettings(every_seconds=50.0))
-    rhythm = Rhythm(settings, test_save_triggers.group(0, 1, lambda value: value))
+    rhythm = SaveTriggers(settings, test_save_triggers.group(0, 1, lambda value: value))
     saved = []
 
     for step in range(1, 13):
@@ -259,7 +259,7 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert saved == [(2, "keep"), (4, "keep"), (5, "export"), (7, "keep"), (9, "keep"), (10, "export"), (12, "keep")]
     with pytest.raises(ConfigError, match=r"every_seconds.*needs Group"):
-        Rhythm(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_save_triggers.group(0, 2, None))
+        SaveTriggers(SaveSettings(exports=ExportSettings(every_seconds=5.0)), test_save_triggers.group(0, 2, None))
 
 
 @pytest.mark.ray
@@ -270,7 +270,7 @@ def test_what_has_not_begun_when_the_next_is_due_is_given_up(cluster: None, tmp_
     keys = [
         save_state(store, {"model": torch.nn.Linear(1, 1)}, save_number=step, step=step).entry.key for step in (1, 2, 3)
     ]
-    exports = Exports(store, store.uri)
+    exports = ExportJobs(store, store.uri)
     may_end = threading.Event()
     exports._thread.submit(may_end.wait)  # one that takes long
 
@@ -289,7 +289,7 @@ def test_what_has_not_begun_when_the_next_is_due_is_given_up(cluster: None, tmp_
 
 
 def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
-    rhythm = Rhythm(
+    rhythm = SaveTriggers(
         SaveSettings(exports=ExportSettings(every_steps=1)), test_save_triggers.group(0, 1, lambda value: value)
     )
 
@@ -347,7 +347,7 @@ def test_the_settings_of_the_run_s_store_hold_where_the_other_place_says_nothing
     entry = save_state(open_store(f"memory://{uuid4().hex}"), {"model": torch.nn.Linear(1, 1)}).entry
     uri = "s3://runs/a?scheme=http&endpoint_override=127.0.0.1:1"
 
-    dest = _Job(uri=uri, entry=entry, prefix="", settings=ExportSettings(to=to), nodes=("",)).dest
+    dest = _ExportJob(uri=uri, entry=entry, prefix="", settings=ExportSettings(to=to), nodes=("",)).dest
 
     assert sorted(dest.uri.replace("?", "&").split("&")) == sorted(opened.replace("?", "&").split("&"))
     assert to is not None or dest.uri == uri

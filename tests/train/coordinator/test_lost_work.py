@@ -7,10 +7,10 @@ import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 
-from raycheck.bucket.attempt_records import Record, Resume, load_resume, record_resume, resumes
+from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_resume, record_resume, resumes
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.bucket.store import open_store
-from raycheck.train.coordinator.lost_work import Lifeline, Pulse
+from raycheck.train.coordinator.lost_work import HeartbeatMessage, LostWork
 from raycheck.train.coordinator.rendezvous import Arrival
 from raycheck.train.ray_api.train_context import causes_of, mistake_in
 
@@ -32,9 +32,9 @@ class Clock:
         return self.now
 
 
-def ended(*, hurts: tuple[str, ...] = (), by: Attempt = SECOND, pulse: Pulse | None = None) -> Resume:
+def ended(*, hurts: tuple[str, ...] = (), by: Attempt = SECOND, pulse: HeartbeatMessage | None = None) -> ResumeRecord:
     clock = Clock()
-    lifeline = Lifeline(clock)
+    lifeline = LostWork(clock)
     lifeline.claimed(None, FIRST, now=1000.0)
     if pulse is not None:
         lifeline.beat("g1", pulse)
@@ -48,7 +48,9 @@ def ended(*, hurts: tuple[str, ...] = (), by: Attempt = SECOND, pulse: Pulse | N
 
 
 def test_it_names_the_cause_and_counts_what_was_lost() -> None:
-    resume = ended(hurts=("rank 2: its process died",), pulse=Pulse(step=127, trained_s=212.5, began_at=1000.0))
+    resume = ended(
+        hurts=("rank 2: its process died",), pulse=HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0)
+    )
 
     assert (resume.attempt, resume.after, resume.cause) == (2, 1, "rank 2: its process died")
     assert (resume.world_size_before, resume.world_size) == (4, 3)
@@ -58,12 +60,12 @@ def test_it_names_the_cause_and_counts_what_was_lost() -> None:
 
 
 def test_how_far_a_driver_has_come_is_not_forgotten_when_a_later_attempt_ends_earlier() -> None:
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(None, FIRST, now=1000.0)
-    lifeline.beat("g1", Pulse(step=150, trained_s=300.0, began_at=1000.0))
+    lifeline.beat("g1", HeartbeatMessage(step=150, trained_s=300.0, began_at=1000.0))
     lifeline.claimed(FIRST, SECOND, now=1300.0)
     first = lifeline.resume(ENTRY, ARRIVALS)
-    lifeline.beat("g2", Pulse(step=125, trained_s=210.0, began_at=1000.0))
+    lifeline.beat("g2", HeartbeatMessage(step=125, trained_s=210.0, began_at=1000.0))
     lifeline.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
     second = lifeline.resume(ENTRY, ARRIVALS)
 
@@ -72,7 +74,7 @@ def test_how_far_a_driver_has_come_is_not_forgotten_when_a_later_attempt_ends_ea
 
 
 def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_none() -> None:
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
 
     resume = lifeline.resume(ENTRY, ARRIVALS)
@@ -82,9 +84,9 @@ def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_n
     assert "unknown" in str(resume)
 
 
-def started_by(owner: str, *, before: Attempt = FIRST, **said: Any) -> Resume:
+def started_by(owner: str, *, before: Attempt = FIRST, **said: Any) -> ResumeRecord:
     """A new driver's first start, with what the bucket says about the end of the one before."""
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(before, replace(SECOND, owner=owner), now=1300.0, **said)
     resume = lifeline.resume(ENTRY, ARRIVALS)
     assert resume is not None
@@ -99,7 +101,7 @@ def test_a_run_that_had_finished_was_not_taken_over_and_has_lost_nothing() -> No
 
 
 def test_what_a_driver_said_when_it_gave_up_is_the_cause() -> None:
-    record = Record(attempt=FIRST, ended_by_attempt=1, ended_at=1200.0, cause="rank 0: TypeError: x")
+    record = AttemptRecord(attempt=FIRST, ended_by_attempt=1, ended_at=1200.0, cause="rank 0: TypeError: x")
 
     resume = started_by("another", record=record)
 
@@ -115,13 +117,13 @@ def test_a_copied_or_rewound_run_was_taken_from_nobody() -> None:
 
 def test_only_a_step_that_was_completed_here_counts_as_training() -> None:
     """The last word of a rank says where it stands, also when that is where it began."""
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(None, FIRST, now=1000.0)
     lifeline.resume(ENTRY, ARRIVALS)
-    lifeline.beat("g1", Pulse(step=120, trained_s=200.0, began_at=1000.0))
+    lifeline.beat("g1", HeartbeatMessage(step=120, trained_s=200.0, began_at=1000.0))
     assert not lifeline.has_trained
 
-    lifeline.beat("g1", Pulse(step=121, trained_s=201.0, began_at=1000.0))
+    lifeline.beat("g1", HeartbeatMessage(step=121, trained_s=201.0, began_at=1000.0))
     lifeline.claimed(FIRST, SECOND, now=1300.0)
     lifeline.resume(ENTRY, ARRIVALS)
 
@@ -129,20 +131,20 @@ def test_only_a_step_that_was_completed_here_counts_as_training() -> None:
 
 
 def test_a_coordinator_without_memory_takes_training_for_granted() -> None:
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
 
     lifeline.claimed(FIRST, SECOND, now=1300.0)
 
     assert lifeline.has_trained, "the same driver had an attempt before"
-    other = Lifeline(Clock())
+    other = LostWork(Clock())
     other.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
     assert not other.has_trained
 
 
 def test_what_was_lost_is_not_forgotten_by_a_start_that_never_restored() -> None:
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(None, FIRST, now=1000.0)
-    lifeline.beat("g1", Pulse(step=127, trained_s=212.5, began_at=1000.0))
+    lifeline.beat("g1", HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0))
     lifeline.claimed(FIRST, SECOND, now=1300.0)
     third = replace(SECOND, number=3, group="g3")
 
@@ -154,7 +156,7 @@ def test_what_was_lost_is_not_forgotten_by_a_start_that_never_restored() -> None
 
 
 def test_a_start_that_restored_and_did_no_step_has_lost_none() -> None:
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(FIRST, SECOND, now=1300.0)
     lifeline.resume(ENTRY, ARRIVALS)
 
@@ -166,11 +168,11 @@ def test_a_start_that_restored_and_did_no_step_has_lost_none() -> None:
 
 
 def test_a_word_of_a_group_that_is_gone_does_not_count() -> None:
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(None, FIRST, now=1000.0)
     lifeline.claimed(FIRST, SECOND, now=1300.0)
 
-    lifeline.beat("g1", Pulse(step=500, trained_s=1.0, began_at=1000.0))
+    lifeline.beat("g1", HeartbeatMessage(step=500, trained_s=1.0, began_at=1000.0))
 
     assert lifeline.pulse is None
 
@@ -181,7 +183,7 @@ def test_a_group_that_ray_changed_without_an_error_was_resized() -> None:
 
 
 def test_a_runs_first_start_has_nothing_to_report() -> None:
-    lifeline = Lifeline(Clock())
+    lifeline = LostWork(Clock())
     lifeline.claimed(None, FIRST, now=1000.0)
 
     assert lifeline.resume(None, []) is None
@@ -189,7 +191,7 @@ def test_a_runs_first_start_has_nothing_to_report() -> None:
 
 def test_the_report_is_kept_once_and_read_back(tmp_path) -> None:
     store = open_store(f"file://{tmp_path}/run")
-    resume = ended(pulse=Pulse(step=127, trained_s=212.5, began_at=1000.0))
+    resume = ended(pulse=HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0))
 
     assert record_resume(store, resume)
     assert not record_resume(store, replace(resume, cause="another"))

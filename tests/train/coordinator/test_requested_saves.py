@@ -5,15 +5,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from raycheck.train.coordinator.requested_saves import Farewell
+from raycheck.train.coordinator.requested_saves import RequestedSaves
 
 
-def run(story: Callable[[Farewell], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(Farewell()), timeout=10.0))
+def run(story: Callable[[RequestedSaves], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(RequestedSaves()), timeout=10.0))
 
 
 def test_one_save_is_asked_for_and_not_another_while_it_is_under_way() -> None:
-    async def story(farewell: Farewell) -> None:
+    async def story(farewell: RequestedSaves) -> None:
         assert not farewell.is_wanted_at(6, begun=0, step_s=0.1)
         waiting = asyncio.create_task(farewell.wait())
         await asyncio.sleep(0)
@@ -31,7 +31,7 @@ def test_one_save_is_asked_for_and_not_another_while_it_is_under_way() -> None:
 
 
 def test_a_second_wish_is_not_content_with_the_save_of_the_first() -> None:
-    async def story(farewell: Farewell) -> None:
+    async def story(farewell: RequestedSaves) -> None:
         first = asyncio.create_task(farewell.wait())
         await asyncio.sleep(0)
         assert farewell.is_wanted_at(7, begun=0, step_s=0.1)
@@ -52,7 +52,7 @@ def test_a_second_wish_is_not_content_with_the_save_of_the_first() -> None:
 def test_a_wish_that_nobody_answers_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycheck.train.coordinator.requested_saves.PATIENCE_S", 0.05)
 
-    async def story(farewell: Farewell) -> None:
+    async def story(farewell: RequestedSaves) -> None:
         assert await farewell.wait() is False
         assert not farewell.is_wanted_at(5, begun=0, step_s=0.1)
 

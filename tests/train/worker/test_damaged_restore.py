@@ -11,7 +11,7 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.train.coordinator.rendezvous import Verdict
+from raycheck.train.coordinator.rendezvous import RankRestore
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import BATCH, SAMPLES, story
@@ -155,8 +155,8 @@ def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(cluster
     first = raycheck.start_coordinator(uri, owner="bob")
     claim = ray.get(first.claim.remote("second", 2))
     again = raycheck.start_coordinator(uri, owner="bob", suffix=":again")
-    well = Verdict(group="second", rank=0, world_size=2, key=claim.restore.key)
-    bad = Verdict(group="second", rank=1, world_size=2, key=claim.restore.key, damage="a proof")
+    well = RankRestore(group="second", rank=0, world_size=2, key=claim.restore.key)
+    bad = RankRestore(group="second", rank=1, world_size=2, key=claim.restore.key, damage="a proof")
 
     assert ray.get(first.restored.remote(bad)).claim.restore.step == 2
     for verdict in (well, bad, well):
@@ -164,7 +164,7 @@ def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(cluster
             ray.get(again.restored.remote(verdict))
     late = ray.get(again.claim.remote("second", 2))  # of a rank that had not claimed yet
     with pytest.raises(raycheck.SupersededError):
-        ray.get(again.restored.remote(Verdict(group="second", rank=1, world_size=2, key=late.restore.key)))
+        ray.get(again.restored.remote(RankRestore(group="second", rank=1, world_size=2, key=late.restore.key)))
 
     assert ray.get(again.claim.remote("third", 2)).restore.step == 2
     assert assert_invariants(open_store(uri)).live[-1].damaged == "rank 1: a proof"

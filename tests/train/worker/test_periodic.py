@@ -19,7 +19,7 @@ from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.train.worker.periodic import Periodic, periodics_of
-from raycheck.train.worker.save_triggers import Rhythm
+from raycheck.train.worker.save_triggers import SaveTriggers
 from tests.support.background_call import InThread
 from tests.support.invariants import assert_invariants
 from tests.train.worker.test_save_triggers import Ranks, group
@@ -143,7 +143,7 @@ def test_every_rank_hears_rank_0_of_time():
 
     def one(rank: int) -> list[int]:
         mine = group(rank, 3, ranks.broadcast_of(rank))
-        rhythm, work = Rhythm(SaveSettings(), mine), Periodic(every_seconds=1e-9)
+        rhythm, work = SaveTriggers(SaveSettings(), mine), Periodic(every_seconds=1e-9)
         at = Now()
         work.start(lambda: (at()[0], rhythm.clock_s))
         found = []

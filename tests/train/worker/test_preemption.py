@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from raycheck.train.worker.preemption import Leaving
+from raycheck.train.worker.preemption import Preemption
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 def saves(*, notice_s: float, save_s: float, busy_s: float = 0.0, again_s: float = 0.5) -> list[float]:
     """Seconds after a notice of `notice_s` at which a save is begun, asked every again_s, until the node goes."""
     clock = Clock(1000.0)
-    leaving = Leaving(clock)
+    leaving = Preemption(clock)
     begun = []
     while clock.now < 1000.0 + notice_s:
         left_s = max(0.0, busy_s - (clock.now - 1000.0))
@@ -56,7 +56,7 @@ def test_what_the_saves_under_way_still_need_is_counted() -> None:
 
 def test_a_notice_without_a_time_has_the_two_minutes_that_ray_waits() -> None:
     clock = Clock(1000.0)
-    leaving = Leaving(clock)
+    leaving = Preemption(clock)
 
     assert leaving.hear(math.inf)
     assert leaving.fits(save_s=60.0, busy_s=0.0)
@@ -66,7 +66,7 @@ def test_a_notice_without_a_time_has_the_two_minutes_that_ray_waits() -> None:
 
 
 def test_a_time_from_a_clock_an_hour_off_still_brings_a_save() -> None:
-    behind, ahead = Leaving(Clock(1000.0 + 3600.0)), Leaving(Clock(1000.0 - 3600.0))
+    behind, ahead = Preemption(Clock(1000.0 + 3600.0)), Preemption(Clock(1000.0 - 3600.0))
 
     for leaving in (behind, ahead):
         assert leaving.hear(1030.0)
@@ -76,7 +76,7 @@ def test_a_time_from_a_clock_an_hour_off_still_brings_a_save() -> None:
 
 def test_each_new_time_is_news_and_brings_its_own_saves() -> None:
     clock = Clock(0.0)
-    leaving = Leaving(clock)
+    leaving = Preemption(clock)
 
     news = [leaving.hear(notice) for notice in (None, 100.0, 100.0, 60.0)]
 

@@ -16,7 +16,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.train.actors.actor_checkpointer import settings_for_actors
-from raycheck.train.worker.save_triggers import Rhythm
+from raycheck.train.worker.save_triggers import SaveTriggers
 from tests.support.background_call import InThread
 
 
@@ -44,7 +44,7 @@ class Ranks:
         """By rank, the steps at which it would save. busy: of (rank, step)."""
 
         def one(rank: int) -> list[int]:
-            rhythm = Rhythm(settings, group(rank, self.size, self.broadcast_of(rank)))
+            rhythm = SaveTriggers(settings, group(rank, self.size, self.broadcast_of(rank)))
             return [
                 step for step in range(1, steps + 1) if rhythm.is_due(Progress(step=step), is_busy=busy(rank, step))
             ]
@@ -77,13 +77,13 @@ def test_another_rank_that_is_busy_does_not_decide():
 
 
 def test_who_waits_skips_nothing_and_asks_nobody():
-    rhythm = Rhythm(SaveSettings(every_steps=2), group(1, 2, None))
+    rhythm = SaveTriggers(SaveSettings(every_steps=2), group(1, 2, None))
 
     assert [step for step in range(1, 7) if rhythm.is_due(Progress(step=step), is_busy=True)] == [2, 4, 6]
 
 
 def test_a_rank_alone_decides_by_itself():
-    rhythm = Rhythm(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
+    rhythm = SaveTriggers(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
 
     assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
 
@@ -98,7 +98,7 @@ def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
 
 def test_skipping_needs_a_way_to_decide_alike():
     with pytest.raises(ConfigError, match=r"when_busy.*broadcast"):
-        Rhythm(SaveSettings(when_busy="skip"), group(0, 2, None))
+        SaveTriggers(SaveSettings(when_busy="skip"), group(0, 2, None))
 
 
 def test_a_policy_that_does_not_exist_is_refused():
@@ -108,7 +108,7 @@ def test_a_policy_that_does_not_exist_is_refused():
 
 def steps_saved(settings: SaveSettings, *, tokens: list[int], start: int = 0) -> list[int]:
     """By a rank alone, whose steps take so many tokens each, after a restore at `start` tokens."""
-    rhythm = Rhythm(settings, group(0, 1, lambda value: value))
+    rhythm = SaveTriggers(settings, group(0, 1, lambda value: value))
     rhythm.start_at(Progress(tokens=start), [0.0])
     saved = []
     for step in range(1, len(tokens) + 1):
@@ -133,7 +133,7 @@ def test_triggers_are_joined_by_or_and_a_save_for_one_counts_for_all():
 
 
 def test_an_epoch_that_ends_without_a_word_is_saved_after_the_first_step_of_the_next():
-    rhythm = Rhythm(SaveSettings(every_epochs=1), group(1, 2, None))
+    rhythm = SaveTriggers(SaveSettings(every_epochs=1), group(1, 2, None))
     rhythm.start_at(Progress(step=3, epoch=1), [0.0])
 
     due = [rhythm.is_due(Progress(step=step, epoch=1 + step // 6)) for step in range(4, 14)]
@@ -142,21 +142,21 @@ def test_an_epoch_that_ends_without_a_word_is_saved_after_the_first_step_of_the_
 
 
 def test_tokens_that_nobody_counts_are_an_error_and_not_never():
-    rhythm = Rhythm(SaveSettings(every_tokens=5), group(0, 1, None))
+    rhythm = SaveTriggers(SaveSettings(every_tokens=5), group(0, 1, None))
 
     with pytest.raises(ConfigError, match=r"end_step\(tokens=...\)"):
         rhythm.is_due(Progress(step=1))
 
 
 def test_an_epoch_ends_in_a_save_where_it_is_asked_for():
-    rhythm = Rhythm(SaveSettings(every_epochs=2), group(1, 2, None))
+    rhythm = SaveTriggers(SaveSettings(every_epochs=2), group(1, 2, None))
 
     assert [epoch for epoch in range(1, 7) if rhythm.is_epoch_due(Progress(step=10 * epoch, epoch=epoch))] == [2, 4, 6]
 
 
 def test_tokens_need_a_way_to_decide_alike():
     with pytest.raises(ConfigError, match=r"every_tokens.*broadcast"):
-        Rhythm(SaveSettings(every_tokens=5), group(0, 2, None))
+        SaveTriggers(SaveSettings(every_tokens=5), group(0, 2, None))
 
 
 @pytest.mark.parametrize("trigger", [{"every_seconds": 5}, {"every_tokens": 5}, {"every_epochs": 5}, {"overhead": 0.1}])
@@ -167,7 +167,7 @@ def test_the_default_interval_stands_only_where_no_trigger_is_given(trigger: dic
 
 
 def test_rolling_saves_come_between_the_kept_ones_and_restart_no_count_of_theirs():
-    rhythm = Rhythm(SaveSettings(every_steps=6, rolling_every_steps=2), group(0, 1, None))
+    rhythm = SaveTriggers(SaveSettings(every_steps=6, rolling_every_steps=2), group(0, 1, None))
 
     assert [rhythm.is_due(Progress(step=step)) for step in range(1, 8)] == [
         None,
@@ -181,7 +181,7 @@ def test_rolling_saves_come_between_the_kept_ones_and_restart_no_count_of_theirs
 
 
 def test_a_rolling_save_does_not_put_off_a_kept_one():
-    rhythm = Rhythm(SaveSettings(every_tokens=100, rolling_every_seconds=1e-9), group(0, 1, lambda value: value))
+    rhythm = SaveTriggers(SaveSettings(every_tokens=100, rolling_every_seconds=1e-9), group(0, 1, lambda value: value))
     due = []
     for step in (1, 2, 3, 4):
         progress = Progress(step=step, tokens=40 * step)
@@ -192,13 +192,13 @@ def test_a_rolling_save_does_not_put_off_a_kept_one():
 
 
 def test_listed_steps_are_saved_and_nothing_else_is():
-    rhythm = Rhythm(SaveSettings(at_steps=[5, 2, 5]), group(1, 2, None))
+    rhythm = SaveTriggers(SaveSettings(at_steps=[5, 2, 5]), group(1, 2, None))
 
     assert [step for step in range(1, 300) if rhythm.is_due(Progress(step=step))] == [2, 5]
 
 
 def test_listed_steps_come_beside_other_triggers():
-    rhythm = Rhythm(SaveSettings(at_steps=range(5, 7), every_steps=4), group(1, 2, None))
+    rhythm = SaveTriggers(SaveSettings(at_steps=range(5, 7), every_steps=4), group(1, 2, None))
 
     assert [step for step in range(1, 10) if rhythm.is_due(Progress(step=step))] == [4, 5, 6, 8]
 
@@ -220,7 +220,7 @@ def of_all_ranks(settings: SaveSettings, losses: list[list[float]]) -> list[Any]
     ranks = Ranks(len(losses))
 
     def one(rank: int) -> Any:
-        rhythm = Rhythm(settings, group(rank, ranks.size, ranks.broadcast_of(rank)))
+        rhythm = SaveTriggers(settings, group(rank, ranks.size, ranks.broadcast_of(rank)))
         rhythm.start_at(Progress(), [0.0])
         try:
             return [
@@ -274,7 +274,7 @@ def test_yes_may_come_from_numpy_or_torch(answer: Any):
 
 
 def test_a_function_that_asks_while_a_save_is_under_way_is_skipped_where_that_is_wished():
-    rhythm = Rhythm(SaveSettings(when=lambda step, metrics: True, when_busy="skip"), group(0, 1, None))
+    rhythm = SaveTriggers(SaveSettings(when=lambda step, metrics: True, when_busy="skip"), group(0, 1, None))
 
     assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
     assert rhythm.skipped == 1
@@ -282,7 +282,7 @@ def test_a_function_that_asks_while_a_save_is_under_way_is_skipped_where_that_is
 
 def test_a_function_needs_a_way_to_decide_alike():
     with pytest.raises(ConfigError, match=r"when=.*broadcast"):
-        Rhythm(SaveSettings(when=lambda step, metrics: True), group(0, 2, None))
+        SaveTriggers(SaveSettings(when=lambda step, metrics: True), group(0, 2, None))
 
 
 def test_tokens_that_nobody_counts_are_said_on_all_ranks():
@@ -293,7 +293,7 @@ def test_tokens_that_nobody_counts_are_said_on_all_ranks():
 
 
 def test_a_rank_alone_needs_no_broadcast_to_save_by_time():
-    rhythm = Rhythm(SaveSettings(every_seconds=1e-9), group(0, 1, None))
+    rhythm = SaveTriggers(SaveSettings(every_seconds=1e-9), group(0, 1, None))
 
     assert rhythm.is_due(Progress(step=1)) == "keep"
 

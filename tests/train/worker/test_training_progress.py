@@ -4,7 +4,7 @@ import pytest
 
 import raycheck
 from raycheck.bucket.format.progress import Progress
-from raycheck.train.worker.training_progress import Position
+from raycheck.train.worker.training_progress import ProgressCounter
 
 
 def batches() -> raycheck.Batches:
@@ -12,7 +12,7 @@ def batches() -> raycheck.Batches:
 
 
 def test_steps_tokens_and_episodes_add_up_and_an_epoch_begins_anew():
-    position = Position([])
+    position = ProgressCounter([])
 
     for _ in range(3):
         position.end_step(tokens=100, episodes=8)
@@ -24,7 +24,7 @@ def test_steps_tokens_and_episodes_add_up_and_an_epoch_begins_anew():
 
 def test_batches_know_their_place_better():
     data = batches()
-    position = Position([object(), data])
+    position = ProgressCounter([object(), data])
 
     for _ in data.loader(0):
         position.end_step(tokens=1, episodes=0)
@@ -38,7 +38,7 @@ def test_batches_know_their_place_better():
 
 
 def test_a_restore_goes_on_counting():
-    position = Position([])
+    position = ProgressCounter([])
     position.go_to(Progress(step=7, epoch=2, epoch_step=1, tokens=70, episodes=9))
 
     position.end_step(tokens=10, episodes=1)
@@ -48,7 +48,7 @@ def test_a_restore_goes_on_counting():
 
 def test_an_iterator_begun_before_the_start_is_refused_in_a_fresh_run_too():
     data = batches()
-    position = Position([data])
+    position = ProgressCounter([data])
     early, later = data.loader(0), data.loader(0)
     next(early)
 
@@ -63,13 +63,13 @@ def test_an_iterator_begun_before_the_start_is_refused_in_a_fresh_run_too():
 
 def test_two_streams_have_no_one_position():
     with pytest.raises(raycheck.ConfigError, match="two Batches"):
-        Position([batches(), batches()])
+        ProgressCounter([batches(), batches()])
 
 
 @pytest.mark.parametrize("counts", [{"tokens": -1}, {"tokens": 1.5}, {"episodes": True}])
 def test_what_is_no_count_is_refused(counts: dict):
     with pytest.raises(raycheck.ConfigError, match=f"end_step.{next(iter(counts))}="):
-        Position([]).end_step(**{"tokens": 0, "episodes": 0, **counts})
+        ProgressCounter([]).end_step(**{"tokens": 0, "episodes": 0, **counts})
 
 
 def test_a_checkpoint_from_before_these_counts_has_none_of_them():

@@ -24,7 +24,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ApiResponse:
     status: int
     headers: Mapping[str, str]
     data: bytes
@@ -46,7 +46,7 @@ class RefusedError(Exception):
     """GCS answered 400 or more. `needs` is the permission that the request takes; `is_signed` says whether the request
     had a token. Messages are for people: servers word them as they like, and nothing is decided by them."""
 
-    def __init__(self, answer: Answer, needs: str, *, is_signed: bool = False) -> None:
+    def __init__(self, answer: ApiResponse, needs: str, *, is_signed: bool = False) -> None:
         self.status = answer.status
         self.needs = needs
         self.message, self.reasons = _explained(answer.data)
@@ -81,7 +81,7 @@ class Api:
         body: Pieces | None = None,
         accepts: tuple[int, ...] = (),
         check: Callable[[int], None] = lambda _: None,
-    ) -> Answer:
+    ) -> ApiResponse:
         """One request. Raises RefusedError for 400 and above, but for the statuses in `accepts`. check: raises for a
         size in bytes that the answer must not have."""
         # In threads: both may wait for a token, and nothing else would run on the loop meanwhile.
@@ -99,7 +99,7 @@ class Api:
             allow_redirects=False,  # 308 is an answer here
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         ) as response:
-            answer = Answer(response.status, response.headers, await _body(response, check))
+            answer = ApiResponse(response.status, response.headers, await _body(response, check))
         if answer.status >= 400 and answer.status not in accepts:
             raise RefusedError(answer, needs, is_signed="Authorization" in sent)
         return answer
@@ -111,7 +111,7 @@ class Api:
         try:
             return dict(self._fs._get_headers(more))  # noqa: SLF001  gcsfs has no public way
         except HttpError as error:
-            refused = Answer(int(error.code or 401), {}, str(error).encode())
+            refused = ApiResponse(int(error.code or 401), {}, str(error).encode())
             raise RefusedError(refused, needs, is_signed=True) from error
 
     def _connect(self) -> None:
@@ -129,7 +129,7 @@ class Api:
         return {"userProject": self._fs.project}
 
 
-class Upload:
+class ResumableUpload:
     """A resumable upload: an object appears when its last byte is there, and not before."""
 
     def __init__(self, url: str, size_bytes: int, needs: str) -> None:
@@ -162,7 +162,7 @@ class Upload:
                 raise StoreError(f"an upload stands at byte {kept}, not within {start} to {stop}; begin anew")
             self._kept, self._is_sure = kept, True
 
-    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: Pieces | None) -> Answer:
+    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: Pieces | None) -> ApiResponse:
         answer = await api.ask(
             "PUT",
             self.url,
@@ -177,7 +177,7 @@ class Upload:
             raise StoreError(f"GCS refused an upload ({answer.status} {_explained(answer.data)[0]}); begin anew")
         return answer
 
-    def _kept_after(self, answer: Answer) -> int:
+    def _kept_after(self, answer: ApiResponse) -> int:
         if answer.status != 308:
             self._is_finished = True
             return self._size_bytes

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from raycheck.bucket.store.buffer_loan import CUTS
-from raycheck.bucket.store.gcs.json_api import Answer, Api, RefusedError, Upload
+from raycheck.bucket.store.gcs.json_api import Api, ApiResponse, RefusedError, ResumableUpload
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -171,7 +171,7 @@ class GsStore(RemoteStore):
             return "0"
         return str(answer.json().get("generation", "0"))
 
-    async def _ask(self, api: Api, method: str, key: str, **more: Any) -> Answer:
+    async def _ask(self, api: Api, method: str, key: str, **more: Any) -> ApiResponse:
         """One request about one object. GCS says 404 alike of a missing object and of a missing bucket; while nothing
         has been seen of the bucket a listing tells them apart, which is only refused with 404 where there is none."""
         try:
@@ -213,7 +213,7 @@ class GsStore(RemoteStore):
 
         return call
 
-    async def _open_upload(self, key: str, size_bytes: int, api: Api) -> Upload:
+    async def _open_upload(self, key: str, size_bytes: int, api: Api) -> ResumableUpload:
         answer = await api.ask(
             "POST",
             f"/upload/storage/v1/b/{self._bucket}/o",
@@ -222,9 +222,9 @@ class GsStore(RemoteStore):
             body=Pieces(self._described(key)),
             needs=CREATE,
         )
-        return Upload(answer.headers["Location"], size_bytes, CREATE)
+        return ResumableUpload(answer.headers["Location"], size_bytes, CREATE)
 
-    def _abandon(self, key: str, upload: Upload) -> None:
+    def _abandon(self, key: str, upload: ResumableUpload) -> None:
         """GCS forgets an open upload after a week."""
         self._clean_up(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)))
 

@@ -14,7 +14,7 @@ from aiobotocore.session import AioSession
 from raycheck.bucket.store.address import parse_uri
 from raycheck.bucket.store.client_options import s3fs_options
 from raycheck.bucket.store.jitter import draw_apart
-from raycheck.bucket.store.s3.credentials import Chain
+from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.storage_settings import StorageSettings
 
 
@@ -24,10 +24,12 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
     def __init__(self, uri: str) -> None:
         at = parse_uri(uri)
         self.uri = uri
-        super().__init__(**s3fs_options(at.settings, at.bucket), session=session(at.settings, Chain(at.settings)))
+        super().__init__(
+            **s3fs_options(at.settings, at.bucket), session=session(at.settings, CredentialChain(at.settings))
+        )
 
 
-def session(settings: StorageSettings, chain: Chain) -> AioSession:
+def session(settings: StorageSettings, chain: CredentialChain) -> AioSession:
     """A session for s3fs. The profile still matters to it: regions and endpoints stand in profiles too."""
     draw_apart("aiohttp")
     made = _Session(profile=settings.profile)
@@ -36,7 +38,7 @@ def session(settings: StorageSettings, chain: Chain) -> AioSession:
 
 
 class _Session(AioSession):  # type: ignore[misc]  # aiobotocore is untyped
-    chain: Chain
+    chain: CredentialChain
 
     async def get_credentials(self) -> "_Credentials":
         return _Credentials(self.chain)
@@ -45,7 +47,7 @@ class _Session(AioSession):  # type: ignore[misc]  # aiobotocore is untyped
 class _Credentials(AioCredentials):  # type: ignore[misc]  # aiobotocore is untyped
     """What aiobotocore's signer asks before each request. Holds none itself."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: CredentialChain) -> None:
         super().__init__("", "", method="raycheck")
         self._chain = chain
 

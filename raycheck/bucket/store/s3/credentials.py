@@ -21,7 +21,7 @@ LEASE_S = 60
 SESSION_NAME = "raycheck"
 
 
-class Chain:
+class CredentialChain:
     """One store's way to credentials, found on first use. Raises botocore's errors; `problem` tells them apart."""
 
     def __init__(self, settings: StorageSettings) -> None:

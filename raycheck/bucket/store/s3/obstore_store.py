@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycheck.bucket.store.buffer_loan import CUTS, Loan
+from raycheck.bucket.store.buffer_loan import CUTS, BufferLoan
 from raycheck.bucket.store.client_options import obstore_options
 from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.interface import (
@@ -41,7 +41,7 @@ from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
-    from raycheck.bucket.store.s3.credentials import Chain
+    from raycheck.bucket.store.s3.credentials import CredentialChain
 
 logger = logging.getLogger("raycheck")
 MAX_RETRIES = 4
@@ -105,7 +105,7 @@ class FastS3Store(Store):
         if self._client is None or len(data) > CUTS["s3"].part_bytes:
             self.through_s3fs.put(key, data)
             return
-        loan = Loan()
+        loan = BufferLoan()
         try:
             _until_deadline(partial(own_obstore().put_async, self._client, key, loan.lend(data), use_multipart=False))
         except _failures():
@@ -126,7 +126,7 @@ class FastS3Store(Store):
         if client is None:
             self.through_s3fs.put_parts(key, parts, size_bytes)
             return
-        loan = Loan()
+        loan = BufferLoan()
         cut: dict[str, Any] = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": CUTS["s3"].in_flight}
         try:
             _until_deadline(lambda: own_obstore().put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
@@ -151,7 +151,7 @@ class FastS3Store(Store):
     def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
         return self.through_s3fs.put_assembled(key, parts, size_bytes)
 
-    def _take_back(self, key: str, loan: Loan) -> None:
+    def _take_back(self, key: str, loan: BufferLoan) -> None:
         if not loan.is_back():
             raise StoreError(f"{self.uri}: {key}: the client still reads the buffer, long after its requests ended")
 
@@ -162,7 +162,7 @@ class FastS3Store(Store):
                 if upload.key == key:
                     self.through_s3fs.abort_upload(upload)
 
-    def _is_there(self, key: str, loan: Loan, size_bytes: int, error: Exception) -> bool:
+    def _is_there(self, key: str, loan: BufferLoan, size_bytes: int, error: Exception) -> bool:
         """Whether the upload was completed already and only the answer was lost: the repetition finds no upload."""
         if not isinstance(error, FileNotFoundError) or loan.lent_bytes != size_bytes:
             return False
@@ -208,10 +208,10 @@ class FastS3Store(Store):
         self.through_s3fs.abort_upload(upload)
 
     @cached_property
-    def _chain(self) -> "Chain":
-        from raycheck.bucket.store.s3.credentials import Chain
+    def _chain(self) -> "CredentialChain":
+        from raycheck.bucket.store.s3.credentials import CredentialChain
 
-        return Chain(self._settings)
+        return CredentialChain(self._settings)
 
     @property
     def _client(self) -> Any:

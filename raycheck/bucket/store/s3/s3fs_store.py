@@ -30,7 +30,7 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.bucket.store.retry import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, send_parts
 from raycheck.bucket.store.s3.client import session
-from raycheck.bucket.store.s3.credentials import Chain
+from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
@@ -40,7 +40,7 @@ class S3Store(RemoteStore):
     """One bucket and prefix. `chain` is shared with the engine beside this one, so that both have one identity."""
 
     def __init__(
-        self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings, chain: Chain | None = None
+        self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings, chain: CredentialChain | None = None
     ) -> None:
         super().__init__(uri)
         self._bucket = bucket
@@ -62,7 +62,7 @@ class S3Store(RemoteStore):
             "response_checksum_validation": "when_required",
         }
         options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
-        self._chain = chain or Chain(settings)
+        self._chain = chain or CredentialChain(settings)
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
