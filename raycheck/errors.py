@@ -50,10 +50,16 @@ class DamagedError(CorruptError):
 
 
 class StoreError(RaycheckError):
-    """The store or the way to it failed; the same call may succeed later, unless `is_denied`."""
+    """The store, or the way to it, failed. The call may succeed later, unless this is a DeniedError."""
 
     is_denied = False
-    """Whether the store refused for want of a permission, which the message names."""
+    """True for a DeniedError, False for any other StoreError."""
+
+
+class DeniedError(StoreError):
+    """The store refused the request because the credentials lack a permission, which the message names."""
+
+    is_denied = True
 
 
 class ConfigError(RaycheckError, ValueError):

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlsplit
 
 from raycheck.errors import ConfigError
 
@@ -75,21 +75,6 @@ class StorageSettings:
         return cls(**{name: _parsed(name, value) for name, value in mapping.items()})
 
     @classmethod
-    def from_query(cls, scheme: str, query: Mapping[str, str]) -> "StorageSettings":
-        """From a URI's query, where pyarrow's names are used as far as it has them. Raises ConfigError."""
-        known = _query_names(scheme)
-        unknown = sorted(set(query) - set(known))
-        if unknown and not known:
-            raise ConfigError(f"{scheme}:// takes no settings in its query")
-        if unknown:
-            raise ConfigError(f"{scheme}://: unknown setting {unknown[0]!r} in the query; known: {', '.join(known)}")
-        found = {known[name]: value for name, value in query.items() if name != "scheme"}
-        endpoint = found.get("endpoint")
-        if endpoint and "://" not in endpoint:
-            found["endpoint"] = f"{query.get('scheme', 'https')}://{endpoint}"
-        return cls.from_mapping(found)
-
-    @classmethod
     def from_environment(cls, scheme: str) -> "StorageSettings":
         """What this process's environment says to stores of that scheme; the rest of it is for other stores.
 
@@ -119,36 +104,6 @@ class StorageSettings:
                 merged[name] = getattr(lower, name)
         return StorageSettings(**merged)
 
-    def into(self, uri: str) -> str:
-        """`uri` with these settings in its query, over those that stand there. So they travel with the run's URI.
-
-        Raises ConfigError for a setting that means nothing to the URI's scheme.
-        """
-        said = [name for name in _FIELDS if getattr(self, name) is not None]
-        if not said:
-            return uri
-        base, _, text = uri.partition("?")
-        scheme = kind_of(base)
-        for name in said:
-            if name not in meant_for(scheme):
-                raise ConfigError(f"StorageSettings({name}) means nothing to {scheme}://")
-        query = dict(parse_qsl(text, keep_blank_values=True))
-        address = {name: query.pop(name) for name in ADDRESS_NAMES if name in query}
-        pairs = self.over(StorageSettings.from_query(scheme, query)).to_query()
-        return f"{base}?{urlencode(address | pairs, safe=':/')}"
-
-    def to_query(self) -> dict[str, str]:
-        """The same as the pairs of a URI's query."""
-        pairs = {}
-        for name in _FIELDS:
-            value = getattr(self, name)
-            if name == "endpoint" and value is not None:
-                scheme, _, pairs["endpoint_override"] = value.rstrip("/").partition("://")
-                pairs["scheme"] = scheme
-            elif value is not None:
-                pairs[_PYARROW.get(name, name)] = str(value).lower() if name in _FLAGS else value
-        return pairs
-
 
 _FIELDS = tuple(field.name for field in fields(StorageSettings))
 _FLAGS = ("anonymous", "requester_pays", "path_style")
@@ -159,31 +114,16 @@ _AWS = {
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "ca_bundle": ("AWS_CA_BUNDLE",),
 }
-_PYARROW = {"endpoint": "endpoint_override", "ca_bundle": "tls_ca_file_path"}
 _MEANT_FOR = {
     "s3": _FIELDS,
     "gs": ("endpoint", "anonymous", "requester_pays", "ca_bundle"),
     "az": ("endpoint", "anonymous", "ca_bundle"),
 }
-_KINDS = {"gcs": "gs", "abfs": "az", "abfss": "az"}
-ADDRESS_NAMES = ("account_name",)
-"""What stands in the query and is part of the address: az:// has no other place for the account."""
-
-
-def kind_of(uri: str) -> str:
-    """s3, gs, az, file, memory: the store behind a URI's scheme, or the scheme itself when it is another."""
-    scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
-    return _KINDS.get(scheme, scheme)
 
 
 def meant_for(scheme: str) -> tuple[str, ...]:
     """The settings that mean something to stores of that scheme."""
     return _MEANT_FOR.get(scheme, ())
-
-
-def _query_names(scheme: str) -> dict[str, str]:
-    names = {_PYARROW.get(name, name): name for name in meant_for(scheme)}
-    return names | {"scheme": ""} if "endpoint" in meant_for(scheme) else names
 
 
 def _parsed(name: str, value: object) -> Any:

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from raycheck.bucket.store.address import Address, parse_uri
+from raycheck.bucket.store.address import Address, parse_uri, with_settings
 from raycheck.bucket.store.interface import Store
 from raycheck.storage_settings import StorageSettings
 
@@ -10,7 +10,7 @@ from raycheck.storage_settings import StorageSettings
 def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
     """The store rooted at `uri`. Opens no connection. Raises ConfigError that says what is wrong with the URI."""
     if storage is not None:
-        uri = storage.into(uri)
+        uri = with_settings(uri, storage)
     at = parse_uri(uri)
     if at.kind == "s3":
         return _open_s3(uri, at)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from raycheck.bucket.store.address import Address, parse_uri
+from raycheck.bucket.store.address import Address, parse_uri, with_settings
 from raycheck.bucket.store.client_options import SAYABLE_TO_PYARROW
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
@@ -75,9 +75,10 @@ def uri_of(filesystem: Any, path: str) -> str:
     if identity is not None:
         raise ConfigError(f"storage_filesystem: raycheck cannot do the same with {kind}'s {identity}")
     if kind == "AzureFileSystem":
-        return _of_azure(options).into(f"az://{_quoted(path)}?{urlencode({'account_name': options['account_name']})}")
+        account = urlencode({"account_name": options["account_name"]})
+        return with_settings(f"az://{_quoted(path)}?{account}", _of_azure(options))
     settings = _of_pyarrow(kind, options)
-    return settings.into(f"{'s3' if kind == 'S3FileSystem' else 'gs'}://{_quoted(path)}")
+    return with_settings(f"{'s3' if kind == 'S3FileSystem' else 'gs'}://{_quoted(path)}", settings)
 
 
 def main() -> None:
@@ -158,14 +159,14 @@ def _of_fsspec(files: Any, path: str) -> str:
     if owner.startswith("raycheck.bucket.store."):
         at = parse_uri(files.uri)
         account = f"?account_name={at.account}" if at.account else ""
-        return at.said.into(f"{at.kind}://{_quoted(path)}{account}")
+        return with_settings(f"{at.kind}://{_quoted(path)}{account}", at.said)
     if owner == "fsspec.implementations.local.LocalFileSystem":
         return _file_uri(path)
     if owner != "s3fs.core.S3FileSystem":
         raise _unreadable(owner)
     if files.storage_args or any(files.storage_options.get(name) for name in _S3FS_SECRETS):
         raise _secret(owner)
-    return _of_s3fs(files.storage_options).into(f"s3://{_quoted(path.removeprefix('s3://'))}")
+    return with_settings(f"s3://{_quoted(path.removeprefix('s3://'))}", _of_s3fs(files.storage_options))
 
 
 def _of_s3fs(options: Mapping[str, Any]) -> StorageSettings:

@@ -33,7 +33,7 @@ class Requests:
 
 
 def of_rank(kind: str, *, size_bytes: int, part_bytes: int) -> Requests:
-    """One rank's upload of one shard (13). kind: of the store, as `storage_settings.kind_of` has it. No requests
+    """One rank's upload of one shard (13). kind: of the store, as `address.kind_of` has it. No requests
     elsewhere than at s3, gs and az."""
     if kind not in _OPEN_AND_CLOSE:
         return Requests()

@@ -15,7 +15,7 @@ import pytest
 
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, PartSizes
+from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
 from raycheck.bucket.store.retry import ATTEMPTS
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 from tests.support.http_fault_proxy import Answer, FaultProxy, fault_proxy, of_s3
@@ -287,7 +287,7 @@ def test_a_swap_is_one_request(wire, store):
 
 @pytest.mark.parametrize("size", [PART, 2 * PART, 2 * PART + 1])
 def test_an_upload_is_a_request_for_each_part_and_those_that_open_and_close_it(wire, store, service, size, monkeypatch):
-    monkeypatch.setitem(CUTS, service, PartSizes(part_bytes=PART, in_flight=2))
+    monkeypatch.setitem(PART_SIZES, service, PartSizes(part_bytes=PART, in_flight=2))
     body = memoryview(bytes(size))
 
     store.put_parts("large", (body[at : at + PART] for at in range(0, size, PART)), size)

@@ -18,12 +18,13 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.store import Store, client_options, open_store, retry
+from raycheck.bucket.store import Store, client_options, open_store, retry, upload_parts
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, BufferLoan, PartSizes
-from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
-from raycheck.bucket.store.retry import Pieces
+from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
+from raycheck.bucket.store.retry import CLEAN_UP_S, ends_by
+from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
+from raycheck.bucket.store.upload_parts import RequestBody
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from tests.support.http_fault_proxy import FaultProxy
 
@@ -39,7 +40,7 @@ class SourceError(Exception):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=PART, in_flight=2))
+    monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=PART, in_flight=2))
 
 
 @pytest.fixture
@@ -132,9 +133,9 @@ def test_a_part_whose_connection_broke_halfway_is_sent_again(store, buffer, wire
 
 def test_a_body_gives_its_buffer_back_while_something_still_iterates(buffer):
     async def begun() -> AsyncIterator[bytes]:
-        with Pieces(buffer) as body:
+        with RequestBody(buffer) as body:
             pieces = aiter(body)
-            assert await anext(pieces) == buffer[: retry.PIECE_BYTES]
+            assert await anext(pieces) == buffer[: upload_parts.PIECE_BYTES]
         return pieces
 
     pieces = asyncio.run(begun())

@@ -16,7 +16,7 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, PartSizes
+from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.shards.state.train_state import TrainState
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
@@ -29,7 +29,7 @@ SHAPE = (1024, 1500)  # 6 MB: two parts
 
 @pytest.fixture
 def wire(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=5 * 1024 * 1024, in_flight=2))
+    monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=5 * 1024 * 1024, in_flight=2))
     monkeypatch.setattr(retry, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     with fault_proxy(s3) as proxy:
         yield proxy

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from raycheck.bucket.store.buffer_loan import CUTS
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -23,18 +22,19 @@ from raycheck.bucket.store.interface import (
     check_conditional_size,
     check_whole,
 )
-from raycheck.bucket.store.retry import (
-    REQUEST_TIMEOUT_S,
-    Pieces,
-    RemoteStore,
-    Repeat,
-    bucket_time,
-    not_accepted,
-    optional_import,
-    said,
-    send_parts,
+from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.remote_store import RemoteStore, bucket_time, not_accepted, optional_import, said
+from raycheck.bucket.store.retry import REQUEST_TIMEOUT_S, Repeat
+from raycheck.bucket.store.upload_parts import RequestBody, send_parts
+from raycheck.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DeniedError,
+    NotFoundError,
+    RaycheckError,
+    StoreError,
 )
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10
@@ -114,7 +114,7 @@ class AzStore(RemoteStore):
         return [name for name in found if next(self.list_objects(f"{prefix}{name}/"), None)]
 
     def put(self, key: str, data: Buffer) -> None:
-        if len(data) > CUTS["az"].part_bytes:
+        if len(data) > PART_SIZES["az"].part_bytes:
             view = memoryview(data).cast("B")
             part = self.part_bytes(len(view))
             self.put_parts(key, (view[at : at + part] for at in range(0, len(view), part)), len(view))
@@ -122,10 +122,10 @@ class AzStore(RemoteStore):
             self._run(key, self._upload(key, data, overwrite=True))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return CUTS["az"].part_bytes_of(size_bytes)
+        return PART_SIZES["az"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= CUTS["az"].part_bytes:
+        if size_bytes <= PART_SIZES["az"].part_bytes:
             self.put(key, next(iter(parts), memoryview(b"")))
             return
         upload = uuid4().hex  # blocks of an earlier upload to this key lie around for a week; ours are told apart
@@ -134,7 +134,7 @@ class AzStore(RemoteStore):
             return self._start(key, partial(self._stage, key, f"{upload}-{number:05}", part))
 
         # When this raises nothing was committed, so no object exists; blocks never committed vanish by themselves.
-        staged = send_parts(parts, start, in_flight=CUTS["az"].in_flight)
+        staged = send_parts(parts, start, in_flight=PART_SIZES["az"].in_flight)
 
         async def commit(client: Any) -> None:
             # May be repeated: Azure finds the blocks of a commit that was applied among the committed ones.
@@ -177,7 +177,7 @@ class AzStore(RemoteStore):
         return call
 
     async def _stage(self, key: str, name: str, part: memoryview, client: Any) -> str:
-        with Pieces(part) as body:
+        with RequestBody(part) as body:
             await self._blob(client, key).stage_block(name, body, length=body.size_bytes, **self._options)
         return name
 
@@ -224,12 +224,10 @@ class AzStore(RemoteStore):
         if name in _BAD_IDENTITY:
             return not_accepted(self.uri, name), Repeat.NOTHING
         if status in (401, 403):
-            denied = StoreError(
+            return DeniedError(
                 f"{self.uri}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "
                 "on the container"
-            )
-            denied.is_denied = True
-            return denied, Repeat.NOTHING
+            ), Repeat.NOTHING
         text = f"{self.uri}: {key}: the store answered {status} {name}"
         if status == 429:
             return StoreError(text), Repeat.EVERYTHING

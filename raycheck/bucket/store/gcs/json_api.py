@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 from multidict import MultiMapping
 
-from raycheck.bucket.store.retry import Pieces, optional_import
+from raycheck.bucket.store.remote_store import optional_import
+from raycheck.bucket.store.upload_parts import RequestBody
 from raycheck.errors import ConfigError, StoreError
 from raycheck.storage_settings import StorageSettings
 
@@ -78,7 +79,7 @@ class Api:
         needs: str,
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-        body: Pieces | None = None,
+        body: RequestBody | None = None,
         accepts: tuple[int, ...] = (),
         check: Callable[[int], None] = lambda _: None,
     ) -> ApiResponse:
@@ -153,7 +154,7 @@ class ResumableUpload:
             if self._is_sure:
                 self._is_sure = False
                 span = f"bytes {self._kept}-{stop - 1}/{self._size_bytes}"
-                with Pieces(part[self._kept - start :]) as body:
+                with RequestBody(part[self._kept - start :]) as body:
                     answer = await self._put(api, span, headers, body)
             else:
                 answer = await self._put(api, f"bytes */{self._size_bytes}", {}, None)
@@ -162,7 +163,7 @@ class ResumableUpload:
                 raise StoreError(f"an upload stands at byte {kept}, not within {start} to {stop}; begin anew")
             self._kept, self._is_sure = kept, True
 
-    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: Pieces | None) -> ApiResponse:
+    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: RequestBody | None) -> ApiResponse:
         answer = await api.ask(
             "PUT",
             self.url,

@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
-from raycheck.bucket.store.buffer_loan import CUTS
 from raycheck.bucket.store.gcs.json_api import Api, ApiResponse, RefusedError, ResumableUpload
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -29,17 +28,19 @@ from raycheck.bucket.store.interface import (
     check_conditional_size,
     check_whole,
 )
-from raycheck.bucket.store.retry import (
-    PIECE_BYTES,
-    Pieces,
-    RemoteStore,
-    Repeat,
-    bucket_time,
-    not_accepted,
-    optional_import,
-    said,
+from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.remote_store import RemoteStore, bucket_time, not_accepted, optional_import, said
+from raycheck.bucket.store.retry import Repeat
+from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody
+from raycheck.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DeniedError,
+    NotFoundError,
+    RaycheckError,
+    StoreError,
 )
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 GET = "storage.objects.get"
@@ -103,10 +104,10 @@ class GsStore(RemoteStore):
         self._run(key, self._insert(key, data, {}))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return CUTS["gs"].part_bytes_of(size_bytes)
+        return PART_SIZES["gs"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= CUTS["gs"].part_bytes:
+        if size_bytes <= PART_SIZES["gs"].part_bytes:
             self.put(key, next(iter(parts), memoryview(b"")))
             return
         upload = self._run(key, partial(self._open_upload, key, size_bytes))
@@ -208,7 +209,7 @@ class GsStore(RemoteStore):
 
         async def call(api: Api) -> None:
             url = f"/upload/storage/v1/b/{self._bucket}/o"
-            with Pieces(head, data, tail) as body:
+            with RequestBody(head, data, tail) as body:
                 await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
 
         return call
@@ -219,7 +220,7 @@ class GsStore(RemoteStore):
             f"/upload/storage/v1/b/{self._bucket}/o",
             params={"uploadType": "resumable"},
             headers={"Content-Type": "application/json", "X-Upload-Content-Length": str(size_bytes)},
-            body=Pieces(self._described(key)),
+            body=RequestBody(self._described(key)),
             needs=CREATE,
         )
         return ResumableUpload(answer.headers["Location"], size_bytes, CREATE)
@@ -271,12 +272,10 @@ class GsStore(RemoteStore):
         if error.is_bad_identity:
             return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # it may be renewed by the next try
         if error.status in (401, 403):
-            denied = StoreError(
+            return DeniedError(
                 f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
                 f"{LIST} GCS also says this for a missing object. GCS said: {said(error.message)}"
-            )
-            denied.is_denied = True
-            return denied, Repeat.NOTHING
+            ), Repeat.NOTHING
         may_pass = error.status >= 500 or error.status == 408
         return StoreError(text), Repeat.UNCONDITIONAL if may_pass else Repeat.NOTHING
 

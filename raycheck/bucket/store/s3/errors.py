@@ -14,8 +14,16 @@ from botocore.exceptions import (
     UnknownCredentialError,
 )
 
-from raycheck.bucket.store.retry import not_accepted, said
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.bucket.store.remote_store import not_accepted, said
+from raycheck.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DeniedError,
+    NotFoundError,
+    RaycheckError,
+    StoreError,
+)
 from raycheck.storage_settings import StorageSettings
 
 _PERMISSIONS = {
@@ -83,9 +91,7 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
         return not_accepted(uri, code), False
     if status in (401, 403):
         because = said(code, message)  # AWS names the policy that is in the way
-        denied = StoreError(f"{uri}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}")
-        denied.is_denied = True
-        return denied, False
+        return DeniedError(f"{uri}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}"), False
     text = f"{uri}: {key}: the store answered {status} {said(code, message)}"
     return StoreError(text), status >= 500 or status == 429 or code in _MAY_PASS
 

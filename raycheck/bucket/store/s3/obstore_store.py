@@ -21,9 +21,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycheck.bucket.store.buffer_loan import CUTS, BufferLoan
 from raycheck.bucket.store.client_options import obstore_options
-from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -36,8 +34,11 @@ from raycheck.bucket.store.interface import (
     check_process,
     check_whole,
 )
+from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.retry import CLEAN_UP_S, ends_by
+from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.private_obstore import own_obstore
-from raycheck.errors import NotFoundError, RaycheckError, StoreError
+from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class FastS3Store(Store):
         return self.through_s3fs.list_names(prefix)
 
     def put(self, key: str, data: Buffer) -> None:
-        if self._client is None or len(data) > CUTS["s3"].part_bytes:
+        if self._client is None or len(data) > PART_SIZES["s3"].part_bytes:
             self.through_s3fs.put(key, data)
             return
         loan = BufferLoan()
@@ -116,7 +117,7 @@ class FastS3Store(Store):
             raise
 
     def part_bytes(self, size_bytes: int) -> int:
-        return CUTS["s3"].part_bytes_of(size_bytes)
+        return PART_SIZES["s3"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         if size_bytes <= self.part_bytes(size_bytes):
@@ -127,7 +128,7 @@ class FastS3Store(Store):
             self.through_s3fs.put_parts(key, parts, size_bytes)
             return
         loan = BufferLoan()
-        cut: dict[str, Any] = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": CUTS["s3"].in_flight}
+        cut: dict[str, Any] = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": PART_SIZES["s3"].in_flight}
         try:
             _until_deadline(lambda: own_obstore().put_async(client, key, _pulled(loan.lend_each(parts)), **cut))
         except _failures() as error:
@@ -173,7 +174,7 @@ class FastS3Store(Store):
 
     def _typed(self, key: str, error: Exception) -> RaycheckError:
         """What became of parts that were on their way; who may write here, and where, was settled before them."""
-        from raycheck.bucket.store.retry import not_accepted
+        from raycheck.bucket.store.remote_store import not_accepted
         from raycheck.bucket.store.s3.errors import BAD_IDENTITY
 
         if isinstance(error, FileNotFoundError):
@@ -183,11 +184,10 @@ class FastS3Store(Store):
             return not_accepted(self.uri, code[1])
         said = str(error).partition("\n")[0].partition("<")[0].rpartition(" - ")[2].strip(" :")
         kinds = own_obstore().exceptions
-        is_denied = isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError)
-        advice = ". Grant s3:PutObject" if is_denied else ""
-        typed = StoreError(f"{self.uri}: {key}: upload of parts: {said}{f' ({code[1]})' if code else ''}{advice}")
-        typed.is_denied = is_denied
-        return typed
+        text = f"{self.uri}: {key}: upload of parts: {said}{f' ({code[1]})' if code else ''}"
+        if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError):
+            return DeniedError(f"{text}. Grant s3:PutObject")
+        return StoreError(text)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self.through_s3fs.put_if_absent(key, data)
@@ -266,7 +266,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _until_deadline(start: Callable[[], Awaitable[object]]) -> None:
-    from raycheck.bucket.store.retry import until_deadline  # with fsspec, which who only reads does without
+    from raycheck.bucket.store.remote_store import until_deadline  # with fsspec, which who only reads does without
 
     until_deadline(start)
 

@@ -15,7 +15,6 @@ import s3fs
 from botocore.exceptions import FlexibleChecksumError
 
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.store.buffer_loan import CUTS
 from raycheck.bucket.store.client_options import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -28,10 +27,13 @@ from raycheck.bucket.store.interface import (
     check_conditional_size,
     check_whole,
 )
-from raycheck.bucket.store.retry import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, send_parts
+from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.remote_store import RemoteStore, bucket_time
+from raycheck.bucket.store.retry import Repeat
 from raycheck.bucket.store.s3.client import session
 from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
+from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody, send_parts
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
@@ -113,7 +115,7 @@ class S3Store(RemoteStore):
         self._run(key, lambda client: self._put_object(client, key, data))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return CUTS["s3"].part_bytes_of(size_bytes)
+        return PART_SIZES["s3"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         if size_bytes <= self.part_bytes(size_bytes):
@@ -143,7 +145,7 @@ class S3Store(RemoteStore):
             return self._start(key, partial(_upload_part, where, number, part))
 
         try:
-            done = send_parts(parts, start, in_flight=CUTS["s3"].in_flight)
+            done = send_parts(parts, start, in_flight=PART_SIZES["s3"].in_flight)
             self._complete(key, where, done, size_bytes)
         except BaseException:
             self._abandon(key, where)
@@ -245,8 +247,8 @@ class S3Store(RemoteStore):
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
 
 
-class _Body(Pieces):
-    """Pieces with what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
+class _Body(RequestBody):
+    """Adds what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
 
     def __len__(self) -> int:
         return self.size_bytes

@@ -1,12 +1,7 @@
-"""How large objects are cut for each store, and how a client that reads in threads of its own gives buffers back.
-
-The one place for part sizes. A part is small enough for one request to end within its time-out on a slow link, and
-large enough for its request to cost nothing beside it; more parts in flight won nothing on the stores measured.
-"""
+"""Lends the caller's buffer to a client that reads it in threads of its own, and sees when they have let go of it."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from threading import Lock
 
 from raycheck.bucket.store.interface import Buffer
@@ -15,32 +10,6 @@ from raycheck.errors import StoreError
 RETURN_TIMEOUT_S = 300.0
 """How long a client may hold buffers after it has ended: all time-outs of a request one after another."""
 _LOOK_EVERY_S = 0.005
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartSizes:
-    """part_bytes: of each part but the last. max_parts: what the service allows, larger
-    objects get larger parts; None where it sets no limit. in_flight: parts of one object that are sent at a time."""
-
-    part_bytes: int = 16 * 1024 * 1024
-    max_parts: int | None = 10_000
-    in_flight: int = 4
-
-    def part_bytes_of(self, size_bytes: int) -> int:
-        """How long the parts of an object of this size are."""
-        smallest = 0 if self.max_parts is None else -(-size_bytes // self.max_parts)
-        return max(self.part_bytes, smallest)
-
-
-MIN_PART_BYTES = 5 * 1024 * 1024
-"""What S3 takes for a part that is not the last one."""
-MAX_COPIED_BYTES = 256 * 1024 * 1024
-"""Of one range that a store copies itself: it answers within the time-out of a request."""
-CUTS = {
-    "s3": PartSizes(),
-    "gs": PartSizes(max_parts=None, in_flight=1),  # chunks of a resumable upload, one after another
-    "az": PartSizes(max_parts=50_000),
-}
 
 
 class BufferLoan:
