@@ -159,8 +159,8 @@ class TrainState:
         not be trained on before another checkpoint is applied; SupersededError when that one leaves some of it.
         """
         with told_to_all(self._world_size if share else 1):
-            manifest = checkpoint.manifest()
-            index = checkpoint.index(manifest)
+            manifest = checkpoint.read_manifest()
+            index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
                 selection = EVERYTHING
             match = self._match(checkpoint.entry.key, index, selection, strict=strict, cast=cast)
