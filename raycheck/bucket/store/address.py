@@ -90,7 +90,7 @@ def kind_of(uri: str) -> str:
 
 
 def join_uri(uri: str, name: str) -> str:
-    """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name. Its query stays."""
+    """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name."""
     base, mark, query = uri.partition("?")
     return f"{base.rstrip('/')}/{name}{mark}{query}"
 
