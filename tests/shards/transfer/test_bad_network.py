@@ -21,6 +21,7 @@ from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.shards.state.train_state import TrainState
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 from tests.support.invariants import assert_invariants
+from tests.support.s3_engines import by_s3fs_alone
 from tests.support.save_without_ray import ME, conclude, upload
 
 SAVES = 5
@@ -72,7 +73,7 @@ def test_with_many_requests_failing_each_save_commits_or_fails_and_each_restore_
 ) -> None:
     name = uuid4().hex
     store = open_store(join_uri(wire.uri, name))
-    trainer = Trainer(store if engine == "obstore" else store.through_s3fs)
+    trainer = Trainer(store if engine == "obstore" else by_s3fs_alone(store))
 
     wire.chaos(share, seed=7)
     for number in range(1, SAVES + 1):
@@ -107,7 +108,7 @@ def test_a_store_that_is_away_for_a_while_fails_what_it_must_and_is_used_again(
 ) -> None:
     name = uuid4().hex
     store = open_store(join_uri(wire.uri, name))
-    trainer = Trainer(store if engine == "obstore" else store.through_s3fs)
+    trainer = Trainer(store if engine == "obstore" else by_s3fs_alone(store))
     trainer.save(1)
 
     wire.chaos(1, seed=1)

@@ -39,11 +39,9 @@ from raycheck.storage_settings import StorageSettings
 
 
 class S3Store(RemoteStore):
-    """One bucket and prefix. `chain` is shared with the engine beside this one, so that both have one identity."""
+    """Keeps objects in one bucket, below one prefix."""
 
-    def __init__(
-        self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings, chain: CredentialChain | None = None
-    ) -> None:
+    def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         super().__init__(uri)
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
@@ -64,7 +62,7 @@ class S3Store(RemoteStore):
             "response_checksum_validation": "when_required",
         }
         options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
-        self._chain = chain or CredentialChain(settings)
+        self._chain = CredentialChain(settings)
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
