@@ -1,7 +1,7 @@
-"""How a bucket is reached: plain data, checked whole at construction.
+"""Holds the settings by which a bucket is reached: plain data, all of it checked at construction.
 
-These settings travel in the run's URI, and the environment does not: each process reads its own where it opens a
-store. So a URI may stand in a bucket, a log or a pointer, and holds no secret.
+These settings travel in the run's URI (bucket/store/address.py). The environment does not: each process reads its own
+when it opens a store. A URI holds no secret, so it may appear in a bucket, a log or a pointer.
 """
 
 import os
@@ -15,18 +15,18 @@ from raycheck.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageSettings:
-    """How a bucket is reached. Never a secret: those come from the environment, a profile or a role.
+    """Says how to reach a bucket. It never holds a secret: those come from the environment, a profile or a role.
 
-    endpoint: the store's URL, for stores other than the cloud's own. region: of the bucket.
+    endpoint: the store's URL, for stores other than the cloud's own. region: the bucket's region.
     profile: a section of the AWS configuration files. role_arn: a role to assume on top of the credentials found, with
         external_id where the role asks for one.
     anonymous: send no credentials. requester_pays: agree to pay for requests to somebody else's bucket.
-    encryption: "AES256" or "aws:kms", and for the latter kms_key_id, where it is not the account's default key.
-    ca_bundle: a file of PEM certificates to trust; it must be there on every node.
-    path_style: the bucket in the path (True) or in the host name (False); left alone it is the path where an endpoint
-        is given, else the host name.
+    encryption: "AES256" or "aws:kms"; with the latter, kms_key_id names a key other than the account's default.
+    ca_bundle: a file of PEM certificates to trust; every node must have it.
+    path_style: put the bucket into the path (True) or into the host name (False). By default it is the path where an
+        endpoint is given, else the host name.
 
-    None is "not said": then the URI's query decides, then the environment (RAYCHECK_STORAGE_<FIELD>, AWS's own
+    None means "not set": then the URI's query decides, then the environment (RAYCHECK_STORAGE_<FIELD>, AWS's own
     variables), then the client's default. Raises ConfigError when a value cannot work.
     """
 
@@ -63,32 +63,32 @@ class StorageSettings:
 
     @property
     def is_plain_http(self) -> bool:
-        """Whether no certificate will be looked at."""
+        """True when the endpoint is plain http://, so that no certificate is checked."""
         return self.endpoint is not None and self.endpoint.startswith("http://")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> "StorageSettings":
-        """From what a YAML or JSON file holds. Raises ConfigError for a name that is none of the fields."""
+        """Makes settings of a mapping, as in a YAML or JSON file. Raises ConfigError for an unknown name."""
         unknown = sorted(str(name) for name in set(mapping) - set(_FIELDS))
         if unknown:
             raise ConfigError(f"unknown storage setting {unknown[0]!r}; known: {', '.join(_FIELDS)}")
         return cls(**{name: _parsed(name, value) for name, value in mapping.items()})
 
     @classmethod
-    def from_environment(cls, scheme: str) -> "StorageSettings":
-        """What this process's environment says to stores of that scheme; the rest of it is for other stores.
+    def from_environment(cls, kind: str) -> "StorageSettings":
+        """Returns the settings from this process's environment that apply to this kind of store (s3, gs, az).
 
-        AWS_PROFILE is left to the clients: it yields to access keys in the environment, which a setting would not.
+        AWS_PROFILE is left to the clients: access keys in the environment win over it, and would not over a setting.
         """
-        found = {name: value for name in meant_for(scheme) if (value := os.environ.get(f"{_PREFIX}{name.upper()}"))}
+        found = {name: value for name in meant_for(kind) if (value := os.environ.get(f"{_PREFIX}{name.upper()}"))}
         settings = cls.from_mapping(found)
-        if scheme != "s3":
+        if kind != "s3":
             return settings
         amazon = {name: next(filter(None, map(os.environ.get, names)), None) for name, names in _AWS.items()}
         return settings.over(cls.from_mapping(amazon))
 
     def over(self, lower: "StorageSettings") -> "StorageSettings":
-        """These settings, and where they say nothing the lower ones, less what contradicts these."""
+        """Returns these settings, filled up from the lower ones, except for lower ones that contradict these."""
         merged = {name: getattr(self, name) for name in _FIELDS}
         names = set(_FIELDS)
         if self.anonymous:
@@ -121,13 +121,13 @@ _MEANT_FOR = {
 }
 
 
-def meant_for(scheme: str) -> tuple[str, ...]:
-    """The settings that mean something to stores of that scheme."""
-    return _MEANT_FOR.get(scheme, ())
+def meant_for(kind: str) -> tuple[str, ...]:
+    """Returns the names of the settings that mean something to this kind of store (s3, gs, az)."""
+    return _MEANT_FOR.get(kind, ())
 
 
 def _parsed(name: str, value: object) -> Any:
-    """A flag as files, queries and the environment write it."""
+    """Returns the value of a field. Files, queries and the environment write flags as text."""
     if name in _FLAGS and isinstance(value, str):
         words = {"true": True, "1": True, "false": False, "0": False}
         if value.lower() not in words:

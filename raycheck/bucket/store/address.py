@@ -45,6 +45,12 @@ class Address:
         return self.said.over(StorageSettings.from_environment(self.kind))
 
 
+class UriFiles:
+    """Marks raycheck's own file systems for Ray (S3Files, GsFiles, AzFiles): each one is nothing but its URI."""
+
+    uri: str
+
+
 def parse_uri(uri: str) -> Address:
     """Takes a URI apart. Raises ConfigError that says what is wrong with it, and repeats no credentials."""
     if uri.startswith("/"):

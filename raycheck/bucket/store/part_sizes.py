@@ -9,23 +9,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartSizes:
-    """part_bytes: of each part but the last. max_parts: what the service allows, larger
-    objects get larger parts; None where it sets no limit. in_flight: parts of one object that are sent at a time."""
+    """Says how one store's objects are cut.
+
+    part_bytes: the size of each part but the last. max_parts: how many the service allows, so that larger objects get
+    larger parts; None where there is no limit. in_flight: how many parts of one object are sent at a time.
+    """
 
     part_bytes: int = 16 * 1024 * 1024
     max_parts: int | None = 10_000
     in_flight: int = 4
 
     def part_bytes_of(self, size_bytes: int) -> int:
-        """How long the parts of an object of this size are."""
+        """Returns how long the parts of an object of this size are, in bytes."""
         smallest = 0 if self.max_parts is None else -(-size_bytes // self.max_parts)
         return max(self.part_bytes, smallest)
 
 
 MIN_PART_BYTES = 5 * 1024 * 1024
-"""What S3 takes for a part that is not the last one."""
+"""The least that S3 accepts for a part that is not the last one."""
 MAX_COPIED_BYTES = 256 * 1024 * 1024
-"""Of one range that a store copies itself: it answers within the time-out of a request."""
+"""The longest range that a store is asked to copy itself: its answer must come within the time-out of a request."""
 PART_SIZES = {
     "s3": PartSizes(),
     "gs": PartSizes(max_parts=None, in_flight=1),  # chunks of a resumable upload, one after another
