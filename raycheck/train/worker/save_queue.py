@@ -300,7 +300,7 @@ class SaveQueue:
 
     def _agree(self, report: Report) -> None:
         """Have the ranks settle who writes what they all hold, and find out whether it is the same on all of them."""
-        brought = report, self._state.holdings()
+        brought = report, self._state.replica_checksums()
         deadline = time.monotonic() + self._settings.save_timeout_s
         self._has_agreed = False
         what = f"agreement before the save of step {report.progress.step}"
@@ -308,7 +308,7 @@ class SaveQueue:
             left = max(1.0, deadline - time.monotonic())
             answer: Agreement | Outcome = self._group.ask("agree", *brought, left / 2, timeout_s=left, what=what)
             if isinstance(answer, Agreement):
-                self._state.settle(answer)
+                self._state.use_agreement(answer)
                 self._has_agreed = True
                 return
             if time.monotonic() > deadline:
