@@ -213,7 +213,7 @@ def test_what_is_on_meta_is_not_saved(memory: Store):
 
     saver.check(is_before_restore=True)
 
-    for call in (saver.check, saver.holdings, lambda: saver.stage(Progress(step=1))):
+    for call in (saver.check, saver.replica_checksums, lambda: saver.stage(Progress(step=1))):
         with pytest.raises(ConfigError, match=r"state at model\.0\.weight is on the meta device"):
             call()
 

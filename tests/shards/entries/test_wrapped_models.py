@@ -355,7 +355,7 @@ def opened(kind: str) -> State:
 def test_a_subclass_that_cannot_be_taken_apart_is_refused_by_its_path(kind: str, message: str):
     state = TrainState(opened(kind), rank=0, world_size=1)
 
-    for act in (state.check, state.holdings, lambda: state.stage(Progress())):
+    for act in (state.check, state.replica_checksums, lambda: state.stage(Progress())):
         with pytest.raises(ConfigError, match=message):
             act()
 
