@@ -24,7 +24,7 @@ from raycheck.shards.entries.parameter_names import plain_names, unwrapped
 from raycheck.shards.entries.state_entry import Gathered, Named, SavedEntry, StateEntry, empty_for
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 from raycheck.shards.transfer.gather_cache import GatherCache, local_of
-from raycheck.shards.transfer.local_box import memory, piece_of
+from raycheck.shards.transfer.local_box import box_of, memory_key
 from raycheck.shards.transfer.restore_proof import has_memory, holds
 
 _OWN_WAY = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dict, torch.nn.Module.get_extra_state)  # noqa: SLF001
@@ -308,5 +308,5 @@ def _ties(live: Named) -> dict[str, list[str]]:
     """For each tensor that shares its memory with others (tied weights), the names of these."""
     groups: dict[object, list[str]] = {}
     for name, tensor in live.items():
-        groups.setdefault(memory(piece_of(name, (name,), tensor, may_spread=False)), []).append(name)
+        groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
     return {name: group for group in groups.values() if len(group) > 1 for name in group}
