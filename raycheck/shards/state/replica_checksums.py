@@ -37,7 +37,7 @@ def _held(piece: LocalBox, of: Mapping[str, StateEntry]) -> list[HeldBoxes]:
     crc = _crc32(piece.local) if compared else None
     return [
         HeldBoxes(
-            box=replace(piece, name=name).box,
+            box=replace(piece, name=name).box_name,
             name=name,
             dtype=piece.dtype,
             shape=piece.shape,

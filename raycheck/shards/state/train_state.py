@@ -36,10 +36,18 @@ from raycheck.shards.state.restore_selection import (
 )
 from raycheck.shards.transfer.gather_cache import local_of
 from raycheck.shards.transfer.incremental import Components, StagedState, by_component, frozen_component
-from raycheck.shards.transfer.local_box import TRAIN, LocalBox, Place, mine, piece_of, tied, without_memory
+from raycheck.shards.transfer.local_box import (
+    TRAIN,
+    LocalBox,
+    Place,
+    box_of,
+    boxes_to_write,
+    merge_tied,
+    without_memory,
+)
 from raycheck.shards.transfer.overlapping_tensors import overlapping, read_again, writable
 from raycheck.shards.transfer.reader import read_into
-from raycheck.shards.transfer.replica_broadcast import read_shared, told_to_all
+from raycheck.shards.transfer.replica_broadcast import errors_on_all_ranks, read_and_broadcast
 from raycheck.shards.transfer.restore_proof import WrittenBytes, not_restored
 
 
@@ -158,9 +166,9 @@ class TrainState:
         changed; DamagedError, CorruptError or NotFoundError while reading, after which the state is a mixture and must
         not be trained on before another checkpoint is applied; SupersededError when that one leaves some of it.
         """
-        with told_to_all(self._world_size if share else 1):
-            manifest = checkpoint.manifest()
-            index = checkpoint.index(manifest)
+        with errors_on_all_ranks(self._world_size if share else 1):
+            manifest = checkpoint.read_manifest()
+            index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
                 selection = EVERYTHING
             match = self._match(checkpoint.entry.key, index, selection, strict=strict, cast=cast)
@@ -234,7 +242,7 @@ class TrainState:
         _synchronize(pieces)
         try:
             if share:
-                fetched = read_shared(read_own, targets, self._rank, self._world_size, written=written)
+                fetched = read_and_broadcast(read_own, targets, self._rank, self._world_size, written=written)
             else:
                 fetched = read_own(targets)
             written.check(targets)
@@ -272,7 +280,7 @@ class TrainState:
         """What this rank writes, and its live tensors, by component. Planned once: a plan stands until something
         moves."""
         if self._plan is None:
-            own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
+            own = boxes_to_write(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
             part_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
             grouped: dict[str, list[LocalBox]] = {TRAIN: []} | by_component(own)
             self._plan = {
@@ -291,14 +299,14 @@ class TrainState:
             for name, tensor in found.tensors.items():
                 path = found.paths.get(name, (name,))
                 spread = part.may_spread(name)
-                piece = piece_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
+                piece = box_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
                 if part.is_per_rank:
                     own.append(replace(piece, is_unique=True))
                 elif name in found.frozen:
                     shared.append(replace(piece, component=frozen_component(part.name)))
                 else:
                     shared.append(piece)
-        return [*tied(shared), *tied(own)]
+        return [*merge_tied(shared), *merge_tied(own)]
 
     def _saved(self, index: Index, selection: Selection, *, cast: bool) -> dict[StateEntry, SavedEntry]:
         """What the checkpoint holds of each part that is to be restored."""
@@ -375,8 +383,8 @@ class TrainState:
         """What to read, each memory once; nothing where this rank has no elements. Two tensors that are tied here but
         were not when saved are a mismatch."""
         of = {name: part for part, tensors in wanted.items() for name in tensors}
-        pieces = tied(
-            piece_of(name, (name,), tensor, may_spread=False)
+        pieces = merge_tied(
+            box_of(name, (name,), tensor, may_spread=False)
             for tensors in wanted.values()
             for name, tensor in tensors.items()
         )

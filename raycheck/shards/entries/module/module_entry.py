@@ -25,7 +25,7 @@ from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 from raycheck.shards.transfer.gather_cache import GatherCache, local_of
-from raycheck.shards.transfer.local_box import memory, piece_of
+from raycheck.shards.transfer.local_box import box_of, memory_key
 from raycheck.shards.transfer.restore_proof import has_memory, holds
 
 EXTRA, FLATTENED = "extra", "flattened"
@@ -274,5 +274,5 @@ def _ties(live: Named) -> dict[str, list[str]]:
     """Returns the tied weights: for each tensor that shares its memory with others, the names of all of these."""
     groups: dict[object, list[str]] = {}
     for name, tensor in live.items():
-        groups.setdefault(memory(piece_of(name, (name,), tensor, may_spread=False)), []).append(name)
+        groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
     return {name: group for group in groups.values() if len(group) > 1 for name in group}
