@@ -37,7 +37,7 @@ class CheckpointMatch:
 
     @property
     def touched(self) -> set[str]:
-        """Names of the entries and tensors that the restore will have changed."""
+        """Returns the names of the entries and tensors that the restore will have changed."""
         return {*self.report.restored, *(name for box in self.boxes for name in (box.name, *dict(box.aliases)))}
 
 

@@ -1,8 +1,8 @@
 """Saves and restores the state of one rank: the user's entries, and what raycheck adds to them by itself.
 
 raycheck adds `rng`, which each rank has, and `progress`. A save gathers the entries, finds which boxes this rank
-writes, and stages them (transfer/). A restore compares the whole checkpoint with the live state before it changes anything
-(restore_matching.py), then reads and proves (restore_reading.py).
+writes, and stages them (transfer/). A restore first compares the whole checkpoint with the live state, and changes
+nothing yet (restore_matching.py); then it reads, and proves what it read (restore_reading.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ class TrainState:
 
     @property
     def models(self) -> list[str]:
-        """Names of the entries that can be exported as they are: models with a Hugging Face configuration."""
+        """Returns the names of the entries that can be exported: models with a Hugging Face configuration."""
         return [name for name, files in self._assets.items() if CONFIG in files]
 
     @property
@@ -217,8 +217,8 @@ class TrainState:
     def _boxes_and_sources(
         self, gathered: Sequence[GatheredEntry]
     ) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
-        """Returns, by component, the boxes that this rank writes and their live tensors. They are planned once, and again
-        when a tensor moves."""
+        """Returns, by component, the boxes that this rank writes and their live tensors. The boxes are planned anew
+        only when a tensor has moved."""
         if self._plan is None:
             own = boxes_to_write(self._boxes(gathered), rank=self._rank, writers=self._agreement.writers)
             entry_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}

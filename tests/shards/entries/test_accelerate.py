@@ -125,7 +125,7 @@ def test_subclasses_that_may_have_state_of_their_own_are_not_seen_through() -> N
     Accelerator(cpu=True)
     wrapped = Sharded(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
 
-    with pytest.raises(raycheck.ConfigError, match="Sharded, which raycheck cannot see through"):
+    with pytest.raises(raycheck.ConfigError, match="Sharded, a wrapper that raycheck does not know"):
         TrainState({"optimizer": wrapped}, rank=0, world_size=1)
 
 

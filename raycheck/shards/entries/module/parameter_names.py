@@ -1,4 +1,4 @@
-"""Names tensors as the plain model does, so that a checkpoint does not depend on how the model was wrapped.
+"""Gives tensors the names that the plain model has, so that a checkpoint does not depend on how the model was wrapped.
 
 DDP and torch.compile around the module are taken off. Layers that torch.compile, activation checkpointing and PEFT put
 in between vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.

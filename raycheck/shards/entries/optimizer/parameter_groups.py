@@ -1,4 +1,4 @@
-"""Names the parameters in an optimizer's groups, and joins the groups that the ranks of a pipeline saved apart."""
+"""Gives names to the parameters in an optimizer's groups, and joins the groups of a pipeline's ranks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
