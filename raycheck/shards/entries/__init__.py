@@ -23,8 +23,8 @@ To add a kind of object:
 
 1. Try the least first. An object with state_dict and load_state_dict already is an ObjectEntry. An adapter that gives
    an object these two methods (GeneratorState is one) makes it one.
-2. Otherwise subclass the nearest entry in a module of its own. `tree` and `values` say what a save takes. `match` returns
-   the tensors to read into and records every difference in the SavedEntry, without changing anything. `load` puts the
+2. Otherwise subclass the nearest entry in a module of its own. `tree` and `values` say what a save takes. `match`
+   returns the tensors to read into and records every difference in the SavedEntry; it changes nothing. `load` puts the
    values back. State in the module's docstring what a restore with another number of ranks does.
 3. Recognise the object in `_make_entry` of make_entries.py, before the kinds that would also take it. Do not import its
    library: look at attributes, or at the names of its module and class.
