@@ -19,12 +19,12 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint, missing
 from raycheck.errors import ConfigError, NotFoundError, StoreError, SupersededError
 from raycheck.shards.entries.hf_assets import CONFIG, assets_of
-from raycheck.shards.entries.loader_entry import LoaderEntry
-from raycheck.shards.entries.make_entries import Containers, entries_of, make_entries
+from raycheck.shards.entries.make_entries import Containers, make_entries, objects_by_name
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
-from raycheck.shards.entries.module_entry import ModuleEntry
-from raycheck.shards.entries.rank_zero_entry import RankZeroEntry
-from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, Gathered, Leaves, Named, SavedEntry, StateEntry
+from raycheck.shards.entries.module.module_entry import ModuleEntry
+from raycheck.shards.entries.per_rank_entries import LoaderEntry, RankZeroEntry
+from raycheck.shards.entries.saved_entry import Named, SavedEntry
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, GatheredEntry, Leaves, StateEntry
 from raycheck.shards.entries.wrappers import check_scalers
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.replica_checksums import holdings_of
@@ -70,11 +70,11 @@ class TrainState:
     def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int, buffers: int = 1) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        self.entries = entries_of(state)
+        self.objects = objects_by_name(state)
         self._containers = Containers(state)
         self._given = state
-        self._parts = make_entries(self.entries, rank=rank, world_size=world_size)
-        self._assets = assets_of(self.entries)
+        self._parts = make_entries(self.objects, rank=rank, world_size=world_size)
+        self._assets = assets_of(self.objects)
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
@@ -98,7 +98,7 @@ class TrainState:
 
         is_before_restore: what is on the meta device may still get memory.
         """
-        check_scalers(self._given, self.entries.values())
+        check_scalers(self._given, self.objects.values())
         self._gather(may_be_on_meta=is_before_restore)
 
     def check_memory(self) -> None:
@@ -106,12 +106,12 @@ class TrainState:
         if self._is_on_meta:
             self._gather()
 
-    def holdings(self) -> Holdings:
+    def replica_checksums(self) -> Holdings:
         """What this rank holds that others may hold too, with checksums: for agreement.agree."""
         gathered = self._gather()
         return holdings_of(self._parts, gathered, self._pieces(gathered))
 
-    def settle(self, agreement: Agreement) -> None:
+    def use_agreement(self, agreement: Agreement) -> None:
         """Stage by this agreement from now on. Without one this rank writes all it holds."""
         self._agreement = agreement
         self._plan = None
@@ -224,7 +224,7 @@ class TrainState:
     ) -> tuple[dict[StateEntry, SavedEntry], dict[StateEntry, Named], list[LocalBox]]:
         """What the checkpoint holds, the live tensors that it goes into, and the boxes of them to read."""
         saved = self._saved(index, selection, cast=cast)
-        wanted = {part: part.prepare(found) for part, found in saved.items()}
+        wanted = {part: part.match(found) for part, found in saved.items()}
         return saved, wanted, self._targets(wanted, saved)
 
     def _read(
@@ -260,7 +260,7 @@ class TrainState:
                 "again"
             )
 
-    def _gather(self, *, may_be_on_meta: bool = False) -> list[Gathered]:
+    def _gather(self, *, may_be_on_meta: bool = False) -> list[GatheredEntry]:
         self._containers.check()
         plan, self._plan = self._plan, None  # when a part raises, the others have seen changes that no plan has
         gathered = [part.gather() for part in self._parts]
@@ -276,7 +276,7 @@ class TrainState:
                 )
         return gathered
 
-    def _own(self, gathered: Sequence[Gathered]) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
+    def _own(self, gathered: Sequence[GatheredEntry]) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
         """What this rank writes, and its live tensors, by component. Planned once: a plan stands until something
         moves."""
         if self._plan is None:
@@ -292,7 +292,7 @@ class TrainState:
             for component, (pieces, places) in self._plan.items()
         }
 
-    def _pieces(self, gathered: Sequence[Gathered]) -> list[LocalBox]:
+    def _pieces(self, gathered: Sequence[GatheredEntry]) -> list[LocalBox]:
         """Tied ones drawn together. A rank's own value is never tied to what one rank writes for all."""
         shared, own = [], []
         for part, found in zip(self._parts, gathered, strict=True):
@@ -330,7 +330,7 @@ class TrainState:
             saved[part] = SavedEntry(
                 {tensor.name: tensor for tensor in index.tensors if f"{tensor.name}.".startswith(f"{part.name}.")},
                 values,
-                apart=tuple(ranks.values()),
+                rank_values=tuple(ranks.values()),
                 place=there.get,
                 takes=selection.takes,
                 dtypes=dtypes,
@@ -418,7 +418,7 @@ def _give_memory(wanted: Mapping[StateEntry, Named]) -> None:
 def _finish(saved: Mapping[StateEntry, SavedEntry], wanted: Mapping[StateEntry, Named]) -> None:
     """Hand over what was not read in place, and prove that the live objects hold it all."""
     for part, tensors in wanted.items():
-        part.finish(saved[part], tensors)
+        part.load(saved[part], tensors)
     for part, tensors in wanted.items():
-        for name in part.lost(tensors):
+        for name in part.not_held(tensors):
             raise not_restored(name, "it was read, and the live object holds something else")
