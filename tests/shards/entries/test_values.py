@@ -379,7 +379,9 @@ def test_a_class_that_is_not_here_is_a_mismatch_and_nothing_is_changed(memory: S
     checkpoint = save_state(memory, {"early": {"best": best(7)}, "other": {"a": 1}})
     early, other = {"best": None}, {"a": 0}
 
-    with pytest.raises(StateMismatchError, match=r"early holds a tests\.shards\.entries\.test_values:local_classes.*Best"):
+    with pytest.raises(
+        StateMismatchError, match=r"early holds a tests\.shards\.entries\.test_values:local_classes.*Best"
+    ):
         TrainState({"early": early, "other": other}, rank=0, world_size=1).apply(checkpoint)
 
     assert (early, other) == ({"best": None}, {"a": 0})

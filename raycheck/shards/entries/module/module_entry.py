@@ -231,7 +231,7 @@ class ModuleEntry(StateEntry):
 
 
 def _refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor that nothing can be read into, and that would not report it."""
+    """Raise ConfigError for a tensor that cannot be read into, and where torch would not complain."""
     if isinstance(tensor, UninitializedTensorMixin):
         raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before it is restored")
     local = local_of(tensor)

@@ -17,8 +17,11 @@ class TensorLocations:
     """Fetches the tensors of a module and its children from the dictionaries that hold them."""
 
     def __init__(self, root: torch.nn.Module, plain: Callable[[str], str], prefix: str, names: Iterable[str]) -> None:
-        """names: the tensors to fetch, by `prefix` and the name that `plain` gives to a key. Raises LookupError for a
-        module whose state_dict() is more than parameters and buffers."""
+        """Find where the tensors `names` are kept. Raises LookupError when one is nowhere, and for a module whose
+        state_dict() gives more than parameters and buffers.
+
+        plain: returns the plain model's name for a key of the module. prefix: comes before it in `names`.
+        """
         places: dict[str, tuple[dict[str, Any], str]] = {}
         self._sizes: list[tuple[Sized, int]] = []
         self._attributes: list[dict[str, Any]] = []

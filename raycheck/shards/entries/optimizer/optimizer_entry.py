@@ -1,12 +1,12 @@
-"""Makes entries of optimizers in torch's form: state by the names of the parameters and not by their order.
+"""Makes entries of optimizers in torch's form, with state by the names of the parameters and not by their order.
 
-What is a tensor in a parameter's slots is saved as a tensor; all else is saved as values, in four keys (`VALUE_KEYS`
-and `own`). parameter_groups.py names the parameters, slot_allocation.py makes the tensors that a restore reads into,
-and exact_loading.py gives the result to the optimizer.
+Tensors in a parameter's slots are saved as tensors. All else is saved as values, under four keys (`VALUE_KEYS` and
+`own`). parameter_groups.py names the parameters, slot_allocation.py makes the tensors that a restore reads into,
+exact_loading.py gives the result to the optimizer, and slot_locations.py finds the slots again at the next save.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from raycheck.shards.entries.module.parameter_names import NamedParameters, Para
 from raycheck.shards.entries.optimizer.exact_loading import load_exactly, loads_as_torch
 from raycheck.shards.entries.optimizer.parameter_groups import ParameterGroups, join_ranks
 from raycheck.shards.entries.optimizer.slot_allocation import inner_tensor, slot_tensor
+from raycheck.shards.entries.optimizer.slot_locations import SlotLocations, is_plain
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_like
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.transfer.gather_cache import GatherCache
@@ -32,8 +33,6 @@ VALUE_KEYS = frozenset({"slots", "state", "other"})
 tensors, by parameter; and what state_dict() has beside "state". Newer ones also have `own`."""
 OWN = "own_state"
 """The key in the tree for what an optimizer keeps as a whole and not for one parameter."""
-_TORCH_STATE_DICT = Optimizer.state_dict
-_NO_SLOTS: Mapping[Any, Any] = {}
 
 
 class OptimizerEntry(StateEntry):
@@ -81,7 +80,7 @@ class OptimizerEntry(StateEntry):
         )
 
     def _gather_by_cache(self) -> GatheredEntry | None:
-        """Fetch the slots from where they were last, and the groups' options anew. Returns None when that may miss
+        """Fetch the slots from where they were last, and the groups' options anew. Returns None if that may miss
         something."""
         if self._last is None:
             return None
@@ -99,29 +98,19 @@ class OptimizerEntry(StateEntry):
         found = super().gather()
         self._last = None
         is_all_tensors = found.tensors and not (found.values["state"] or found.values["own"])
-        if is_all_tensors and _is_plain(self.optimizer):
+        if is_all_tensors and is_plain(self.optimizer):
             with suppress(LookupError):
-                self._last = GatherCache(found.tensors, self._fetcher(found.tensors)), replace(found, tensors={})
+                locations = SlotLocations(self.optimizer, self._live_slots(), found.tensors)
+                self._last = GatherCache(found.tensors, locations.fetch), replace(found, tensors={})
         return found
 
-    def _fetcher(self, names: Iterable[str]) -> Callable[[], list[Any]]:
-        """Returns a function that fetches the slots of these names. Raises LookupError when a name is no slot's."""
-        optimizer = self.optimizer
-        slots = {
-            self._slot_name(name, slot): (p, slot)
-            for name, p in self._groups.parameters.items()
-            for slot in optimizer.state.get(p, ())
+    def _live_slots(self) -> dict[str, tuple[torch.Tensor, Any]]:
+        """Returns the parameter and the key of every slot, by the slot's name."""
+        return {
+            self._slot_name(name, slot): (parameter, slot)
+            for name, parameter in self._groups.parameters.items()
+            for slot in self.optimizer.state.get(parameter, ())
         }
-        places = [slots[name] for name in names]
-
-        def fetch() -> list[Any]:
-            state = optimizer.state
-            is_simple = all(type(slots) is dict for slots in state.values()) and _is_plain(optimizer)
-            if not is_simple or sum(map(len, state.values())) != len(places):
-                raise LookupError("there are other slots now")
-            return [state.get(p, _NO_SLOTS)[slot] for p, slot in places]
-
-        return fetch
 
     def tree(self) -> dict[str, Any]:
         packed = self.optimizer.state_dict()
@@ -171,7 +160,7 @@ class OptimizerEntry(StateEntry):
         return wanted | self._match_inner_tensors(saved, values, shared)
 
     def _match_parameters(self, saved: SavedEntry, values: Any) -> set[str]:
-        """Returns the names of the parameters that are here and in the checkpoint, and records the others."""
+        """Record the parameters that only one side has, and return the names of the others."""
         here = set(self._groups.parameters)
         there = {name for group in values["other"]["param_groups"] for name in group["params"]}
         saved.missing += [f"{self.name}.state.{name}" for name in sorted(here - there)]
@@ -197,7 +186,7 @@ class OptimizerEntry(StateEntry):
         return wanted
 
     def _match_inner_tensors(self, saved: SavedEntry, values: Any, shared: set[str]) -> Named:
-        """Returns new tensors to read those into that were saved inside of values."""
+        """Make new tensors to read into, for those that were saved inside of values."""
         live: Named = {}
         with suppress(ConfigError):
             self.values(self.tree(), live)
@@ -218,10 +207,9 @@ class OptimizerEntry(StateEntry):
         parameters, in_modules = self._groups.parameters, self._groups.in_modules()
         strange = [name for name, p in parameters.items() if p not in in_modules and is_on_meta(p)]
         slots = [
-            self._slot_name(name, slot)
-            for name, p in parameters.items()
-            for slot, value in self.optimizer.state.get(p, _NO_SLOTS).items()
-            if isinstance(value, torch.Tensor) and is_on_meta(value)
+            name
+            for name, (parameter, slot) in self._live_slots().items()
+            if isinstance(value := self.optimizer.state[parameter][slot], torch.Tensor) and is_on_meta(value)
         ]
         return [
             *(f"{self.name}: {name} is on the meta device and in no module of the state; {ADVICE}" for name in strange),
@@ -311,9 +299,3 @@ def _text_by_slot(tree: Any) -> dict[Any, str]:
     """Returns the encoded value of each slot as text, in which 1, 1.0 and True are different."""
     pairs = next(iter(tree.values())) if next(iter(tree), "").startswith("$") else tree.items()
     return {slot: repr(item) for slot, item in pairs}
-
-
-def _is_plain(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer gives its state by torch's own state_dict, without hooks."""
-    hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001
-    return type(optimizer).state_dict is _TORCH_STATE_DICT and "state_dict" not in vars(optimizer) and not any(hooks)
