@@ -15,6 +15,7 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.shards.huggingface.export import export_hf
 from tests.support.hf_models import llama
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.s3_engines import by_s3fs_alone
 from tests.support.save_without_ray import restore_state, save_state
 
 ENGINES = ["memory", "file", "s3fs", "obstore", "gs"]
@@ -34,7 +35,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Stor
         return
     with fault_proxy(request.getfixturevalue("s3")) as proxy:
         store: Any = open_store(join_uri(proxy.uri, uuid4().hex))
-        yield store.through_s3fs if request.param == "s3fs" else store, proxy
+        yield by_s3fs_alone(store) if request.param == "s3fs" else store, proxy
 
 
 def global_states() -> tuple[Any, ...]:
