@@ -2,7 +2,7 @@
 
 It holds no truth. After its own death Ray starts it again with empty memory; the ranks repeat their reports until
 they are told an outcome, and the first call of the live group makes it take the attempt over. Every answer is an
-outcome, never a receipt. All rules are those of bucket/commit.py; this module only gathers and waits.
+outcome, never a receipt. All rules are those of bucket/protocol/; this module only gathers and waits.
 """
 
 import asyncio
@@ -13,13 +13,15 @@ from uuid import uuid4
 
 import ray
 
-from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.latest import COMMIT_BYTES, Entry
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
-from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.swap import Register
@@ -121,7 +123,7 @@ class Coordinator:
         await self._adopt(report.group)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._past, report)
-        if report.section is not None and not self._plans.knows(report.section):
+        if report.section is not None and not self._plans.remember(report.section):
             return Outcome(kind="pending", key=report.checkpoint, message="its plan is not known", wants_plan=True)
         if (claim := self._claims.get(report.group)) and claim.documents:  # a rank that comes so late reads them itself
             self._claims[report.group] = replace(claim, documents=[])
@@ -263,7 +265,7 @@ class Coordinator:
     def _claim(self, group: str, world_size: int) -> Claim:
         self._probe()
         before = self._register.read()
-        attempt, entry = protocol.claim(
+        attempt, entry = claims.claim(
             self._register, self._me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
         )
         past = before[0].attempts if before is not None else ()
@@ -282,7 +284,7 @@ class Coordinator:
         )
 
     def _take_over(self, group: str) -> int:
-        attempt = protocol.take_over(self._register, self._me, group=group)
+        attempt = claims.take_over(self._register, self._me, group=group)
         found = self._register.read()
         if found is not None:
             self._chronicle.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
@@ -362,6 +364,6 @@ class Coordinator:
     def _look(self, group: str) -> None:
         found = self._register.read()
         assert found is not None, "a group has claimed, so this process has seen latest"
-        protocol.check_current(self._register, found[0], self._me)
+        claims.check_current(self._register, found[0], self._me)
         if found[0].attempt.group != group:
             raise SupersededError(f"attempt {found[0].attempt.number} is live now")

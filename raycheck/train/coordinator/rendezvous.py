@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from raycheck.bucket.assembly.assemble import SAVE_ALIKE, Report
 from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings, agree
+from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError
