@@ -14,7 +14,8 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.values import decode
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.state_entry import ASSETS, HELD, OWN_ENTRIES
+from raycheck.shards.entries.object_entry import HELD
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection, corrupt_if_odd
 
 _OWN_FORMS = ({"extra", "flattened"}, {"slots", "state", "other"}, {"slots", "state", "other", "own"})
