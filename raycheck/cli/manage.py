@@ -63,7 +63,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     without it they stay. The head and pinned checkpoints always stay. A running training goes on.
     """
     register = Register(open_store(uri, settings_of(storage)))
-    body, got = register.look()
+    body, got = register.read_existing()
     rules = Retention(
         keep_last=keep_last,
         keep_every_steps=keep_every_steps,
