@@ -179,8 +179,8 @@ def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _details(checkpoint: Checkpoint) -> dict[str, Any]:
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest, values=False)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest, values=False)
     return {
         "epoch": manifest.epoch,
         "samples": manifest.samples,

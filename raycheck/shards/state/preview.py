@@ -80,8 +80,8 @@ class Preview:
         cls, checkpoint: Checkpoint, selection: Selection, *, attempt: int, rank: int, refused: tuple[str, ...]
     ) -> "Preview":
         """What a checkpoint has for this rank. Raises DamagedError, CorruptError, or NotFoundError when evicted."""
-        manifest = checkpoint.manifest()
-        index = checkpoint.index(manifest)
+        manifest = checkpoint.read_manifest()
+        index = checkpoint.read_index(manifest)
         with corrupt_if_odd(checkpoint.entry.key):
             progress = Progress.of(index.values["progress"])
             trees = _trees(index, rank)

@@ -167,8 +167,8 @@ class TrainState:
         not be trained on before another checkpoint is applied; SupersededError when that one leaves some of it.
         """
         with errors_on_all_ranks(self._world_size if share else 1):
-            manifest = checkpoint.manifest()
-            index = checkpoint.index(manifest)
+            manifest = checkpoint.read_manifest()
+            index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
                 selection = EVERYTHING
             match = self._match(checkpoint.entry.key, index, selection, strict=strict, cast=cast)

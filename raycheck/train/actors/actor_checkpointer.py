@@ -29,7 +29,7 @@ from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.storage_settings import StorageSettings
 from raycheck.train.actors.actor_rank import RankDecision, hear, join, leave, node_of, restore
 from raycheck.train.actors.actor_state import RemoteState
-from raycheck.train.coordinator.rendezvous import OnCorrupt
+from raycheck.train.coordinator.messages import OnCorrupt
 from raycheck.train.fit import checked_resume
 from raycheck.train.group import Group, same, start_coordinator
 from raycheck.train.log import logger, show_log

@@ -192,7 +192,7 @@ def test_a_parameter_group_may_be_added_later(memory: Store, is_new_layer: bool)
     backward(two, 2, start=4, after=step_all(theirs))
     assert_same(two, theirs, one, ours)
     assert f"optimizer.state.{len(one) - 1}.weight.exp_avg" in {
-        t.name for t in checkpoint.index(checkpoint.manifest()).tensors
+        t.name for t in checkpoint.read_index(checkpoint.read_manifest()).tensors
     }
 
 

@@ -361,7 +361,7 @@ def test_a_subclass_that_cannot_be_taken_apart_is_refused_by_its_path(kind: str,
 
 
 def names_of(checkpoint: Checkpoint) -> set[str]:
-    return {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
+    return {tensor.name for tensor in checkpoint.read_index(checkpoint.read_manifest()).tensors}
 
 
 def assert_equal(found: State, expected: State) -> None:

@@ -286,5 +286,5 @@ def test_experts_of_each_rank_are_kept_beside_a_router_that_is_written_once(memo
 
 def payload_bytes(checkpoint: Checkpoint) -> int:
     """Of distinct records: a tied tensor's second name has the same one."""
-    chunks = checkpoint.index(checkpoint.manifest()).chunks
+    chunks = checkpoint.read_index(checkpoint.read_manifest()).chunks
     return sum({(chunk.rank, chunk.record_offset): chunk.payload_size for chunk in chunks}.values())

@@ -302,7 +302,7 @@ def test_a_shard_with_nothing_in_it_is_an_empty_object(store: Store):
     checkpoint = save(store, staged)
     restore_state(checkpoint, {"model": target})
 
-    assert [shard.size_bytes for shard in checkpoint.manifest().components[0].shards][1:] == [0, 0]
+    assert [shard.size_bytes for shard in checkpoint.read_manifest().components[0].shards][1:] == [0, 0]
     assert torch.equal(target.weight, model.weight)
 
 
@@ -331,7 +331,7 @@ def test_a_restore_runs_no_pickle_from_the_bucket(store: Store, tmp_path: Path):
     state = {"model": nn.Linear(3, 2), "scheduler": Noted(1)}
     target = {"model": nn.Linear(3, 2), "scheduler": Noted(2)}
     checkpoint = save_state(store, state)
-    index = checkpoint.index(checkpoint.manifest())
+    index = checkpoint.read_index(checkpoint.read_manifest())
     marker = tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(marker))
     metadata_key = keys.metadata_key(checkpoint.entry.key, TRAIN)
