@@ -55,7 +55,7 @@ class Retention:
 
     @property
     def metric(self) -> str | None:
-        """The metric by which keep_best chooses; `latest` must repeat it for later decisions."""
+        """Returns the metric by which keep_best chooses; `latest` repeats it, since later decisions need it."""
         return self.keep_best[0] if self.keep_best else None
 
 
@@ -138,13 +138,13 @@ class ExportSettings:
 
     @property
     def options(self) -> ExportOptions:
-        """What each exported directory holds."""
+        """Returns the fields that say what each exported directory holds."""
         shared = {spec.name for spec in fields(ExportOptions)} & {spec.name for spec in fields(self)}
         return ExportOptions(**{name: getattr(self, name) for name in shared})
 
     @property
     def without_triggers(self) -> "ExportSettings":
-        """These settings without triggers, for a rank that is told when to export."""
+        """Returns these settings without triggers, for a rank that is told when to export."""
         return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
 
 
@@ -251,12 +251,12 @@ class SaveSettings:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The settings that differ from their defaults, as text."""
+        """Returns the settings that differ from their defaults, as text."""
         return _chosen(self)
 
     @property
     def step_trigger(self) -> int | None:
-        """Steps between two saves: `every_steps`, or its default, which depends on the other triggers."""
+        """Returns the steps between two saves: `every_steps`, or its default, which depends on the other triggers."""
         if self.every_steps != "default":
             return self.every_steps
         others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead, self.when)
@@ -264,7 +264,7 @@ class SaveSettings:
 
     @property
     def without_triggers(self) -> "SaveSettings":
-        """These settings without triggers, for a rank that is told when to save."""
+        """Returns these settings without triggers, for a rank that is told when to save."""
         return replace(
             self,
             every_steps=None,
@@ -283,7 +283,7 @@ class SaveSettings:
 
     @property
     def retention(self) -> Retention:
-        """The rules by which checkpoints stay."""
+        """Returns the rules by which checkpoints stay."""
         return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
 
 
