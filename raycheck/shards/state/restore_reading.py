@@ -45,7 +45,7 @@ def read_tensors(
         _synchronize(boxes)
         return fetched + read_again(overlapping(boxes), read)
     except NotFoundError as error:
-        raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
+        raise missing_error(checkpoint.store, checkpoint.entry.key, str(error)) from None
 
 
 def load_objects(match: CheckpointMatch) -> None:

@@ -145,12 +145,6 @@ class _ExportJob:
             return open_store(to or self.uri)
         return open_store(to, parse_uri(to).said.over(parse_uri(self.uri).said))
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of `plan`."""
-        names = ("entry", "files", "merge_lora", "dtype", "max_shard_bytes")
-        return {name: getattr(self.settings, name) for name in names}
-
     def is_done(self) -> bool:
         dest = self.dest
         for last in object_keys.EXPORT_ENDS:
@@ -164,32 +158,32 @@ class _ExportJob:
 def _export(job: _ExportJob) -> int:
     """Have others write the files, then write what makes a model of them. Returns bytes."""
     from raycheck.shards.huggingface.export import (  # torch, which a coordinator needs nowhere else
-        Planned,
+        ExportFiles,
         export_hf,
         write_all,
     )
 
-    def write(planned: Planned, store: Store, place: str) -> Mapping[str, int]:
-        hands = _dealt(planned.sizes, _spread(job.nodes)[: len(planned.heads)])
+    def write(files: ExportFiles, store: Store, place: str) -> Mapping[str, int]:
+        hands = _dealt(files.sizes, _spread(job.nodes)[: len(files.heads)])
         if len(hands) == 1:
-            return write_all(planned, store, place)
-        writing = [_on(node, _write).remote(job, files) for node, files in hands]
+            return write_all(files, store, place)
+        writing = [_on(node, _write).remote(job, names) for node, names in hands]
         ray.wait(writing, num_returns=len(writing))  # when one has failed, the others do not go on unseen
         written = {file: size for part in results(writing) for file, size in part.items()}
         for file, size in written.items():
             _check_there(store, object_keys.export_key(place, file), size)
         return written
 
-    told = {"prefix": job.prefix, "write": write, "by_training": True, **job.options}
-    return export_hf(job.checkpoint, job.dest, **told).size_bytes
+    options = job.settings.options
+    return export_hf(job.checkpoint, job.dest, options, prefix=job.prefix, write=write, by_training=True).size_bytes
 
 
 @ray.remote(num_cpus=0)
 def _write(job: _ExportJob, files: Sequence[str]) -> Mapping[str, int]:
     """Write some of the files. What they hold follows from the checkpoint, and need not be sent."""
-    from raycheck.shards.huggingface.export import plan
+    from raycheck.shards.huggingface.export import lay_out
 
-    return plan(job.checkpoint, **job.options).write(job.dest, job.prefix, files)
+    return lay_out(job.checkpoint, job.settings.options).write(job.dest, job.prefix, files)
 
 
 def _check_there(store: Store, key: str, size: int) -> None:
