@@ -21,6 +21,7 @@ from raycheck.train.coordinator.actor import Coordinator
 from raycheck.train.coordinator.messages import Pending
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.calls import call, this_node
+from raycheck.train.ray_api.controller_callbacks import guard_from_fit, guard_this_run
 from raycheck.train.ray_api.run_location import run_uri
 
 RETRY_PAUSE_S = 0.5
@@ -60,7 +61,7 @@ class Group:
                 "not inside a Ray Train worker (num_workers=0 has none): start it with raycheck.fit(trainer), or give "
                 "Checkpointer(..., group=raycheck.Group(...))"
             )
-        guard = train_context.guard_from_fit()
+        guard = guard_from_fit()
         uri = guard.uri if guard and guard.uri else run_uri(train_context.run_config())
         rank, world_size = train_context.rank_and_world_size()
         coordinator = guard.coordinator if guard else None
@@ -68,7 +69,7 @@ class Group:
         if rank == 0:
             group = uuid4().hex[:16]
             if coordinator is None:
-                train_context.guard_this_run()
+                guard_this_run()
                 owner = train_context.train_run_id()[:16]  # one per trainer.fit(), the same over its restarts
                 coordinator = start_coordinator(uri, owner=owner, suffix=f":{group}")
             mine = (group, coordinator)
