@@ -247,8 +247,8 @@ def read_whole(store: Store, entry: Entry) -> Manifest:
     """A reader with a checkpoint open, one object after another (step 25). Raises NotFoundError when it was evicted
     meanwhile, CorruptError on damage."""
     checkpoint = Checkpoint(store, entry)
-    manifest = checkpoint.manifest()
-    checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    checkpoint.read_index(manifest)
     for key, record in manifest.objects():
         try:
             data = store.get(key).data
