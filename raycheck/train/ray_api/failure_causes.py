@@ -1,4 +1,4 @@
-"""What Ray's errors say of the ranks: what happened to each, which error ends the run, and which is a plain mistake.
+"""Reads Ray's errors: what happened to each rank, which error ends the run, and which is a mistake of the program.
 
 Ray wraps the error of a worker several times, differently from release to release; the names of its attributes
 (`_base_exc`, `health_check_failure`, `worker_failures`) are known here only.

@@ -1,4 +1,4 @@
-"""What a worker knows and says through Ray Train: its rank, its run, the datasets, preemption notices, and reports.
+"""Asks Ray Train what a worker knows (its rank, run, datasets, preemption notices), and reports checkpoints to it.
 
 Each function works on the oldest and the newest supported Ray, and detects what this Ray has.
 """

@@ -1,4 +1,4 @@
-"""What the driver checks and repairs of a Ray trainer before it starts one, and after its controller died."""
+"""Checks and repairs a Ray trainer's configuration before it starts, and cleans up after its controller died."""
 
 from typing import Any
 
