@@ -112,14 +112,14 @@ def read_latest(store: Store) -> Latest:
     try:
         return read_document(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)[0]
     except NotFoundError:
-        raise no_run(store) from None
+        raise no_run_error(store) from None
 
 
-def no_run(store: Store) -> NotFoundError:
+def no_run_error(store: Store) -> NotFoundError:
     """The error for a missing `latest`, which also says whether checkpoints lie there without it."""
     names: list[CheckpointName] = []
     with suppress(StoreError):  # who may not list is told the rest
-        names = directories(store)
+        names = list_directories(store)
     if names:
         return NotFoundError(
             f"{store.uri}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
@@ -129,7 +129,7 @@ def no_run(store: Store) -> NotFoundError:
     return NotFoundError(f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name")
 
 
-def directories(store: Store) -> list[CheckpointName]:
+def list_directories(store: Store) -> list[CheckpointName]:
     """The checkpoints that have a directory, listed by `latest` or not, in the order of their saves."""
     return sorted(
         name for text in store.list_names(object_keys.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(text))
@@ -140,12 +140,12 @@ def _get_live(store: Store, name: str, key: str, max_bytes: int) -> bytes:
     try:
         return store.get(key, max_bytes).data
     except NotFoundError:
-        raise missing(store, name, key) from None
+        raise missing_error(store, name, key) from None
     except CorruptError as error:
         raise DamagedError(str(error)) from None
 
 
-def missing(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
+def missing_error(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
     """Step 25: what it means that `key` of checkpoint `name` is not there: dropped meanwhile, or damage."""
     if read_latest(store).entry(name) is None:
         return NotFoundError(f"{store.uri}: checkpoint {name} was dropped by retention; open the run again")

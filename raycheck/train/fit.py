@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, Result, TrainingFailedError
 
-from raycheck.bucket.protocol.commit import check_resume
+from raycheck.bucket.protocol.claim import check_resume
 from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store

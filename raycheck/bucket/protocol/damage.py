@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.commit import Identity, check_current
+from raycheck.bucket.protocol.claim import Identity, check_current
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import DamagedError, SupersededError
 

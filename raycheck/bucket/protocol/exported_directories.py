@@ -69,7 +69,7 @@ class ExportedDirectory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportVerdict:
+class ExportDecision:
     """What becomes of a directory, and why."""
 
     directory: ExportedDirectory
@@ -91,7 +91,7 @@ def find_exports(store: Store, prefix: str) -> tuple[ExportedDirectory, ...]:
     return tuple(found)
 
 
-def judge_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last: int) -> tuple[ExportVerdict, ...]:
+def decide_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last: int) -> tuple[ExportDecision, ...]:
     """One verdict per directory. Those of the newest so many checkpoints of the run stay, and all that is not proven to
     be one of its own, whole and unchanged."""
     doubts = [_doubt(directory, body) for directory in found]
@@ -108,8 +108,8 @@ def judge_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last
 
 
 def prune_exports(store: Store, prefix: str, body: Latest, *, keep_last: int) -> tuple[str, ...]:
-    """Delete what `judge_exports` lets go; returns the places. body: `latest` of the run, read before."""
-    verdicts = judge_exports(find_exports(store, prefix), body, keep_last=keep_last)
+    """Delete what `decide_exports` lets go; returns the places. body: `latest` of the run, read before."""
+    verdicts = decide_exports(find_exports(store, prefix), body, keep_last=keep_last)
     going = [verdict.directory for verdict in verdicts if not verdict.is_kept]
     return tuple(directory.place for directory in going if _delete(store, directory))
 
@@ -131,17 +131,17 @@ def check_not_being_pruned(store: Store, place: str) -> None:
 
 def _verdict(
     directory: ExportedDirectory, doubt: str | None, newest: set[CheckpointName], pinned: set[str], keep_last: int
-) -> ExportVerdict:
+) -> ExportDecision:
     record = directory.record
     if record is None or doubt is not None:
-        return ExportVerdict(directory=directory, is_kept=True, reason=doubt or "not proven to be raycheck's")
+        return ExportDecision(directory=directory, is_kept=True, reason=doubt or "not proven to be raycheck's")
     if record.is_pruned:
-        return ExportVerdict(directory=directory, is_kept=False, reason="an earlier prune did not end")
+        return ExportDecision(directory=directory, is_kept=False, reason="an earlier prune did not end")
     if record.checkpoint in pinned:
-        return ExportVerdict(directory=directory, is_kept=True, reason="its checkpoint is pinned")
+        return ExportDecision(directory=directory, is_kept=True, reason="its checkpoint is pinned")
     if record.name in newest:
-        return ExportVerdict(directory=directory, is_kept=True, reason=f"among the newest {keep_last}")
-    return ExportVerdict(directory=directory, is_kept=False, reason=f"not among the newest {keep_last}")
+        return ExportDecision(directory=directory, is_kept=True, reason=f"among the newest {keep_last}")
+    return ExportDecision(directory=directory, is_kept=False, reason=f"not among the newest {keep_last}")
 
 
 def _doubt(directory: ExportedDirectory, body: Latest) -> str | None:

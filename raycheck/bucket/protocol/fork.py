@@ -12,9 +12,9 @@ from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.swap import Register, lost
-from raycheck.bucket.protocol.verified_copy import copy_object
-from raycheck.bucket.reading import Checkpoint, directories, read_latest
+from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.protocol.write_once import copy_object
+from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError
 
@@ -29,9 +29,9 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
 
     def look() -> tuple[Latest | None, list[CheckpointName]]:
         there = register.read()
-        ours = directories(target)
+        ours = list_directories(target)
         if there is None and ours and ours[-1].attempt > 0:
-            raise lost(target.uri, f"is gone, but there is {ours[-1]}")
+            raise lost_error(target.uri, f"is gone, but there is {ours[-1]}")
         return (there[0] if there else None), ours
 
     there, ours = again_if_corrupt(look)

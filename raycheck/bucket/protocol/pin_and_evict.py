@@ -7,7 +7,7 @@ goes on undisturbed: its next commit is computed afresh from the changed body. A
 from dataclasses import replace
 
 from raycheck.bucket.format.latest import Evicted, Latest
-from raycheck.bucket.protocol.retention import dropped
+from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import NotFoundError
 from raycheck.settings import Retention
@@ -32,13 +32,13 @@ def evict(register: Register, rules: Retention) -> Latest:
     """Step 19, outside of a commit: move what no rule keeps to `evicted`, for ever."""
 
     def change(body: Latest, now: float) -> Latest | None:
-        new = without(body, dropped(body, rules, now=now), now=now)
+        new = with_evicted(body, dropped_keys(body, rules, now=now), now=now)
         return None if new == body else new
 
     return register.edit(change, what="eviction")
 
 
-def without(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
+def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
     """`body` with the live entries `keys` evicted. What only they referred to is evicted anew: a reader of theirs has
     the whole grace for it."""
     new = replace(body, live=tuple(entry for entry in body.live if entry.key not in keys))

@@ -17,9 +17,9 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
-from raycheck.bucket.protocol.retention import judge
-from raycheck.bucket.protocol.swap import Register, lost
-from raycheck.bucket.reading import directories, read_latest
+from raycheck.bucket.protocol.retention import decide_retention
+from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.reading import list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
 from raycheck.errors import CorruptError, StoreError
@@ -78,7 +78,7 @@ def prune(
 def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Deletion, ...]:
     """What `prune` would delete now or after the grace. Writes nothing."""
     body, got = register.look()
-    verdicts = judge(body, rules, now=got.at)
+    verdicts = decide_retention(body, rules, now=got.at)
     held = {name for item in verdicts if item.is_kept for name in (item.entry.key, *item.entry.refs)}
     due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
     due += [(item.entry.key, item.reason, grace_s) for item in verdicts if not item.is_kept]
@@ -127,10 +127,10 @@ def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Up
     uploads = _uploads(store)
 
     def look() -> tuple[list[CheckpointName], Latest]:
-        names = directories(store)
+        names = list_directories(store)
         body = read_latest(store)
-        if names and not body.knows(names[-1]):
-            raise lost(store.uri, f"does not know the checkpoint {names[-1]}")
+        if names and not body.has_answered(names[-1]):
+            raise lost_error(store.uri, f"does not know the checkpoint {names[-1]}")
         return names, body
 
     names, body = again_if_corrupt(look)

@@ -29,7 +29,7 @@ from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.rewind import by_hand
-from raycheck.bucket.reading import Checkpoint, directories
+from raycheck.bucket.reading import Checkpoint, list_directories
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
@@ -51,9 +51,9 @@ def repair(store: Store) -> Repaired:
     when somebody wrote it meanwhile.
     """
     old, got = _old(store)
-    one, other = set(directories(store)), set(directories(store))  # a name could have been changed on its way
+    one, other = set(list_directories(store)), set(list_directories(store))  # a name could have been changed on its way
     names = sorted(one | other)
-    if old is not None and all(old.knows(name) for name in one & other) and _has_its_head(store, old):
+    if old is not None and all(old.has_answered(name) for name in one & other) and _has_its_head(store, old):
         raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
     live: list[Entry] = []

@@ -24,7 +24,7 @@ class KeepDecision:
     reason: str
 
 
-def judge(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
+def decide_retention(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
     """One verdict per live entry, in their order. now: bucket time, for what expires. Damaged ones take nobody's place:
     they stay for as long as they are pinned."""
     protected = dict(_protected(body))
@@ -34,9 +34,9 @@ def judge(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, 
     return tuple(_verdict(entry, protected, kept, now) for entry in body.live)
 
 
-def dropped(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
+def dropped_keys(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
     """The keys to evict."""
-    return tuple(verdict.entry.key for verdict in judge(body, rules, now=now) if not verdict.is_kept)
+    return tuple(verdict.entry.key for verdict in decide_retention(body, rules, now=now) if not verdict.is_kept)
 
 
 def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> KeepDecision:

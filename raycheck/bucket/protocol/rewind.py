@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from raycheck.bucket.attempt_records import record_end
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Latest
-from raycheck.bucket.protocol.commit import refuse_lost
+from raycheck.bucket.protocol.claim import refuse_lost
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import DamagedError, NotFoundError

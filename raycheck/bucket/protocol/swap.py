@@ -13,7 +13,7 @@ from dataclasses import replace
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_BYTES, Latest, dump_latest, load_latest
-from raycheck.bucket.reading import no_run
+from raycheck.bucket.reading import no_run_error
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
 
@@ -46,14 +46,14 @@ class Register:
             got = self.store.get(object_keys.LATEST_KEY, MAX_BYTES)
         except NotFoundError:
             if seen[1]:
-                raise lost(self.store.uri, "is gone") from None
+                raise lost_error(self.store.uri, "is gone") from None
             return None
         body = load_latest(got.data, what=f"{self.store.uri}: latest")
         now = (body.attempt.number, body.counter)
         if now[0] < seen[0] or now[1] < seen[1]:
-            raise lost(self.store.uri, f"went back to attempt {now[0]}, write {now[1]}")
+            raise lost_error(self.store.uri, f"went back to attempt {now[0]}, write {now[1]}")
         if self._run_id not in (None, body.run_id):
-            raise lost(self.store.uri, f"is that of another run ({body.run_id}, not {self._run_id})")
+            raise lost_error(self.store.uri, f"is that of another run ({body.run_id}, not {self._run_id})")
         self._run_id = body.run_id
         self._seen = max(self._seen, now)
         return body, got
@@ -62,7 +62,7 @@ class Register:
         """`read`, of a run that must be there. Raises NotFoundError when it is not."""
         found = self.read()
         if found is None:
-            raise no_run(self.store)
+            raise no_run_error(self.store)
         return found
 
     def swap(self, decide: Decide, *, what: str) -> Latest:
@@ -100,7 +100,7 @@ class Register:
 
         def decide(body: Latest | None, now: float) -> Latest | None:
             if body is None:
-                raise no_run(self.store)
+                raise no_run_error(self.store)
             return change(body, now)
 
         return self.swap(decide, what=what)
@@ -120,7 +120,7 @@ class _NotSwappedError(Exception):
     """The condition was refused: by a rival's write, or by our own repeated one."""
 
 
-def lost(uri: str, what: str) -> CorruptError:
+def lost_error(uri: str, what: str) -> CorruptError:
     """The error for a `latest` that is not what it must be. Restarting would not bring it back."""
     return CorruptError(
         f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "

@@ -13,8 +13,8 @@ from typing import Any, Unpack
 
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, export_key
-from raycheck.bucket.protocol.commit import put_once
 from raycheck.bucket.protocol.exported_directories import ExportRecord, check_not_being_pruned
+from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import join_uri

@@ -16,7 +16,7 @@ from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings
 from raycheck.bucket.format.index import Index, places
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.reading import Checkpoint, missing
+from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.errors import ConfigError, NotFoundError, StoreError, SupersededError
 from raycheck.shards.entries.hf_assets import CONFIG, assets_of
 from raycheck.shards.entries.make_entries import Containers, make_entries, objects_by_name
@@ -249,7 +249,7 @@ class TrainState:
             _synchronize(pieces)
             return fetched + read_again(overlapping(pieces), read)
         except NotFoundError as error:
-            raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
+            raise missing_error(checkpoint.store, checkpoint.entry.key, str(error)) from None
 
     def _refuse_leftovers(self, key: str, touched: set[str]) -> None:
         """What an earlier restore of this process has changed must be restored again, else it would be trained on."""

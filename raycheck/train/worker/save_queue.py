@@ -12,8 +12,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from raycheck.bucket.assembly.assemble import Report
 from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.progress import Progress

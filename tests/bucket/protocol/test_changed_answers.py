@@ -21,7 +21,7 @@ from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.verified_copy import copy_object
+from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Got, Listed, Store, open_store, retry
 from raycheck.bucket.store.address import join_uri

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.assemble import assemble
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError

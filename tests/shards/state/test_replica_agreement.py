@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, HeldBoxes, Holdings, agree
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
