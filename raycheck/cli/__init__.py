@@ -14,6 +14,7 @@ from rich.table import Table
 import raycheck
 from raycheck.cli.bench.command import COMMANDS as MEASURING
 from raycheck.cli.browse import COMMANDS as LOOKING
+from raycheck.cli.docs import COMMANDS as READING
 from raycheck.cli.manage import COMMANDS as KEEPING
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of, size, with_flags
 from raycheck.cli.submit_command import COMMANDS as SUBMITTING
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in LOOKING + KEEPING + MEASURING + SUBMITTING + WATCHING:
+for command in LOOKING + KEEPING + MEASURING + SUBMITTING + WATCHING + READING:
     app.command()(with_flags(command))
 
 
