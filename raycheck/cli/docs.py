@@ -11,7 +11,17 @@ from rich.table import Table
 from raycheck.cli.options import Text, out
 from raycheck.errors import ConfigError
 
-FIRST = ("training", "restoring", "storage", "huggingface", "failures", "preemption", "actors", "command-line", "limits")
+FIRST = (
+    "training",
+    "restoring",
+    "storage",
+    "huggingface",
+    "failures",
+    "preemption",
+    "actors",
+    "command-line",
+    "limits",
+)
 """The guides for users, in the order in which one reads them. Those for developers follow, by name."""
 MAX_WIDTH = 120
 
