@@ -6,7 +6,9 @@ import inspect
 import re
 import tomllib
 from dataclasses import fields
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 from typing import Any
 
 import pytest
@@ -216,6 +218,21 @@ def test_every_path_that_a_text_names_exists(path: Path) -> None:
         assert (path.parent / link).exists(), link
 
 
+def test_every_module_that_a_docstring_or_a_comment_names_exists() -> None:
+    """By its place in the package or in tests/, or by its bare name."""
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    names = {path.name for path in files}
+    missing = []
+    for path in [*files, PACKAGE / "bucket/FORMAT.md"]:
+        for text in words_of(path):
+            for name in re.findall(r"(?<![\w./*])((?:\w+/)*[a-z_]\w*\.py)\b", text):
+                is_there = any((base / name).exists() for base in (ROOT, PACKAGE, ROOT / "tests", path.parent))
+                if not is_there and name not in names | {"train.py", "script.py"}:
+                    missing.append(f"{path.relative_to(ROOT)}: {name}")
+
+    assert missing == []
+
+
 @each_text
 def test_every_name_is_in_the_file_that_a_text_says(path: Path) -> None:
     for name, file in re.findall(r"`([\w.]+)`(?:\(\))?\s+in\s+`([\w/]+\.py)`", prose(path)):
@@ -290,6 +307,16 @@ def test_every_setting_error_and_public_name_is_in_a_guide() -> None:
 
     for name in (*raycheck.__all__, *(field.name for kind in settings for field in fields(kind))):
         assert re.search(rf"\b{name}\b", text), f"no guide names {name}"
+
+
+def words_of(path: Path) -> list[str]:
+    """What a file says to people: a module's docstrings and comments, or a whole text."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return [text]
+    lone = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    comments = [token.string for token in generate_tokens(StringIO(text).readline) if token.type == COMMENT]
+    return [*comments, *(str(node.value) for node in lone if isinstance(node, ast.Constant))]
 
 
 def command_line() -> Any:
