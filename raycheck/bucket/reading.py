@@ -62,7 +62,7 @@ class Checkpoint:
         manifest, index = (_get_live(self.store, self.entry.key, key, bound) for key, bound in keys.items())
         return Documents(manifest=manifest, index=index)
 
-    def manifest(self) -> Manifest:
+    def read_manifest(self) -> Manifest:
         """Read and checked against the checksum in `latest`. Raises DamagedError, or NotFoundError when evicted."""
         key = object_keys.manifest_key(self.entry.key)
         handed = self.documents.manifest if self.documents else None
@@ -72,7 +72,7 @@ class Checkpoint:
             raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
         return manifest
 
-    def index(self, manifest: Manifest, *, values: bool = True) -> Index:
+    def read_index(self, manifest: Manifest, *, values: bool = True) -> Index:
         """Read and checked against size and checksum in the manifest. values: False leaves them out."""
         key = object_keys.index_key(self.entry.key)
         handed = self.documents.index if self.documents else None
@@ -87,8 +87,8 @@ class Checkpoint:
         return verify(
             self.store,
             self.entry.key,
-            read_manifest=self.manifest,
-            read_index=partial(self.index, values=False),
+            read_manifest=self.read_manifest,
+            read_index=partial(self.read_index, values=False),
             reads=reads,
         )
 

@@ -29,7 +29,7 @@ def assert_invariants(store: Store, before: Latest | None = None) -> Latest | No
     for checkpoint in (Checkpoint(store, entry) for entry in body.live if not entry.damaged):
         bad = [finding for finding in checkpoint.verify() if finding.problem]
         assert not bad, f"I1, I3: {bad}"
-        assert_manifest(checkpoint.manifest(), checkpoint.entry, body)
+        assert_manifest(checkpoint.read_manifest(), checkpoint.entry, body)
     assert_body(body)
     if before is not None:
         assert_went_on(before, body)

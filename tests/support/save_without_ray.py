@@ -116,9 +116,9 @@ def save(
 
 def agreed(states: Sequence[TrainState]) -> Sequence[TrainState]:
     """The ranks of this process after they have agreed on who writes what."""
-    agreement = agree([state.holdings() for state in states])
+    agreement = agree([state.replica_checksums() for state in states])
     for state in states:
-        state.settle(agreement)
+        state.use_agreement(agreement)
     return states
 
 

@@ -161,7 +161,7 @@ def _is_in_head(store: Store, component: Component, plans: PlanCache) -> bool:
         return True
     body = read_latest(store)
     head = body.entry(body.head or "")
-    return head is not None and component in Checkpoint(store, head).manifest().components
+    return head is not None and component in Checkpoint(store, head).read_manifest().components
 
 
 def _put(store: Store, key: str, data: bytes) -> None:

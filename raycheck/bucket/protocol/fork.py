@@ -84,7 +84,7 @@ def _born(entry: Entry, manifest: Manifest, *, run_id: str, now: float) -> Lates
 
 
 def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manifest:
-    old = checkpoint.manifest()
+    old = checkpoint.read_manifest()
     new = replace(
         old,
         key=str(name),

@@ -159,7 +159,7 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
     )
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")
-    Checkpoint(store, entry).manifest()
+    Checkpoint(store, entry).read_manifest()
     return entry, got.at
 
 

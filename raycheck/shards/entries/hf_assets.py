@@ -17,8 +17,9 @@ import torch
 
 from raycheck.bucket.format.object_keys import EXPORT_ENDS
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.parameter_names import plain_names, unwrapped
-from raycheck.shards.entries.state_entry import Named, SavedEntry, StateEntry
+from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
+from raycheck.shards.entries.saved_entry import Named, SavedEntry
+from raycheck.shards.entries.state_entry import StateEntry
 
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", EXPORT_ENDS[1]
 FACTS = "raycheck.json"
@@ -99,11 +100,11 @@ class FilesEntry(StateEntry):
         tensors.clear()
         return self.encode(tree, self.name, tensors)
 
-    def prepare(self, saved: SavedEntry) -> Named:
+    def match(self, saved: SavedEntry) -> Named:
         del saved
         return {}
 
-    def finish(self, saved: SavedEntry, tensors: Named) -> None:
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
         del saved, tensors
 
 

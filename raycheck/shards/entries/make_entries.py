@@ -8,33 +8,39 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.generator_entry import GeneratorState, is_generator
 from raycheck.shards.entries.hf_assets import FilesEntry, has_files
-from raycheck.shards.entries.loader_entry import LoaderEntry, is_loader
 from raycheck.shards.entries.metric_entry import MetricsEntry, is_metrics, refuse_metrics_inside
-from raycheck.shards.entries.module_entry import ModuleEntry
-from raycheck.shards.entries.optimizer_entry import OptimizerEntry
-from raycheck.shards.entries.parameter_names import NamedParameters, ParameterNames, parameter_names
-from raycheck.shards.entries.per_rank_entry import PerRank, PerRankEntry
+from raycheck.shards.entries.module.module_entry import ModuleEntry
+from raycheck.shards.entries.module.parameter_names import NamedParameters, ParameterNames, parameter_names
+from raycheck.shards.entries.object_entry import ObjectEntry
+from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
+from raycheck.shards.entries.per_rank_entries import (
+    LoaderEntry,
+    PerRank,
+    PerRankEntry,
+    RankZero,
+    RankZeroEntry,
+    is_loader,
+)
 from raycheck.shards.entries.plain_value_entry import HeldValue, InPlace, PlainValueEntry, is_container
-from raycheck.shards.entries.rank_zero_entry import RankZero, RankZeroEntry
-from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, ObjectEntry, StateEntry
+from raycheck.shards.entries.random_generators import GeneratorState, is_generator
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, StateEntry
 from raycheck.shards.entries.wrappers import unwrapped
 from raycheck.shards.transfer.stock_torch_names import StockNames
 
 
-def entries_of(state: Mapping[str, object]) -> dict[str, object]:
+def objects_by_name(state: Mapping[str, object]) -> dict[str, object]:
     """The state by entry; a dict or list of entries becomes entries with dotted names ("optimizer.0"). A dict of plain
     values is an entry itself; any other plain value is one where it stands. Known wrappers are taken off."""
     entries: dict[str, object] = {}
     for name, value in _entries(state):
         if name in entries:
-            raise ConfigError(f"state[{name!r}]: two entries have this one name")
+            raise ConfigError(f"state[{name!r}]: two entries have this name")
         entries[name] = value
     return entries
 
 
-class Given(Mapping[str, object]):
+class ChainedState(Mapping[str, object]):
     """The entries of a state from several mappings, each still held by the one in which the caller gave it."""
 
     def __init__(self, *sources: Mapping[str, object]) -> None:
@@ -112,7 +118,7 @@ def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             raise ConfigError(
                 f"state[{name!r}]: use a plain name; {', '.join((*OWN_ENTRIES, ASSETS))} are raycheck's own"
             )
-        yield from _nested(name, value, top, state.holder(name) if isinstance(state, Given) else state, name)
+        yield from _nested(name, value, top, state.holder(name) if isinstance(state, ChainedState) else state, name)
 
 
 def _nested(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.per_rank_entry import PerRank, PerRankEntry
-from raycheck.shards.entries.state_entry import Named, SavedEntry, empty_for
+from raycheck.shards.entries.per_rank_entries import PerRank, PerRankEntry
+from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
 
 
 def is_metric(module: object) -> bool:
@@ -53,10 +53,10 @@ class MetricsEntry(PerRankEntry):
     def metrics(self) -> list[torch.nn.Module]:
         return list(_metrics(self._metrics).values())
 
-    def prepare(self, saved: SavedEntry) -> Named:
+    def match(self, saved: SavedEntry) -> Named:
         saved.unused.clear()  # no rank's accumulation is left out
         if saved.values is None:
-            (saved.fresh if saved.apart else saved.missing).append(self._at)
+            (saved.fresh if saved.rank_values else saved.missing).append(self._name_on_rank)
             return {}
         live, names = _Accumulated(self._metrics).state_dict(), list[str]()
         for tree in self._mine(saved):
@@ -66,15 +66,15 @@ class MetricsEntry(PerRankEntry):
                 return {}
         if len(self._mine(saved)) > 1:
             saved.mismatched += [
-                f"{self.name}.{path}.{key} was accumulated by {len(saved.apart)} ranks, and its reduction cannot be "
-                f"done for {self._world_size} ranks; restore(skip=[{self.name!r}]) starts the metric anew"
+                f"{self.name}.{path}.{key} was accumulated by {len(saved.rank_values)} ranks, and its reduction cannot "
+                f"be done for {self._world_size} ranks; restore(skip=[{self.name!r}]) starts the metric anew"
                 for path, metric in _metrics(self._metrics).items()
                 for key in live[path]["states"]
                 if not _can_merge(metric, key)
             ]
         return {name: empty_for(saved.tensors[name]) for name in names}
 
-    def finish(self, saved: SavedEntry, tensors: Named) -> None:
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is None:
             return
         (state,), *others = (self.decoded(tree, tensors.__getitem__) for tree in self._mine(saved))
@@ -86,7 +86,7 @@ class MetricsEntry(PerRankEntry):
 
     def _mine(self, saved: SavedEntry) -> list[Any]:
         """This rank's tree, and those of the ranks that are gone and come to this one."""
-        gone = saved.apart[self._rank + self._world_size :: self._world_size]
+        gone = saved.rank_values[self._rank + self._world_size :: self._world_size]
         return [saved.values, *gone]
 
 

@@ -18,7 +18,9 @@ from raycheck.bucket.format.class_values import attributes_of, set_attributes
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
-from raycheck.shards.entries.state_entry import HELD, Gathered, Named, ObjectEntry, SavedEntry
+from raycheck.shards.entries.object_entry import HELD, ObjectEntry
+from raycheck.shards.entries.saved_entry import Named, SavedEntry
+from raycheck.shards.entries.state_entry import GatheredEntry
 from raycheck.shards.transfer.restore_proof import holds
 
 logger = logging.getLogger("raycheck")
@@ -86,7 +88,7 @@ class PlainValueEntry(ObjectEntry):
     def tree(self) -> Any:
         return self._held.value
 
-    def gather(self) -> Gathered:
+    def gather(self) -> GatheredEntry:
         if not self._is_said:  # a variable of the same name would be saved as it was at the start, and nobody sees it
             self._is_said = True
             logger.warning(
@@ -100,7 +102,7 @@ class PlainValueEntry(ObjectEntry):
     def values(self, tree: Any, tensors: Named) -> Any:
         return {HELD: super().values(tree, tensors)}
 
-    def prepare(self, saved: SavedEntry) -> Named:
+    def match(self, saved: SavedEntry) -> Named:
         if saved.values is None:
             saved.missing.append(self.name)
             return {}
@@ -115,7 +117,7 @@ class PlainValueEntry(ObjectEntry):
             saved.mismatched.append(f"{self.name}: a {here} here, a {type(there).__qualname__} saved")
             return {}
         if isinstance(live, torch.Tensor):
-            return {self.name: live} if saved.is_alike(self.name, live) else {}
+            return {self.name: live} if saved.compare(self.name, live) else {}
         return self.targets(saved)
 
     def left_on_meta(self, wanted: Named) -> list[str]:
@@ -124,7 +126,7 @@ class PlainValueEntry(ObjectEntry):
         is_bare = isinstance(live, torch.Tensor) and is_on_meta(live)
         return [f"{self.name} is on the meta device and would stay there; {ADVICE}"] if is_bare else []
 
-    def finish(self, saved: SavedEntry, tensors: Named) -> None:
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is not None and not isinstance(self._held.value, torch.Tensor):
             self._held.put(self.decoded(saved.values[HELD], tensors.__getitem__))
 

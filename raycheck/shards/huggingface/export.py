@@ -85,8 +85,8 @@ class Planned:
 def plan(checkpoint: Checkpoint, *, max_shard_bytes: int | None = None, **options: Unpack[ContentsOptions]) -> Planned:
     """The same for everybody who asks with the same options. max_shard_bytes: of a file of weights; default 5 GB, and
     less for a small model, so that there are some to share."""
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
     made = contents(
         source,

@@ -14,7 +14,8 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.values import decode
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.state_entry import ASSETS, HELD, OWN_ENTRIES
+from raycheck.shards.entries.object_entry import HELD
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection, corrupt_if_odd
 
 _OWN_FORMS = ({"extra", "flattened"}, {"slots", "state", "other"}, {"slots", "state", "other", "own"})
@@ -80,8 +81,8 @@ class Preview:
         cls, checkpoint: Checkpoint, selection: Selection, *, attempt: int, rank: int, refused: tuple[str, ...]
     ) -> "Preview":
         """What a checkpoint has for this rank. Raises DamagedError, CorruptError, or NotFoundError when evicted."""
-        manifest = checkpoint.manifest()
-        index = checkpoint.index(manifest)
+        manifest = checkpoint.read_manifest()
+        index = checkpoint.read_index(manifest)
         with corrupt_if_odd(checkpoint.entry.key):
             progress = Progress.of(index.values["progress"])
             trees = _trees(index, rank)

@@ -9,11 +9,11 @@ import torch
 
 from raycheck.bucket.assembly.replica_agreement import HeldBoxes, Holdings, Values
 from raycheck.bucket.format.checksum import crc32
-from raycheck.shards.entries.state_entry import Gathered, StateEntry
+from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.transfer.local_box import LocalBox, as_bytes
 
 
-def holdings_of(parts: Sequence[StateEntry], gathered: Sequence[Gathered], pieces: Sequence[LocalBox]) -> Holdings:
+def holdings_of(parts: Sequence[StateEntry], gathered: Sequence[GatheredEntry], pieces: Sequence[LocalBox]) -> Holdings:
     """pieces: those of what was gathered from the parts, tied ones drawn together."""
     of = {name: part for part, found in zip(parts, gathered, strict=True) for name in found.tensors}
     return Holdings(
@@ -37,7 +37,7 @@ def _held(piece: LocalBox, of: Mapping[str, StateEntry]) -> list[HeldBoxes]:
     crc = _crc32(piece.local) if compared else None
     return [
         HeldBoxes(
-            box=replace(piece, name=name).box,
+            box=replace(piece, name=name).box_name,
             name=name,
             dtype=piece.dtype,
             shape=piece.shape,

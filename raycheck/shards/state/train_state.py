@@ -19,12 +19,12 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint, missing
 from raycheck.errors import ConfigError, NotFoundError, StoreError, SupersededError
 from raycheck.shards.entries.hf_assets import CONFIG, assets_of
-from raycheck.shards.entries.loader_entry import LoaderEntry
-from raycheck.shards.entries.make_entries import Containers, entries_of, make_entries
+from raycheck.shards.entries.make_entries import Containers, make_entries, objects_by_name
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
-from raycheck.shards.entries.module_entry import ModuleEntry
-from raycheck.shards.entries.rank_zero_entry import RankZeroEntry
-from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, Gathered, Leaves, Named, SavedEntry, StateEntry
+from raycheck.shards.entries.module.module_entry import ModuleEntry
+from raycheck.shards.entries.per_rank_entries import LoaderEntry, RankZeroEntry
+from raycheck.shards.entries.saved_entry import Named, SavedEntry
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, GatheredEntry, Leaves, StateEntry
 from raycheck.shards.entries.wrappers import check_scalers
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.replica_checksums import holdings_of
@@ -36,10 +36,18 @@ from raycheck.shards.state.restore_selection import (
 )
 from raycheck.shards.transfer.gather_cache import local_of
 from raycheck.shards.transfer.incremental import Components, StagedState, by_component, frozen_component
-from raycheck.shards.transfer.local_box import TRAIN, LocalBox, Place, mine, piece_of, tied, without_memory
+from raycheck.shards.transfer.local_box import (
+    TRAIN,
+    LocalBox,
+    Place,
+    box_of,
+    boxes_to_write,
+    merge_tied,
+    without_memory,
+)
 from raycheck.shards.transfer.overlapping_tensors import overlapping, read_again, writable
 from raycheck.shards.transfer.reader import read_into
-from raycheck.shards.transfer.replica_broadcast import read_shared, told_to_all
+from raycheck.shards.transfer.replica_broadcast import errors_on_all_ranks, read_and_broadcast
 from raycheck.shards.transfer.restore_proof import WrittenBytes, not_restored
 
 
@@ -62,11 +70,11 @@ class TrainState:
     def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int, buffers: int = 1) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        self.entries = entries_of(state)
+        self.objects = objects_by_name(state)
         self._containers = Containers(state)
         self._given = state
-        self._parts = make_entries(self.entries, rank=rank, world_size=world_size)
-        self._assets = assets_of(self.entries)
+        self._parts = make_entries(self.objects, rank=rank, world_size=world_size)
+        self._assets = assets_of(self.objects)
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
@@ -90,7 +98,7 @@ class TrainState:
 
         is_before_restore: what is on the meta device may still get memory.
         """
-        check_scalers(self._given, self.entries.values())
+        check_scalers(self._given, self.objects.values())
         self._gather(may_be_on_meta=is_before_restore)
 
     def check_memory(self) -> None:
@@ -98,12 +106,12 @@ class TrainState:
         if self._is_on_meta:
             self._gather()
 
-    def holdings(self) -> Holdings:
+    def replica_checksums(self) -> Holdings:
         """What this rank holds that others may hold too, with checksums: for agreement.agree."""
         gathered = self._gather()
         return holdings_of(self._parts, gathered, self._pieces(gathered))
 
-    def settle(self, agreement: Agreement) -> None:
+    def use_agreement(self, agreement: Agreement) -> None:
         """Stage by this agreement from now on. Without one this rank writes all it holds."""
         self._agreement = agreement
         self._plan = None
@@ -158,9 +166,9 @@ class TrainState:
         changed; DamagedError, CorruptError or NotFoundError while reading, after which the state is a mixture and must
         not be trained on before another checkpoint is applied; SupersededError when that one leaves some of it.
         """
-        with told_to_all(self._world_size if share else 1):
-            manifest = checkpoint.manifest()
-            index = checkpoint.index(manifest)
+        with errors_on_all_ranks(self._world_size if share else 1):
+            manifest = checkpoint.read_manifest()
+            index = checkpoint.read_index(manifest)
             if once and str(selection) in manifest.partial:
                 selection = EVERYTHING
             match = self._match(checkpoint.entry.key, index, selection, strict=strict, cast=cast)
@@ -216,7 +224,7 @@ class TrainState:
     ) -> tuple[dict[StateEntry, SavedEntry], dict[StateEntry, Named], list[LocalBox]]:
         """What the checkpoint holds, the live tensors that it goes into, and the boxes of them to read."""
         saved = self._saved(index, selection, cast=cast)
-        wanted = {part: part.prepare(found) for part, found in saved.items()}
+        wanted = {part: part.match(found) for part, found in saved.items()}
         return saved, wanted, self._targets(wanted, saved)
 
     def _read(
@@ -234,7 +242,7 @@ class TrainState:
         _synchronize(pieces)
         try:
             if share:
-                fetched = read_shared(read_own, targets, self._rank, self._world_size, written=written)
+                fetched = read_and_broadcast(read_own, targets, self._rank, self._world_size, written=written)
             else:
                 fetched = read_own(targets)
             written.check(targets)
@@ -252,7 +260,7 @@ class TrainState:
                 "again"
             )
 
-    def _gather(self, *, may_be_on_meta: bool = False) -> list[Gathered]:
+    def _gather(self, *, may_be_on_meta: bool = False) -> list[GatheredEntry]:
         self._containers.check()
         plan, self._plan = self._plan, None  # when a part raises, the others have seen changes that no plan has
         gathered = [part.gather() for part in self._parts]
@@ -268,11 +276,11 @@ class TrainState:
                 )
         return gathered
 
-    def _own(self, gathered: Sequence[Gathered]) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
+    def _own(self, gathered: Sequence[GatheredEntry]) -> dict[str, tuple[list[LocalBox], list[torch.Tensor]]]:
         """What this rank writes, and its live tensors, by component. Planned once: a plan stands until something
         moves."""
         if self._plan is None:
-            own = mine(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
+            own = boxes_to_write(self._pieces(gathered), rank=self._rank, writers=self._agreement.writers)
             part_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
             grouped: dict[str, list[LocalBox]] = {TRAIN: []} | by_component(own)
             self._plan = {
@@ -284,21 +292,21 @@ class TrainState:
             for component, (pieces, places) in self._plan.items()
         }
 
-    def _pieces(self, gathered: Sequence[Gathered]) -> list[LocalBox]:
+    def _pieces(self, gathered: Sequence[GatheredEntry]) -> list[LocalBox]:
         """Tied ones drawn together. A rank's own value is never tied to what one rank writes for all."""
         shared, own = [], []
         for part, found in zip(self._parts, gathered, strict=True):
             for name, tensor in found.tensors.items():
                 path = found.paths.get(name, (name,))
                 spread = part.may_spread(name)
-                piece = piece_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
+                piece = box_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
                 if part.is_per_rank:
                     own.append(replace(piece, is_unique=True))
                 elif name in found.frozen:
                     shared.append(replace(piece, component=frozen_component(part.name)))
                 else:
                     shared.append(piece)
-        return [*tied(shared), *tied(own)]
+        return [*merge_tied(shared), *merge_tied(own)]
 
     def _saved(self, index: Index, selection: Selection, *, cast: bool) -> dict[StateEntry, SavedEntry]:
         """What the checkpoint holds of each part that is to be restored."""
@@ -322,7 +330,7 @@ class TrainState:
             saved[part] = SavedEntry(
                 {tensor.name: tensor for tensor in index.tensors if f"{tensor.name}.".startswith(f"{part.name}.")},
                 values,
-                apart=tuple(ranks.values()),
+                rank_values=tuple(ranks.values()),
                 place=there.get,
                 takes=selection.takes,
                 dtypes=dtypes,
@@ -375,8 +383,8 @@ class TrainState:
         """What to read, each memory once; nothing where this rank has no elements. Two tensors that are tied here but
         were not when saved are a mismatch."""
         of = {name: part for part, tensors in wanted.items() for name in tensors}
-        pieces = tied(
-            piece_of(name, (name,), tensor, may_spread=False)
+        pieces = merge_tied(
+            box_of(name, (name,), tensor, may_spread=False)
             for tensors in wanted.values()
             for name, tensor in tensors.items()
         )
@@ -410,7 +418,7 @@ def _give_memory(wanted: Mapping[StateEntry, Named]) -> None:
 def _finish(saved: Mapping[StateEntry, SavedEntry], wanted: Mapping[StateEntry, Named]) -> None:
     """Hand over what was not read in place, and prove that the live objects hold it all."""
     for part, tensors in wanted.items():
-        part.finish(saved[part], tensors)
+        part.load(saved[part], tensors)
     for part, tensors in wanted.items():
-        for name in part.lost(tensors):
+        for name in part.not_held(tensors):
             raise not_restored(name, "it was read, and the live object holds something else")

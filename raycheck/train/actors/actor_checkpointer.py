@@ -22,14 +22,14 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings, function_name
-from raycheck.shards.entries.generator_entry import GeneratorState, is_generator
+from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.plain_value_entry import InPlace
-from raycheck.shards.entries.state_entry import ObjectEntry
+from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.storage_settings import StorageSettings
 from raycheck.train.actors.actor_rank import RankDecision, hear, join, leave, node_of, restore
 from raycheck.train.actors.actor_state import RemoteState
-from raycheck.train.coordinator.rendezvous import OnCorrupt
+from raycheck.train.coordinator.messages import OnCorrupt
 from raycheck.train.fit import checked_resume
 from raycheck.train.group import Group, same, start_coordinator
 from raycheck.train.log import logger, show_log

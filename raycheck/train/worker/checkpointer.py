@@ -14,16 +14,15 @@ from ray.exceptions import RayError
 
 from raycheck.errors import ConfigError, SaveFailedError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries.make_entries import Given, entries_of
+from raycheck.shards.entries.make_entries import ChainedState, objects_by_name
 from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.coordinator.lost_work import HeartbeatMessage
-from raycheck.train.coordinator.rendezvous import Claim, OnCorrupt
-from raycheck.train.group import CLAIM_TIMEOUT_S, Group
-from raycheck.train.log import logger, name_of, show_log
+from raycheck.train.coordinator.messages import Claim, HeartbeatMessage, OnCorrupt
+from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
+from raycheck.train.log import event, logger, name_of, show_log
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.train_context import is_turned_off
 from raycheck.train.worker.export_wait import ExportWait
@@ -74,7 +73,7 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         self._is_off = not self.settings.enabled or (group is None and is_turned_off())
         group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
-        self._given = Given()
+        self._given = ChainedState()
         self._state: TrainState | None = None
         self._position = position or ProgressCounter(())
         self._take(state or {})
@@ -110,11 +109,11 @@ class Checkpointer:
         self._take(MappingProxyType({name: value}))
 
     def _take(self, more: Mapping[str, object]) -> None:
-        given = Given(*self._given.sources, more)  # bare values are read from the caller's own dict
+        given = ChainedState(*self._given.sources, more)  # bare values are read from the caller's own dict
         rank, world_size = self._group.rank, self._group.world_size
         if given and not self._is_off:
             self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
-        entries = self._state.entries if self._state else entries_of(given)
+        entries = self._state.objects if self._state else objects_by_name(given)
         self._position.watch(entries.values())
         self._periodics = periodics_of(entries, self._group, is_led=not self._position.decides)
         self._given = given
@@ -480,20 +479,19 @@ class Checkpointer:
         """Put the end down, once all is committed. A store or a rank that keeps this from being done is a warning.
         Raises FencedError or SupersededError when somebody else has gone on with the run."""
         group, wait_s = self._group, self.settings.save_timeout_s
-        deadline, missing = time.monotonic() + wait_s, [group.rank]
         try:
-            while missing and time.monotonic() < deadline:
-                missing = group.ask(
-                    "finish", group.id, group.rank, group.world_size, timeout_s=wait_s, what="end of the run"
-                )
-        except (StoreError, RayError) as error:
-            logger.warning("%s: it has finished, which latest does not say: %s", name_of(group.uri), error)
-            return
-        if missing:
-            text = (
-                "latest does not say that it has finished: ranks %s have not come to the end of training within %.0f s"
+            ask_until_decided(
+                group,
+                "finish",
+                group.id,
+                group.rank,
+                group.world_size,
+                deadline=time.monotonic() + wait_s,
+                what="end of the run",
+                late=lambda missing: StoreError(f"{missing} within {wait_s:.0f} s"),
             )
-            logger.warning(f"%s: {text}", name_of(group.uri), missing, wait_s)
+        except (StoreError, RayError) as error:
+            logger.warning(event(f"the run has finished, but latest does not say so: {error}", run=group.uri))
 
     def _leave(self, saver: SaveQueue) -> NoReturn:
         """By on_preempt="restart": Ray starts the workers anew, on nodes that stay."""

@@ -20,8 +20,8 @@ from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.coordinator.rendezvous import Arrival, Claim, OnCorrupt, RankRestore, RestoreDecision
-from raycheck.train.group import Group
+from raycheck.train.coordinator.messages import Arrival, Claim, OnCorrupt, RankRestore, RestoreDecision
+from raycheck.train.group import Group, ask_until_decided
 from raycheck.train.log import logger, name_of
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.train_context import dataset_names
@@ -254,12 +254,13 @@ def _arrival(done: Restored, seconds: float) -> Arrival:
 
 
 def _ruling(group: Group, verdict: RankRestore) -> RestoreDecision:
-    deadline = time.monotonic() + RESTORE_TIMEOUT_S
     what = f"{'peek at' if verdict.is_peek else 'restore of'} {verdict.key}"
-    while True:
-        left = max(1.0, deadline - time.monotonic())
-        ruling: RestoreDecision = group.ask("restored", verdict, timeout_s=left, what=what)
-        if ruling.kind != "pending":
-            return ruling
-        if time.monotonic() > deadline:
-            raise StoreError(f"rank {group.rank}: {what}: {ruling.message} within {RESTORE_TIMEOUT_S:.0f} s")
+    decision: RestoreDecision = ask_until_decided(
+        group,
+        "restored",
+        verdict,
+        deadline=time.monotonic() + RESTORE_TIMEOUT_S,
+        what=what,
+        late=lambda missing: StoreError(f"rank {group.rank}: {what}: {missing} within {RESTORE_TIMEOUT_S:.0f} s"),
+    )
+    return decision

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raycheck.errors import CorruptError, FencedError, RaycheckError, SupersededError
-from raycheck.train.coordinator.lost_work import HeartbeatMessage
+from raycheck.train.coordinator.messages import HeartbeatMessage
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group
 from raycheck.train.log import logger
 
@@ -38,7 +38,7 @@ class Heartbeat:
         if self._group.rank or (self._clock() - self._beaten < BEAT_S and not is_last):
             return
         self._beaten = self._clock()
-        self._told = self._group.tell("beat", self._group.id, pulse())
+        self._told = self._group.tell("heartbeat", self._group.id, pulse())
 
 
 class FencingWatch:
@@ -63,7 +63,7 @@ class FencingWatch:
     def _run(self) -> None:
         while not self._is_ended.wait(WATCH_S):
             try:
-                self._group.ask("watch", self._group.id, timeout_s=CLAIM_TIMEOUT_S, what="watch")
+                self._group.ask("check_live", self._group.id, timeout_s=CLAIM_TIMEOUT_S, what="watch")
             except (FencedError, SupersededError, CorruptError) as error:
                 self.over = error
                 return

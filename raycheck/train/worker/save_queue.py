@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from raycheck.bucket.assembly.assemble import Report
 from raycheck.bucket.assembly.plan_cache import Section
-from raycheck.bucket.assembly.replica_agreement import Agreement
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.progress import Progress
@@ -25,8 +24,8 @@ from raycheck.settings import SaveSettings
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.incremental import StagedState
 from raycheck.shards.transfer.local_box import TRAIN
-from raycheck.train.coordinator.rendezvous import Outcome
-from raycheck.train.group import Group
+from raycheck.train.coordinator.messages import Outcome, PlanWanted
+from raycheck.train.group import Group, ask_until_decided
 from raycheck.train.log import logger, name_of
 from raycheck.train.worker.save_triggers import SaveKind, UnreportedCommit
 from raycheck.train.worker.step_metrics import numbers_of
@@ -300,19 +299,21 @@ class SaveQueue:
 
     def _agree(self, report: Report) -> None:
         """Have the ranks settle who writes what they all hold, and find out whether it is the same on all of them."""
-        brought = report, self._state.holdings()
+        holdings = self._state.replica_checksums()
         deadline = time.monotonic() + self._settings.save_timeout_s
         self._has_agreed = False
         what = f"agreement before the save of step {report.progress.step}"
-        while True:
-            left = max(1.0, deadline - time.monotonic())
-            answer: Agreement | Outcome = self._group.ask("agree", *brought, left / 2, timeout_s=left, what=what)
-            if isinstance(answer, Agreement):
-                self._state.settle(answer)
-                self._has_agreed = True
-                return
-            if time.monotonic() > deadline:
-                raise SaveFailedError(f"rank {report.rank}: {what}: {answer.message}")
+        agreement = ask_until_decided(
+            self._group,
+            "agree",
+            report,
+            holdings,
+            deadline=deadline,
+            what=what,
+            late=lambda missing: SaveFailedError(f"rank {report.rank}: {what}: {missing}"),
+        )
+        self._state.use_agreement(agreement)
+        self._has_agreed = True
 
     def _upload_and_report(
         self, staged: StagedState, report: Report, deadline: float, news: UnreportedCommit, is_news: bool
@@ -332,25 +333,31 @@ class SaveQueue:
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")
         report = replace(report, upload_s=time.monotonic() - began)
-        while True:
-            what = f"save of step {report.progress.step} ({key})"
-            left = max(1.0, deadline - time.monotonic())  # half of it for an answer that names who is missing
-            outcome: Outcome = self._group.ask("report", report, left / 2, timeout_s=left, what=what)
-            if outcome.kind == "committed":
-                self._committed.append(news)
-                if is_news:
-                    self._point_ray_to(news)
-            if outcome.kind == "committed" and report.section is not None:
-                self._known_plan = report.section.plan_hash
-            if outcome.kind != "pending":
-                return outcome
-            if outcome.wants_plan:
-                report = replace(report, section=section)
-            if time.monotonic() > deadline:
-                raise SaveFailedError(
-                    f"rank {report.rank}: {what} was not committed within {self._settings.save_timeout_s:.0f} s: "
-                    f"{outcome.message}"
-                )
+        outcome = self._outcome_of(report, deadline, key)
+        if isinstance(outcome, PlanWanted):
+            outcome = self._outcome_of(replace(report, section=section), deadline, key)
+        assert isinstance(outcome, Outcome), "a report with its plan is never asked for the plan"
+        if outcome.kind == "committed":
+            self._committed.append(news)
+            if is_news:
+                self._point_ray_to(news)
+        if outcome.kind == "committed" and report.section is not None:
+            self._known_plan = report.section.plan_hash
+        return outcome
+
+    def _outcome_of(self, report: Report, deadline: float, key: str) -> Outcome | PlanWanted:
+        """Hands the report in and waits for what all ranks are told. key: names this rank's object in errors."""
+        what = f"save of step {report.progress.step} ({key})"
+        within = f"within {self._settings.save_timeout_s:.0f} s"
+        answer: Outcome | PlanWanted = ask_until_decided(
+            self._group,
+            "report",
+            report,
+            deadline=deadline,
+            what=what,
+            late=lambda missing: SaveFailedError(f"rank {report.rank}: {what} was not committed {within}: {missing}"),
+        )
+        return answer
 
     def _failed(self, number: int, message: str) -> None:
         self._failures += 1

@@ -215,7 +215,7 @@ def go_through(flips: Callable[[], Store], store: Store) -> None:
     body = read_latest(flips())
     for item in body.live:
         checkpoint = Checkpoint(flips(), item)
-        checkpoint.index(checkpoint.manifest())
+        checkpoint.read_index(checkpoint.read_manifest())
         assert [finding.problem for finding in checkpoint.verify() if finding.problem] == []
     pin_and_evict.pin(Register(flips()), body.live[0].key)
     assert plan_sweep(flips()) == ()
@@ -291,9 +291,9 @@ def test_of_answers_that_are_always_changed_the_error_names_the_object_and_nothi
         with pytest.raises(CorruptError, match="latest"):
             call()
     with pytest.raises(DamagedError, match=r"manifest\.json"):
-        Checkpoint(bad, entry).manifest()
+        Checkpoint(bad, entry).read_manifest()
     with pytest.raises(DamagedError, match="/index"):
-        Checkpoint(bad, entry).index(saved)
+        Checkpoint(bad, entry).read_index(saved)
 
     assert everything(store) == before
 
@@ -312,7 +312,7 @@ def test_a_committer_never_writes_back_what_it_read_wrong(store: Store) -> None:
     flipping.save(1, 2)
 
     assert ann.look().live[0].manifest_crc32 == right
-    Checkpoint(store, ann.look().live[0]).manifest()
+    Checkpoint(store, ann.look().live[0]).read_manifest()
     assert [entry.step for entry in ann.look().live] == [first.step, 20]
 
 
@@ -362,7 +362,7 @@ def test_one_changed_answer_of_a_real_server_disturbs_nobody(proxied: tuple[str,
 
     reader = open_store(uri)
     checkpoint = Checkpoint(reader, read_latest(reader).live[0])
-    checkpoint.index(checkpoint.manifest())
+    checkpoint.read_index(checkpoint.read_manifest())
     assert resumes(reader, [1]) == {1: a_resume()}
 
     assert [rule.times for rule in rules] == [0, 0, 0, 0], "all four were changed once"

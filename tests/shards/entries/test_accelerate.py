@@ -152,7 +152,7 @@ def test_ray_trains_optimizer_is_seen_through_also_in_a_list(memory: Store) -> N
     state = TrainState({"model": model, "optimizers": [wrapped]}, rank=0, world_size=1)
 
     state.check()
-    assert state.entries["optimizers.0"] is inner
+    assert state.objects["optimizers.0"] is inner
 
 
 def test_a_scaler_that_an_optimizer_steps_through_must_be_in_the_state() -> None:

@@ -62,7 +62,7 @@ def test_generators_that_differ_between_ranks_are_refused_by_name_and_kept_by_pe
     for state in after:
         state.apply(checkpoint)
 
-    drawn = [[torch.rand((), generator=state.entries["chance"].value) for state in ranks] for ranks in (before, after)]
+    drawn = [[torch.rand((), generator=state.objects["chance"].value) for state in ranks] for ranks in (before, after)]
     assert drawn[0] == drawn[1]
 
 

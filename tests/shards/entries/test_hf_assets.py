@@ -129,7 +129,7 @@ def test_a_tokenizer_s_files_are_saved_and_change_nothing_at_a_restore(tmp_path:
     restore_state(checkpoint, {"model": model, "tokenizer": other})
 
     assert "<new>" in other.get_vocab()
-    index = checkpoint.index(checkpoint.manifest())
+    index = checkpoint.read_index(checkpoint.read_manifest())
     assert "tokenizer.json" in index.values["tokenizer"]["files"]
 
 
@@ -167,7 +167,7 @@ def test_files_may_be_empty_and_lie_one_level_down(tmp_path: Path):
     files = {"additional_chat_templates/rag.jinja": b"{{ x }}", "empty.txt": b"", "vocab.json": b"{}"}
     checkpoint = save_state(open_store(f"file://{tmp_path}"), {"model": nn.Linear(2, 2), "tok": Writer(files)})
 
-    index = checkpoint.index(checkpoint.manifest())
+    index = checkpoint.read_index(checkpoint.read_manifest())
 
     sizes = {tensor.name: tensor.shape for tensor in index.tensors if tensor.name.startswith("tok.")}
     assert sizes == {f"tok.files.{name}": (len(data),) for name, data in files.items()}

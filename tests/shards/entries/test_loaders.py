@@ -61,7 +61,7 @@ def saved_in_mid_epoch(store: Store, *, workers: int = 0) -> tuple[Any, list[lis
         samples(one, 5)
     ranks = states(loaders)
     for rank in ranks[1:]:
-        rank.entries["model"].load_state_dict(ranks[0].entries["model"].state_dict())
+        rank.objects["model"].load_state_dict(ranks[0].objects["model"].state_dict())
     progress = Progress(step=5)
     checkpoint = save(store, [state.stage(progress) for state in agreed(ranks)], progress=progress)
     return checkpoint, [samples(one) for one in running]
@@ -103,7 +103,7 @@ def test_another_number_of_ranks_is_refused_and_changes_nothing(store: Store) ->
     with pytest.raises(StateMismatchError, match=r"loader: the positions of 2 loaders.*1 ranks now.*skip=\['loader'\]"):
         state.apply(checkpoint)
 
-    assert len(samples(state.entries["loader"])) == 48
+    assert len(samples(state.objects["loader"])) == 48
 
 
 def test_with_the_loader_skipped_the_rest_is_restored_at_another_world_size(store: Store) -> None:
@@ -125,5 +125,5 @@ Shard.__abstractmethods__ = frozenset()
 
 @pytest.mark.parametrize("make", [lambda: DataLoader([1, 2]), Shard], ids=["torch", "ray"])
 def test_what_cannot_say_where_it_stands_is_refused_with_advice(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"state\['data'\].*cannot say where it stands.*raycheck\.Batches"):
+    with pytest.raises(ConfigError, match=r"state\['data'\].*cannot report its position.*raycheck\.Batches"):
         TrainState({"data": make()}, rank=0, world_size=1)

@@ -141,8 +141,8 @@ def test_an_added_optimizer_starts_fresh_beside_the_others(memory: Store):
     [
         ({nn.Parameter(torch.ones(1)): nn.Linear(1, 1)}, r"state\['parts'\] has a Parameter as key"),
         ({(1, 2): nn.Linear(1, 1)}, r"state\['parts'\] has a tuple as key"),
-        ({1: nn.Linear(1, 1), "1": nn.Linear(1, 1)}, r"state\['parts\.1'\]: two entries have this one name"),
-        ({"a.b": nn.Linear(1, 1), "a_b": nn.Linear(1, 1)}, r"state\['parts\.a_b'\]: two entries have this one name"),
+        ({1: nn.Linear(1, 1), "1": nn.Linear(1, 1)}, r"state\['parts\.1'\]: two entries have this name"),
+        ({"a.b": nn.Linear(1, 1), "a_b": nn.Linear(1, 1)}, r"state\['parts\.a_b'\]: two entries have this name"),
         ({"a": [nn.Linear(1, 1), len]}, r"state\['parts\.a\.1'\] is a builtin_function_or_method without state_dict"),
         ({"a": (nn.Linear(1, 1), 3)}, r"state\['parts\.a\.1'\] is a int in a tuple"),
     ],
@@ -192,7 +192,7 @@ def test_a_parameter_group_may_be_added_later(memory: Store, is_new_layer: bool)
     backward(two, 2, start=4, after=step_all(theirs))
     assert_same(two, theirs, one, ours)
     assert f"optimizer.state.{len(one) - 1}.weight.exp_avg" in {
-        t.name for t in checkpoint.index(checkpoint.manifest()).tensors
+        t.name for t in checkpoint.read_index(checkpoint.read_manifest()).tensors
     }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.restore_selection import EVERYTHING
 from raycheck.shards.state.train_state import TrainState

@@ -17,7 +17,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.local_box import TRAIN
@@ -226,7 +226,7 @@ def one_step(state: dict[str, Any]) -> None:
 
 
 def index_of(checkpoint: Checkpoint) -> Any:
-    return checkpoint.index(checkpoint.manifest())
+    return checkpoint.read_index(checkpoint.read_manifest())
 
 
 def names_of(checkpoint: Checkpoint) -> set[str]:
@@ -234,7 +234,7 @@ def names_of(checkpoint: Checkpoint) -> set[str]:
 
 
 def shard_bytes(checkpoint: Checkpoint) -> int:
-    return sum(shard.size_bytes for shard in checkpoint.manifest().components[0].shards)
+    return sum(shard.size_bytes for shard in checkpoint.read_manifest().components[0].shards)
 
 
 def place_of(checkpoint: Checkpoint) -> str:

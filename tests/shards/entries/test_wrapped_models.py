@@ -288,7 +288,7 @@ def test_a_tensor_of_two_tensors_comes_back_in_place(memory: Store, kind: type):
 def test_the_inner_tensors_of_a_parameter_are_compared_and_spread_as_parameters_are():
     states = [TrainState({"model": pair(seed)}, rank=0, world_size=2) for seed in (1, 1, 2)]
 
-    first, same, other = ({box.name: box for box in state.holdings().held} for state in states)
+    first, same, other = ({box.name: box for box in state.replica_checksums().held} for state in states)
 
     assert first == same
     for half in "ab":
@@ -361,7 +361,7 @@ def test_a_subclass_that_cannot_be_taken_apart_is_refused_by_its_path(kind: str,
 
 
 def names_of(checkpoint: Checkpoint) -> set[str]:
-    return {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
+    return {tensor.name for tensor in checkpoint.read_index(checkpoint.read_manifest()).tensors}
 
 
 def assert_equal(found: State, expected: State) -> None:

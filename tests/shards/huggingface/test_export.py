@@ -224,7 +224,9 @@ def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):
 
     export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
 
-    assert "model.0._extra_state.amax" in {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
+    assert "model.0._extra_state.amax" in {
+        tensor.name for tensor in checkpoint.read_index(checkpoint.read_manifest()).tensors
+    }
     assert set(hf_models.tensors_in(tmp_path / "hf")) == {"0.weight"}
 
 
@@ -528,8 +530,8 @@ def test_an_asset_that_is_no_text_is_refused_by_its_file(run: Store, tmp_path: P
 
 def test_a_shape_that_cannot_be_ends_in_an_error_and_not_in_a_loop(run: Store):
     checkpoint = save_state(run, {"model": Holder({"a": torch.ones(2, 3), "b": torch.ones(4)})})
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
     shaped = tuple(replace(tensor, shape=(-8, *tensor.shape[1:])) for tensor in index.tensors)
     negative = replace(index, plan=replace(index.plan, tensors=shaped))
     source = WeightSource(checkpoint, manifest, index)

@@ -245,7 +245,7 @@ def test_a_state_that_was_looked_at_in_between_is_planned_anew(live: Live) -> No
     saved_by(used)
     live.model[0].weight = nn.Parameter(torch.full((4, 4), 3.0))
 
-    used.holdings()
+    used.replica_checksums()
 
     assert saved_by(used) == saved_by(live.state("model"))
 

@@ -11,7 +11,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState

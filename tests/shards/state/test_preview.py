@@ -11,7 +11,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, DamagedError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.state.train_state import TrainState

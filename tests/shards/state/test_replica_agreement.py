@@ -16,7 +16,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.train_state import TrainState
 from tests.support.save_without_ray import Own, agreed, claimed, save, upload
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
-from raycheck.shards.transfer.local_box import piece_of
+from raycheck.shards.transfer.local_box import box_of
 from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
 from tests.support.save_without_ray import restore_state, save_state
 
@@ -116,7 +116,7 @@ def test_an_optimizer_that_keeps_no_slot_or_none_exactly_is_named(memory: Store,
 
 @pytest.mark.parametrize("counts", [[], [35], [36, 1], [36, 36]])
 def test_every_byte_of_a_piece_is_to_be_written_once(counts: list[int]):
-    piece = piece_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)
+    piece = box_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)
     written = WrittenBytes()
     written.add_all((piece, count) for count in counts)
 

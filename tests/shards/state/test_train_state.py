@@ -866,7 +866,7 @@ def rates(state: State, start: int, count: int) -> list[list[Any]]:
 
 
 def names_of(checkpoint: Checkpoint) -> set[str]:
-    return {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
+    return {tensor.name for tensor in checkpoint.read_index(checkpoint.read_manifest()).tensors}
 
 
 def snapshot(state: State) -> Any:

@@ -11,7 +11,7 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.train.coordinator.rendezvous import RankRestore
+from raycheck.train.coordinator.messages import RankRestore
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import BATCH, SAMPLES, story
@@ -40,8 +40,8 @@ def trained(uri: str, steps: int = 6) -> None:
 def damage(store: Store, step: int, tensor: str) -> str:
     """Flip a bit of a tensor. Returns the checkpoint's name."""
     checkpoint = raycheck.open_run(store.uri).at_step(step)
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
     chunk = next(chunk for chunk in index.chunks if index.tensors[chunk.tensor].name == tensor and chunk.payload_size)
     key = manifest.prefixes()[chunk.component] + object_keys.shard_file(chunk.rank)
     data = bytearray(store.get(key).data)

@@ -20,11 +20,12 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
-from raycheck.shards.entries.parameter_names import plain_names, unwrapped
-from raycheck.shards.entries.state_entry import Gathered, Named, SavedEntry, StateEntry, empty_for
+from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
+from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
+from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 from raycheck.shards.transfer.gather_cache import GatherCache, local_of
-from raycheck.shards.transfer.local_box import memory, piece_of
+from raycheck.shards.transfer.local_box import box_of, memory_key
 from raycheck.shards.transfer.restore_proof import has_memory, holds
 
 _OWN_WAY = (torch.nn.Module.state_dict, torch.nn.Module._save_to_state_dict, torch.nn.Module.get_extra_state)  # noqa: SLF001
@@ -48,7 +49,7 @@ class ModuleEntry(StateEntry):
         self._plain = plain_names(self.module)
         self._parameters: set[str] = set()
         self._made_of: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
-        self._last: tuple[GatherCache, Gathered] | None = None
+        self._last: tuple[GatherCache, GatheredEntry] | None = None
         self._last_frozen: frozenset[str] = frozenset()
 
     def tree(self) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class ModuleEntry(StateEntry):
                 tree[plain + name] = item
         return tree
 
-    def gather(self) -> Gathered:
+    def gather(self) -> GatheredEntry:
         if self._last is not None:
             watch, found = self._last
             tensors = watch.look()
@@ -125,7 +126,7 @@ class ModuleEntry(StateEntry):
         if live := self._on_meta():
             give_memory(live, self._live().values())
 
-    def lost(self, tensors: Named) -> list[str]:
+    def not_held(self, tensors: Named) -> list[str]:
         tree = self.tree()
         extra = _extra(tree)
         live = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra}
@@ -144,7 +145,7 @@ class ModuleEntry(StateEntry):
     def is_compared(self, name: str) -> bool:
         return self.may_spread(name)
 
-    def prepare(self, saved: SavedEntry) -> Named:
+    def match(self, saved: SavedEntry) -> Named:
         tree = self.tree()
         extra_here = _extra(tree)
         whole = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}
@@ -164,7 +165,7 @@ class ModuleEntry(StateEntry):
         same_here = {mate for name in saved.tensors for mate in tied_to.get(name, ())}
         saved.missing += [name for name in live if name not in saved.tensors and name not in same_here]
         same_there = {saved.place(name) for name in live if name in saved.tensors} - {None}
-        saved.not_here(
+        saved.record_only_saved(
             name
             for name in saved.tensors
             if name not in live and name not in extra and saved.place(name) not in same_there
@@ -174,12 +175,12 @@ class ModuleEntry(StateEntry):
                 if name in extra_here:
                     saved.missing.append(f"{self.name}.{name}")
                 else:
-                    saved.not_here([f"{self.name}.{name}"])
+                    saved.record_only_saved([f"{self.name}.{name}"])
         self._compare_flattened(saved)
-        alike = {name: live[name] for name in live if name in saved.tensors and saved.is_alike(name, live[name])}
+        alike = {name: live[name] for name in live if name in saved.tensors and saved.compare(name, live[name])}
         return {**alike, **extra}
 
-    def finish(self, saved: SavedEntry, tensors: Named) -> None:
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
         extra_there = _saved_values(saved, "extra")
         if not extra_there and all(map(_is_plain, self.module.modules())):
             return  # every tensor was read in place
@@ -229,7 +230,7 @@ def _refuse_formless(name: str, tensor: torch.Tensor) -> None:
 def _saved_values(saved: SavedEntry, kind: str) -> dict[str, Any]:
     """By key, of the first rank that held it."""
     found: dict[str, Any] = {}
-    for values in (saved.values or {}, *saved.apart):
+    for values in (saved.values or {}, *saved.rank_values):
         found = values.get(kind, {}) | found
     return found
 
@@ -308,5 +309,5 @@ def _ties(live: Named) -> dict[str, list[str]]:
     """For each tensor that shares its memory with others (tied weights), the names of these."""
     groups: dict[object, list[str]] = {}
     for name, tensor in live.items():
-        groups.setdefault(memory(piece_of(name, (name,), tensor, may_spread=False)), []).append(name)
+        groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
     return {name: group for group in groups.values() if len(group) > 1 for name in group}

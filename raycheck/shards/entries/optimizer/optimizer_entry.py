@@ -14,8 +14,9 @@ from raycheck.bucket.format.index import Tensor as SavedTensor
 from raycheck.bucket.format.values import decode
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
-from raycheck.shards.entries.parameter_names import NamedParameters
-from raycheck.shards.entries.state_entry import Gathered, Named, SavedEntry, StateEntry, empty_like
+from raycheck.shards.entries.module.parameter_names import NamedParameters
+from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_like
+from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.transfer.gather_cache import GatherCache, local_of
 from raycheck.shards.transfer.overlapping_tensors import overlaps_itself
 from raycheck.shards.transfer.restore_proof import holds
@@ -42,7 +43,7 @@ class OptimizerEntry(StateEntry):
         self.optimizer = optimizer
         self._named = named
         self.stock_names = StockNames(name, [self])
-        self._last: tuple[GatherCache, Gathered] | None = None
+        self._last: tuple[GatherCache, GatheredEntry] | None = None
         self._known: list[list[torch.Tensor]] = []
         self._names: list[list[str]] = []
         self._parameters: dict[str, torch.Tensor] = {}
@@ -77,7 +78,7 @@ class OptimizerEntry(StateEntry):
         """The names of the parameters, by group."""
         return self._names
 
-    def gather(self) -> Gathered:
+    def gather(self) -> GatheredEntry:
         self._look_at_groups()
         found = self._gather()
         also = self.stock_names.tensors(self, found.tensors)
@@ -89,11 +90,11 @@ class OptimizerEntry(StateEntry):
             also=self.stock_names.leaves(self, leaves),
         )
 
-    def _gather(self) -> Gathered:
+    def _gather(self) -> GatheredEntry:
         if self._last is not None:
             watch, found = self._last
             tensors = watch.look()
-            other = None if tensors is None else self.gathered({"param_groups": self._groups()})
+            other = None if tensors is None else self.gather_tree({"param_groups": self._groups()})
             if tensors is not None and other is not None and not other.tensors:
                 values = {**found.values, "other": other.values["other"]}
                 return replace(found, tensors=tensors, values=values, leaves=other.leaves, is_as_before=True)
@@ -184,7 +185,7 @@ class OptimizerEntry(StateEntry):
             ),
         ]
 
-    def lost(self, tensors: Named) -> list[str]:
+    def not_held(self, tensors: Named) -> list[str]:
         tree = self.tree()
         live = {
             f"{self.name}.state.{name}.{slot}": value
@@ -203,7 +204,7 @@ class OptimizerEntry(StateEntry):
         del name
         return True
 
-    def prepare(self, saved: SavedEntry) -> Named:
+    def match(self, saved: SavedEntry) -> Named:
         self._look_at_groups()
         if saved.values is None:
             saved.missing.append(f"{self.name} (the whole optimizer)")
@@ -216,7 +217,7 @@ class OptimizerEntry(StateEntry):
         known = {name for group in values["other"]["param_groups"] for name in group["params"]}
         saved.missing += [f"{self.name}.state.{name}" for name in sorted(set(self._parameters) - known)]
         here = {name for name in self._parameters if name in known}
-        saved.not_here(f"{self.name}.state.{name}" for name in sorted(known - set(self._parameters)))
+        saved.record_only_saved(f"{self.name}.state.{name}" for name in sorted(known - set(self._parameters)))
         self._compare_groups(saved, values, here)
         prefix = f"{self.name}.state."
         wanted: Named = {}
@@ -292,7 +293,7 @@ class OptimizerEntry(StateEntry):
         saved.cast.append(f"{entry.name}: {entry.dtype} saved, {str(wanted).removeprefix('torch.')} here")
         return wanted
 
-    def finish(self, saved: SavedEntry, tensors: Named) -> None:
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is None:
             return
         values = _merged(saved)
@@ -420,7 +421,7 @@ def _merged(saved: SavedEntry) -> Any:
     """The values of all ranks as one: ranks of a pipeline hold different parameters."""
     slots, state = dict(saved.values["slots"]), dict(saved.values["state"])
     groups = list(saved.values["other"]["param_groups"])
-    for values in saved.apart:
+    for values in saved.rank_values:
         slots = values["slots"] | slots
         state = values["state"] | state
         groups = _joined(groups, values["other"]["param_groups"])
