@@ -23,9 +23,9 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import with_settings
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings, function_name
-from raycheck.shards.entries.generator_entry import GeneratorState, is_generator
+from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.plain_value_entry import InPlace
-from raycheck.shards.entries.state_entry import ObjectEntry
+from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.storage_settings import StorageSettings
 from raycheck.train.actors.actor_rank import RankDecision, hear, join, leave, node_of, restore

@@ -1,4 +1,4 @@
-"""A training that saves, has requests fail, restores and exports sees the global random sequences of one without."""
+"""A training that saves, sees requests fail, restores and exports draws the global random numbers of one that does not."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ ENGINES = ["memory", "file", "s3fs", "obstore", "gs"]
 
 @pytest.fixture(params=ENGINES)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, FaultProxy | None]]:
-    """A store of each engine, those behind a network through a proxy that makes faults."""
+    """Returns a store of each engine; those behind a network are reached through a proxy that makes faults."""
     if request.param in ("memory", "file"):
         yield open_store(f"memory://{uuid4().hex}" if request.param == "memory" else f"{tmp_path}/run"), None
         return

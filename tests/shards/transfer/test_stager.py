@@ -20,13 +20,13 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.local_box import TRAIN, LocalBox, piece_of
+from raycheck.shards.transfer.local_box import TRAIN, LocalBox, box_of
 from raycheck.shards.transfer.stager import ALIGN, Leaves, Staged, Stager
 from tests.support.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
 
 
 def pieces_of(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:
-    return [piece_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+    return [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
 
 
 def leaves_of(values: dict[str, object]) -> Leaves:
