@@ -21,6 +21,7 @@ from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store.retry import retry
 from raycheck.errors import CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
 from raycheck.train.coordinator.export_jobs import ExportJobs
@@ -176,13 +177,10 @@ class ProtocolCalls:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
 
     def _probe(self) -> None:
-        for left in reversed(range(PROBE_ATTEMPTS)):
-            if self._is_probed:
-                return
-            try:
+        def prove() -> None:
+            if not self._is_probed:
                 probe(self._store)
                 self._is_probed = True
-            except StoreError:  # one refused request is no reason to use up one of Ray's retries
-                if not left:
-                    raise
-                time.sleep(1.0)
+
+        # One refused request is no reason to use up one of Ray's retries.
+        retry(prove, on=StoreError, pauses_s=[1.0] * (PROBE_ATTEMPTS - 1))

@@ -50,7 +50,7 @@ def parts_of(data: bytes, part: int):
 
 
 class SourceError(Exception):
-    """What a generator of parts may raise; the store knows nothing of it."""
+    """An error that a generator of parts raises; the store does not know this class."""
 
 
 # --- a whole run ---
@@ -333,7 +333,7 @@ def test_nothing_reads_the_buffer_any_more_when_an_upload_has_failed(proxied):
 
 @pytest.fixture
 def proxied_az(azure: str, request, monkeypatch):
-    """The same before Azurite, whose signatures do not cover the port."""
+    """Puts a fault proxy before Azurite, whose signatures do not cover the port."""
     address = azure.partition("BlobEndpoint=http://")[2].partition("/")[0]
     with fault_proxy(f"az://raycheck?endpoint_override={address}") as proxy:
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure.replace(address, f"127.0.0.1:{proxy.port}"))

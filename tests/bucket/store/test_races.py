@@ -47,7 +47,7 @@ def uri(request: pytest.FixtureRequest, tmp_path) -> str:
 
 
 def race(racers: Processes | Threads, uri: str, *, rounds: int, size: int) -> list[Outcome]:
-    """Each round all create one new object, then all swap it."""
+    """Lets all writers create one new object, then swap it, once per round."""
     store = open_store(uri)
     folder = uuid4().hex
     return [

@@ -36,7 +36,7 @@ CREATE, COMPLETE = "[?]uploads", "[?]uploadId"
 
 
 class SourceError(Exception):
-    """What a generator of parts may raise; the store knows nothing of it."""
+    """An error that a generator of parts raises; the store does not know this class."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def parts_of(buffer: bytearray) -> Iterator[memoryview]:
 
 
 def error_of(kind: type[Exception], store: Store, parts: Iterator[memoryview], size: int = SIZE) -> Exception:
-    """What an upload raises, without the frames that hold its parts: they read none."""
+    """Returns what an upload raises, without the frames that hold its parts, which no longer read them."""
     with pytest.raises(kind) as caught:
         store.put_parts("a/b", parts, size)
     return caught.value.with_traceback(None)
