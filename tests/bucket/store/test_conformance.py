@@ -1,6 +1,6 @@
 """The conformance suite says what every backend must do.
 
-The protocol in commit.py stands on these verbs alone; a new backend is done when it passes this file.
+The protocol needs nothing but these verbs; a new backend is done when it passes this file.
 """
 
 import random
@@ -613,7 +613,7 @@ def test_of_racing_threads_exactly_one_creates_and_exactly_one_swaps(store):
 
 
 def test_writes_and_deletes_in_one_folder_do_not_disturb_each_other(store):
-    """As the probes of several claims do: each on its own object, all under one prefix."""
+    """The probes of several claims do this: each on its own object, all under one prefix."""
     racers = 4
     rounds = 300 if store.uri.startswith(("memory", "file")) else 10
     barrier = threading.Barrier(racers)

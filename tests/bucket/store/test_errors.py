@@ -1,4 +1,4 @@
-"""One table for all clients: what a server's answer becomes, how often it is asked, and what the error shows.
+"""Tests all clients by one table: what a server's answer becomes, how often it is asked, and what the error shows.
 
 The answers are those that the services document, given by a proxy before a real server.
 """

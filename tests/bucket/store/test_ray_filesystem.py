@@ -14,7 +14,7 @@ from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 
 
 def name_of(value: object) -> str:
-    """Names a case so that both processes of a test run collect it under one name."""
+    """Returns a name of the case that is equal in both processes of a test run, so that they collect alike."""
     return value if isinstance(value, str) else type(value).__name__
 
 

@@ -104,7 +104,7 @@ def test_an_object_of_one_part_is_one_request(store, wire):
 @pytest.mark.parametrize("kind", ["reset", "lose_answer", "busy"])
 @pytest.mark.parametrize(("method", "key"), [("POST", CREATE), ("PUT", "partNumber=2"), ("POST", COMPLETE)])
 def test_an_upload_goes_on_after_a_fault_in_any_request(store, buffer, wire, kind, method, key):
-    """Also when the lost answer was the last one, which said that the object is there."""
+    """It goes on even when the lost answer was the last one, which said that the object is there."""
     wire.rule(kind, method, key)
 
     store.put_parts("a", parts_of(buffer), SIZE)
