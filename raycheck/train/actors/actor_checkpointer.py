@@ -18,6 +18,7 @@ import ray
 from ray.actor import ActorHandle
 
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
@@ -30,7 +31,7 @@ from raycheck.storage_settings import StorageSettings
 from raycheck.train.actors.actor_rank import RankDecision, hear, join, leave, node_of, restore
 from raycheck.train.actors.actor_state import RemoteState
 from raycheck.train.coordinator.messages import OnCorrupt
-from raycheck.train.fit import checked_resume
+from raycheck.train.fit import settle_resume
 from raycheck.train.group import Group, same, start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_api.calls import results, run_in
@@ -98,7 +99,7 @@ class ActorCheckpointer:
             return
         group = uuid4().hex[:16]
         me = _owners.get((self._uri, resume))
-        told = checked_resume(resume, self._store, storage) if me is None else "auto"
+        told = settle_resume(resume, self._store, storage) if me is None else AUTO
         me = _owners.setdefault((self._uri, resume), me or uuid4().hex[:16])
         self._coordinator = start_coordinator(self._uri, owner=me, resume=told, suffix=f":{group}")
         nodes = results([run_in(actor, node_of) for actor in self._actors])
