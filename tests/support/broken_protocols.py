@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         lacks="a rewind fences nobody",
         where="rewind:rewind",
-        old="attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),",
+        old="attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),",
         new="attempts=body.attempts,",
     ),
     Mutant(

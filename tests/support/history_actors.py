@@ -84,7 +84,7 @@ class Process:
 
 
 class Coordinator(Process):
-    """One start of a driver's actor; what train/coordinator.py remembers and does, without its waiting."""
+    """One start of a driver's actor; what train/coordinator/actor.py remembers and does, without its waiting."""
 
     def __init__(self, driver: "Driver", number: int) -> None:
         super().__init__(f"{driver.owner}-c{number}")
@@ -215,7 +215,7 @@ class Save:
         return "done"
 
     def assemble(self, store: Store) -> Manifest:
-        """Step 16, as shards/report.py does it: a pure function of the reports."""
+        """Step 16, as bucket/assembly/assemble.py does it: a pure function of the reports."""
         shards = []
         for rank in range(WORLD_SIZE):
             data = _shard(object_keys.shard_key(self.key, self.component, rank))

@@ -25,10 +25,9 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.exported_directories import prune_exports
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import parse_uri
+from raycheck.bucket.store.address import kind_of, parse_uri
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.settings import ExportSettings
-from raycheck.storage_settings import kind_of
 from raycheck.train.log import event, logger
 from raycheck.train.ray_api.calls import results
 
@@ -166,12 +165,6 @@ class _ExportJob:
             return open_store(to or self.uri)
         return open_store(to, parse_uri(to).said.over(parse_uri(self.uri).said))
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Returns the options that `plan` takes."""
-        names = ("entry", "files", "merge_lora", "dtype", "max_shard_bytes")
-        return {name: getattr(self.settings, name) for name in names}
-
     def look_whether_done(self) -> bool:
         """Looks into `dest`, and returns whether the export is there, whole."""
         dest = self.dest
@@ -186,32 +179,32 @@ class _ExportJob:
 def _export(job: _ExportJob) -> int:
     """Has other tasks write the files, and then writes the index that makes them a model. Returns bytes written."""
     from raycheck.shards.huggingface.export import (  # imports torch, which the coordinator must not
-        Planned,
+        ExportFiles,
         export_hf,
         write_all,
     )
 
-    def write(planned: Planned, store: Store, place: str) -> Mapping[str, int]:
-        shares = _dealt(planned.sizes, _spread(job.nodes)[: len(planned.heads)])
+    def write(files: ExportFiles, store: Store, place: str) -> Mapping[str, int]:
+        shares = _dealt(files.sizes, _spread(job.nodes)[: len(files.heads)])
         if len(shares) == 1:
-            return write_all(planned, store, place)
-        writing = [_on(node, _write).remote(job, files) for node, files in shares]
+            return write_all(files, store, place)
+        writing = [_on(node, _write).remote(job, names) for node, names in shares]
         ray.wait(writing, num_returns=len(writing))  # also after one has failed: no task goes on unseen
         written = {file: size for share in results(writing) for file, size in share.items()}
         for file, size in written.items():
             _check_there(store, object_keys.export_key(place, file), size)
         return written
 
-    how = {"prefix": job.prefix, "write": write, "by_training": True, **job.options}
-    return export_hf(job.checkpoint, job.dest, **how).size_bytes
+    options = job.settings.options
+    return export_hf(job.checkpoint, job.dest, options, prefix=job.prefix, write=write, by_training=True).size_bytes
 
 
 @ray.remote(num_cpus=0)
 def _write(job: _ExportJob, files: Sequence[str]) -> Mapping[str, int]:
     """Writes some of the files. Their contents follow from the checkpoint, so their names are enough."""
-    from raycheck.shards.huggingface.export import plan
+    from raycheck.shards.huggingface.export import lay_out
 
-    return plan(job.checkpoint, **job.options).write(job.dest, job.prefix, files)
+    return lay_out(job.checkpoint, job.settings.options).write(job.dest, job.prefix, files)
 
 
 def _check_there(store: Store, key: str, size: int) -> None:

@@ -66,7 +66,7 @@ class ProtocolCalls:
         )
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
-        body, _ = self._register.look()
+        body, _ = self._register.read_existing()
         had_finished = ended is not None and before is not None and before[0].is_finished
         self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
         if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
