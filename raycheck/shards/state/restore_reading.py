@@ -7,7 +7,7 @@ import torch
 
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.errors import NotFoundError
 from raycheck.shards.state.restore_matching import CheckpointMatch
 from raycheck.shards.transfer.local_box import LocalBox
