@@ -85,11 +85,11 @@ class ActorCheckpointer:
         self._settings = settings or SaveSettings()
         self._owners = {name: _owner(name, value) for name, value in (state or {}).items()}
         self._owners[DRIVER_RNG] = DriverRandomState()
-        self._position = ProgressCounter((state or {}).values())
+        self._counter = ProgressCounter((state or {}).values())
         self._store = open_store(self._uri)
-        self._rhythm = SaveTriggers(self._settings, Group.alone())
-        self._pace = TrainingClock()
-        self._standing = SaveStatus()
+        self._triggers = SaveTriggers(self._settings, Group.alone())
+        self._clock = TrainingClock()
+        self._status = SaveStatus()
         self._told: list[Any] = []
         self._metrics: Mapping[str, object] = {}
         self._is_restored = self._is_closed = False
@@ -111,7 +111,7 @@ class ActorCheckpointer:
             broadcast=same,
             notice=_Notices(nodes),
         )
-        self._rhythm = SaveTriggers(self._settings, place)
+        self._triggers = SaveTriggers(self._settings, place)
         self._join(place, nodes, state_of)
 
     def restore(
@@ -147,53 +147,55 @@ class ActorCheckpointer:
         for name, state in states.items():
             self._owners[name].load_state_dict(deepcopy(state))  # Ray's arrays are read-only
         counts = {name: getattr(at, name) for name in (spec.name for spec in fields(Progress))}
-        self._position.start_at(Progress(**counts))
+        self._counter.start_at(Progress(**counts))
         claims = [attempt.claimed_at for attempt in read_latest(self._store).attempts]
-        self._rhythm.start_at(self._position.progress, claims)
+        self._triggers.start_at(self._counter.progress, claims)
         if then is not None:
             results([run_in(actor, then, mine) for actor, (mine, _) in zip(self._actors, found, strict=True)])
         for owner in self._owners.values():
             if isinstance(owner, Periodic):
-                owner.start(lambda: (self._position.progress, self._rhythm.clock_s))
+                owner.start(lambda: (self._counter.progress, self._triggers.clock_s))
         self._is_restored = True
-        self._pace.go()
-        if self._settings.at_start and not self._position.step:
+        self._clock.go()
+        if self._settings.at_start and not self._counter.step:
             self._say("save", save="keep")  # the actors know whether a checkpoint has this state already
-        return replace(at, **asdict(self._position.progress))
+        return replace(at, **asdict(self._counter.progress))
 
     def _begin_without(self, then: Callable[[Any, RestoreResult], object] | None) -> RestoreResult:
         """By SaveSettings(enabled=False), at step 0."""
-        self._position.start_at(self._position.progress)
-        at = RestoreResult(**asdict(self._position.progress), attempt=1)
+        self._counter.start_at(self._counter.progress)
+        at = RestoreResult(**asdict(self._counter.progress), attempt=1)
         if then is not None:
             results([run_in(actor, then, at) for actor in self._actors])
         periodics = [owner for owner in self._owners.values() if isinstance(owner, Periodic)]
-        start_alone(periodics, lambda: self._position.progress, world_size=1)
+        start_alone(periodics, lambda: self._counter.progress, world_size=1)
         self._is_restored = True
         return at
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
         """One optimizer step is complete on all actors. Saves when due. As Checkpointer.end_step."""
-        self._pace.stop()
+        self._clock.stop()
         self._hear()
-        now = self._standing  # at the end of the last step
-        busy_s = max(0.0, (now.busy_s or 0.0) - self._pace.step_s)
-        self._rhythm.trained(self._pace.step_s, is_saving=now.busy_s is not None)
-        self._position.end_step(tokens=tokens, episodes=episodes)
+        now = self._status  # at the end of the last step
+        busy_s = max(0.0, (now.busy_s or 0.0) - self._clock.step_s)
+        self._triggers.trained(self._clock.step_s, is_saving=now.busy_s is not None)
+        self._counter.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
         due = None
         if self._settings.enabled:
-            due = self._rhythm.is_due(
-                self._position.progress, is_busy=now.is_busy, busy_s=busy_s, metrics=self._metrics
+            due = self._triggers.decide_at_step(
+                self._counter.progress, is_busy=now.is_busy, busy_s=busy_s, metrics=self._metrics
             )
         self._say("step", save=due)
-        self._pace.go()
+        self._clock.go()
 
     def end_epoch(self) -> None:
         """An epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
         self._hear()
-        self._position.end_epoch()
-        self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=self._standing.is_busy))
+        self._counter.end_epoch()
+        self._say(
+            "epoch", save=self._triggers.decide_at_epoch_end(self._counter.progress, is_busy=self._status.is_busy)
+        )
 
     def save(
         self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
@@ -245,9 +247,9 @@ class ActorCheckpointer:
         began = time.monotonic()
         word = RankDecision(
             at=at,
-            progress=self._position.progress,
+            progress=self._counter.progress,
             save=save,
-            is_hurried=self._rhythm.is_hurried,
+            is_preempted=self._triggers.is_preempted,
             timeout_s=timeout_s,
         )
         states: dict[str, Any] = {}
@@ -259,16 +261,16 @@ class ActorCheckpointer:
         if save:
             said_s = time.monotonic() - began
             self._hear()
-            self._rhythm.saved(said_s + self._standing.blocked_s, self._position.progress, save, began=began)
-            self._pace.skip(time.monotonic() - began)
+            self._triggers.saved(said_s + self._status.blocked_s, self._counter.progress, save, began=began)
+            self._clock.skip(time.monotonic() - began)
 
     def _hear(self) -> None:
         if not self._settings.enabled and not self._is_restored:  # else the actors say so
             raise ConfigError(RESTORE_FIRST)
         told, self._told = self._told, []
         if told:
-            self._standing = SaveStatus.joined(results(told))
-            self._rhythm.committed(None, save_s=self._standing.save_s)
+            self._status = SaveStatus.joined(results(told))
+            self._triggers.committed(None, save_s=self._status.save_s)
 
     def _leave(self) -> None:
         """What is in flight is whole, and may end."""

@@ -55,13 +55,13 @@ class _Told(ProgressCounter):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDecision:
     """The driver's, at one place of its loop. progress: where training is now. save: whether and as what to save.
-    is_hurried: a node is about to go. metrics, states: for that save; the latter of what the driver holds, for rank
+    is_preempted: a node is about to go. metrics, states: for that save; the latter of what the driver holds, for rank
     0. timeout_s: of a wait."""
 
     at: Literal["step", "epoch", "save", "wait", "close"]
     progress: Progress
     save: SaveKind | None
-    is_hurried: bool = False
+    is_preempted: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
@@ -74,9 +74,9 @@ class ActorRank:
         if both := sorted(set(state) & set(held)):
             raise ConfigError(f"state[{both[0]!r}] is in the actors' state and in the driver's; rename one of them")
         self._held = {name: _Held() for name in held}
-        self._position = _Told(state.values())
+        self._counter = _Told(state.values())
         entries = {**state, **{name: RankZero(owner) for name, owner in self._held.items()}}
-        self._ckpt = Checkpointer(entries, settings, group=group, position=self._position)
+        self._ckpt = Checkpointer(entries, settings, group=group, position=self._counter)
 
     def restore(self, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
         """Also the states that the driver has to take back; on rank 0."""
@@ -86,7 +86,7 @@ class ActorRank:
         return at, states
 
     def hear(self, word: RankDecision) -> SaveStatus:
-        self._position.told, self._position.is_hurried = word.progress, word.is_hurried
+        self._counter.told, self._counter.is_preempted = word.progress, word.is_preempted
         for name, state in word.states.items():
             self._held[name].state = state
         if word.at == "step":
@@ -100,7 +100,7 @@ class ActorRank:
         if word.at == "close":
             self._ckpt.close()
         self._let_go(word.states)
-        return self._ckpt.standing
+        return self._ckpt.save_status
 
     def _let_go(self, names: Iterable[str]) -> None:
         """What the driver holds need not lie here too."""

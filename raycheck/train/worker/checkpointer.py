@@ -76,16 +76,16 @@ class Checkpointer:
         group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
         self._given = Given()
         self._state: TrainState | None = None
-        self._position = position or ProgressCounter(())
+        self._counter = position or ProgressCounter(())
         self._take(state or {})
         self._watch = FencingWatch(self._group)
-        self._exporting: ExportWait | None = None
-        self._rhythm = SaveTriggers(
-            self.settings if self._position.decides else self.settings.without_triggers, self._group
+        self._export_wait: ExportWait | None = None
+        self._triggers = SaveTriggers(
+            self.settings if self._counter.decides else self.settings.without_triggers, self._group
         )
-        self._saver: SaveQueue | None = None
-        self._pace = TrainingClock()
-        self._heart = Heartbeat(self._group)
+        self._queue: SaveQueue | None = None
+        self._clock = TrainingClock()
+        self._heartbeat = Heartbeat(self._group)
         self._began_at = 0.0
         self._is_restored = self._is_prepared = False
         self._claim: Claim | None = None
@@ -115,8 +115,8 @@ class Checkpointer:
         if given and not self._is_off:
             self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
         entries = self._state.entries if self._state else entries_of(given)
-        self._position.watch(entries.values())
-        self._periodics = periodics_of(entries, self._group, is_led=not self._position.decides)
+        self._counter.watch(entries.values())
+        self._periodics = periodics_of(entries, self._group, is_led=not self._counter.decides)
         self._given = given
 
     @property
@@ -130,12 +130,12 @@ class Checkpointer:
         A logger that is told of the other steps only never goes backwards. What is known is rank 0's last word to the
         coordinator, about a second old: after a hard kill the last steps before it may come twice.
         """
-        return self._position.step <= self._furthest
+        return self._counter.step <= self._furthest
 
     @property
-    def standing(self) -> SaveStatus:
+    def save_status(self) -> SaveStatus:
         """How its saves stand."""
-        return SaveStatus.of(self._saver, self._blocked_s)
+        return SaveStatus.of(self._queue, self._blocked_s)
 
     def peek(
         self, *, only: Iterable[str] | None = None, skip: Iterable[str] = (), on_corrupt: OnCorrupt = "previous"
@@ -196,9 +196,9 @@ class Checkpointer:
         selection = Selection.of(only, skip)
         if self._is_off:
             self._is_restored = True
-            self._position.start_at(self._position.progress)
-            start_alone(self._periodics, lambda: self._position.progress, world_size=self._group.world_size)
-            return RestoreResult(**asdict(self._position.progress), attempt=1)
+            self._counter.start_at(self._counter.progress)
+            start_alone(self._periodics, lambda: self._counter.progress, world_size=self._group.world_size)
+            return RestoreResult(**asdict(self._counter.progress), attempt=1)
         state, claim = self._checked_state(), self._claim_run()
         if self._preview is not None:
             self._preview.check(selection)
@@ -215,7 +215,7 @@ class Checkpointer:
         if selection != EVERYTHING:
             uri = self._group.uri
             logger.warning("%s: restore %s: there is no checkpoint; starting fresh", name_of(uri), selection)
-        self._position.start_at(self._position.progress)
+        self._counter.start_at(self._counter.progress)
         self._begin(claim, (str(selection),) if selection != EVERYTHING else (), trained_s=0.0, began_at=None)
         if not self._has_data_position(state):
             say_what_begins_anew(self._group, None)
@@ -249,15 +249,15 @@ class Checkpointer:
         )
         state.check_memory()
         rng = self._apply_rng(done)
-        self._position.start_at(done.progress)
+        self._counter.start_at(done.progress)
         # Only now: what a failed restore left behind must never be saved.
         self._begin(claim, done.lineage, trained_s=done.trained_s, began_at=done.manifest.began_at)
         if done.is_whole:  # else nothing in the bucket holds what stands here, and save() must save it
-            self._begun = self._position.step, "roll" if done.manifest.rolling else "keep"
+            self._begun = self._counter.step, "roll" if done.manifest.rolling else "keep"
         say_what_changed(group, done.manifest, self.settings)
         warn_of_rays_checkpoint(group, done.manifest)
         self._furthest = furthest_of(resume)
-        where = self._position.progress
+        where = self._counter.progress
         if not self._has_data_position(state):
             say_what_begins_anew(group, where)
         at = RestoreResult.of(done, where, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
@@ -267,13 +267,13 @@ class Checkpointer:
         return at
 
     def _has_data_position(self, state: TrainState) -> bool:
-        return bool(self._position.data) or state.has_loader
+        return bool(self._counter.data) or state.has_loader
 
     def _checked_state(self) -> TrainState:
         """The whole state, before the run is claimed. Raises ConfigError for what could not be saved or exported."""
         if self._state is None:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
-        self._exporting = ExportWait(self.settings.exports, self._group, self._state.models, self._watch)
+        self._export_wait = ExportWait(self.settings.exports, self._group, self._state.models, self._watch)
         self._state.check(is_before_restore=True)
         return self._state
 
@@ -293,7 +293,7 @@ class Checkpointer:
         """A place in the data that is not the one which the script was told: its Batches were not restored."""
         if self._preview is None:
             return
-        there = {name: (getattr(self._preview, name), count) for name, count in asdict(self._position.progress).items()}
+        there = {name: (getattr(self._preview, name), count) for name, count in asdict(self._counter.progress).items()}
         lines = [
             f"{name}: peek() said {said}, restore() {count}" for name, (said, count) in there.items() if said != count
         ]
@@ -302,8 +302,8 @@ class Checkpointer:
 
     def _save_at_start(self) -> None:
         """By SaveSettings(at_start=True), where training begins at step 0 in a state that no checkpoint has."""
-        is_saved = self._begun[0] == self._position.step
-        if self.settings.at_start and self._position.decides and not self._position.step and not is_saved:
+        is_saved = self._begun[0] == self._counter.step
+        if self.settings.at_start and self._counter.decides and not self._counter.step and not is_saved:
             self._save({}, "keep")
 
     def _begin(self, claim: Claim, lineage: tuple[str, ...], *, trained_s: float, began_at: float | None) -> None:
@@ -311,20 +311,20 @@ class Checkpointer:
         self._began_at = began_at or (claim.claims[-1] if claim.restore else claim.claims[0])
         assert self._state is not None, "it was restored"
         self._is_restored = True
-        self._rhythm.start_at(self._position.progress, claim.claims)
-        self._pace.go(trained_s)
-        self._saver = SaveQueue(
+        self._triggers.start_at(self._counter.progress, claim.claims)
+        self._clock.go(trained_s)
+        self._queue = SaveQueue(
             self._state,
             self.settings,
             self._group,
             attempt=claim.attempt,
             restored_from=None if claim.restore is None else claim.restore.key,
             partial=lineage,
-            saved_step=self._position.step,
+            saved_step=self._counter.step,
             began_at=self._began_at,
         )
         for periodic in self._periodics:
-            periodic.start(lambda: (self._position.progress, self._rhythm.clock_s))
+            periodic.start(lambda: (self._counter.progress, self._triggers.clock_s))
         self._watch.start()
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
@@ -335,12 +335,12 @@ class Checkpointer:
         FencedError or SupersededError when this attempt is over, SaveFailedError after too many failed saves in a row.
         """
         if self._is_counting_only():
-            self._position.end_step(tokens=tokens, episodes=episodes)
+            self._counter.end_step(tokens=tokens, episodes=episodes)
             return
         saver = self._claimed()
-        self._pace.stop()
-        self._rhythm.trained(self._pace.step_s, is_saving=saver.busy_s is not None)
-        self._position.end_step(tokens=tokens, episodes=episodes)
+        self._clock.stop()
+        self._triggers.trained(self._clock.step_s, is_saving=saver.busy_s is not None)
+        self._counter.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
         if not self._is_prepared and self._state is not None:
             self._is_prepared = True
@@ -348,30 +348,30 @@ class Checkpointer:
         self._hear_of(saver.poll())
         if self._watch.over is not None:
             raise self._watch.over
-        if self._heart.is_save_wanted:
-            self._rhythm.save_soon()
-        due = self._rhythm.is_due(
-            self._position.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0, metrics=self._metrics
+        if self._heartbeat.take_save_request():
+            self._triggers.save_soon()
+        due = self._triggers.decide_at_step(
+            self._counter.progress, is_busy=saver.is_busy, busy_s=saver.busy_s or 0.0, metrics=self._metrics
         )
         if due:
             self.save_as(due, metrics)
-        if self._rhythm.must_leave:
-            self._leave(saver)
-        self._rhythm.tell_ray()
-        self._heart.beat(self._pulse)
-        self._pace.go()
+        if self._triggers.must_leave:
+            self._leave_node(saver)
+        self._triggers.tell_ray()
+        self._heartbeat.send(self._pulse)
+        self._clock.go()
 
     def end_epoch(self) -> None:
         """An epoch is complete, with what the script does at its end (evaluation, a scheduler's step). Saves when due,
         and what is saved from now on goes on in the next epoch. Raises as end_step does."""
         if self._is_counting_only():
-            self._position.end_epoch()
+            self._counter.end_epoch()
             return
         saver = self._claimed()
-        self._position.end_epoch()
+        self._counter.end_epoch()
         saver.saved_step, self._begun = -1, (-1, "keep")  # what stands now is not what was saved at this step
         self._hear_of(saver.poll())
-        if due := self._rhythm.is_epoch_due(self._position.progress, is_busy=saver.is_busy):
+        if due := self._triggers.decide_at_epoch_end(self._counter.progress, is_busy=saver.is_busy):
             self.save_as(due, self._metrics)
 
     def save(
@@ -400,24 +400,24 @@ class Checkpointer:
         if self._is_counting_only():
             return
         step, before = self._begun
-        if step != self._position.step or strongest(before, due) != before:
+        if step != self._counter.step or strongest(before, due) != before:
             self._save(metrics or {}, due)
         elif not self._group.rank:
             logger.info("%s: nothing to save: step %d is saved already", name_of(self._group.uri), step)
 
     def _save(self, metrics: Mapping[str, object], due: SaveKind) -> None:
-        saver, progress, began = self._claimed(), self._position.progress, time.monotonic()
+        saver, progress, began = self._claimed(), self._counter.progress, time.monotonic()
         self._begun = progress.step, due
         self._hear_of(saver.wait_for_buffer())
-        is_news = self._rhythm.wants_news()
-        name = saver.begin(progress, metrics, due=due, trained_s=self._pace.trained_s, is_news=is_news)
+        is_news = self._triggers.wants_news()
+        name = saver.begin(progress, metrics, due=due, trained_s=self._clock.trained_s, is_news=is_news)
         self._begun_name = progress.step, name
         self._blocked_s = time.monotonic() - began
-        self._rhythm.saved(self._blocked_s, progress, due, began=began)
-        hurry = self._rhythm.is_hurried or self._position.is_hurried
-        if due == "export" and self._exporting is not None:
-            self._hear_of(self._exporting.follow(saver, name, progress, is_hurried=hurry))
-        self._pace.skip(time.monotonic() - began)
+        self._triggers.saved(self._blocked_s, progress, due, began=began)
+        hurry = self._triggers.is_preempted or self._counter.is_preempted
+        if due == "export" and self._export_wait is not None:
+            self._hear_of(self._export_wait.follow(saver, name, progress, is_preempted=hurry))
+        self._clock.skip(time.monotonic() - began)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed; nothing is saved that is not under way. Every rank calls it.
@@ -433,7 +433,7 @@ class Checkpointer:
         saver = self._claimed()
         began = time.monotonic()
         self._hear_of(saver.wait(saver.longest_s if timeout_s is None else min(timeout_s, saver.longest_s)))
-        self._pace.skip(time.monotonic() - began)
+        self._clock.skip(time.monotonic() - began)
         if self._watch.over is not None:
             raise self._watch.over
         if problem := saver.problem:
@@ -443,12 +443,12 @@ class Checkpointer:
 
     def _validate(self) -> None:
         saver, (step, name) = self._claimed(), self._begun_name
-        if step != self._position.step:
-            uri, at = self._group.uri, self._position.step
+        if step != self._counter.step:
+            uri, at = self._group.uri, self._counter.step
             logger.warning("%s: step %d is not validated: it was not saved in this attempt", name_of(uri), at)
             return
         saver.validate(name)
-        self._rhythm.committed(saver.pointed, save_s=saver.save_s)  # it is told in its own turn
+        self._triggers.committed(saver.pointed, save_s=saver.save_s)  # it is told in its own turn
 
     def close(self) -> None:
         """Save the last step if it is not saved, wait for the commit, and put down in `latest` that the run has
@@ -456,22 +456,22 @@ class Checkpointer:
         if self.is_closed:
             return
         try:
-            if self._saver is not None:
-                self._heart.beat(self._pulse, is_last=True)
-            if self._saver is not None and self._watch.over is None:
-                self._hear_of(self._saver.wait())  # then all ranks know the same of it
-                if self._saver.saved_step != self._position.step or self._begun == (self._position.step, "roll"):
+            if self._queue is not None:
+                self._heartbeat.send(self._pulse, is_last=True)
+            if self._queue is not None and self._watch.over is None:
+                self._hear_of(self._queue.wait())  # then all ranks know the same of it
+                if self._queue.saved_step != self._counter.step or self._begun == (self._counter.step, "roll"):
                     self._save(self._metrics, "keep")
-                self._saver.finish(self._position.step)
-                self._saver.point_ray_to_newest()
-                self._rhythm.must_tell(self._saver.take_validations())
-                self._rhythm.committed(self._saver.pointed, save_s=self._saver.save_s)
-                self._rhythm.tell_ray_at_end()
-                if self._exporting is not None:
-                    self._exporting.finish(self._saver.newest, self._position.progress)
+                self._queue.finish(self._counter.step)
+                self._queue.point_ray_to_newest()
+                self._triggers.must_tell(self._queue.take_validations())
+                self._triggers.committed(self._queue.pointed, save_s=self._queue.save_s)
+                self._triggers.tell_ray_at_end()
+                if self._export_wait is not None:
+                    self._export_wait.finish(self._queue.newest, self._counter.progress)
             if self._watch.over is not None:
                 raise self._watch.over
-            if self._saver is not None:
+            if self._queue is not None:
                 self._finish()
         finally:
             self._stop()
@@ -495,10 +495,10 @@ class Checkpointer:
             )
             logger.warning(f"%s: {text}", name_of(group.uri), missing, wait_s)
 
-    def _leave(self, saver: SaveQueue) -> NoReturn:
+    def _leave_node(self, saver: SaveQueue) -> NoReturn:
         """By on_preempt="restart": Ray starts the workers anew, on nodes that stay."""
         self._hear_of(saver.wait())
-        step = self._position.step
+        step = self._counter.step
         saved = f"step {step} is saved" if saver.saved_step == step else f"step {step} is not saved"
         self._watch.over = SupersededError(
             f'rank {self._group.rank}: a node of this group is about to go, {saved}; leaving by on_preempt="restart"'
@@ -508,13 +508,13 @@ class Checkpointer:
     def _pulse(self) -> HeartbeatMessage:
         saver = self._claimed()
         return HeartbeatMessage(
-            step=self._position.step,
-            trained_s=self._pace.trained_s,
-            step_s=self._pace.step_s,
+            step=self._counter.step,
+            trained_s=self._clock.trained_s,
+            step_s=self._clock.step_s,
             began_at=self._began_at,
             begun=self._begun[0],
             failed=saver.failed,
-            skipped=self._rhythm.skipped,
+            skipped=self._triggers.skipped,
         )
 
     def __enter__(self) -> Self:
@@ -526,12 +526,12 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self._saver is not None:
-            self._heart.beat(self._pulse, is_last=True)
+        if self._queue is not None:
+            self._heartbeat.send(self._pulse, is_last=True)
         # Nothing new is saved: the state may be half-way through a step. What is in flight is whole.
         try:
-            if self._saver is not None:
-                self._saver.wait(LAST_WORDS_S)
+            if self._queue is not None:
+                self._queue.wait(LAST_WORDS_S)
         except Exception as late:  # noqa: BLE001  nothing may take the place of the error that brought us here
             logger.warning("rank %d: the save in flight was lost: %s", self._group.rank, late)
         finally:
@@ -553,14 +553,14 @@ class Checkpointer:
                 )
             done.apply_rng(rank)
 
-        for data in self._position.data if done.rng_values else ():
+        for data in self._counter.data if done.rng_values else ():
             data.before_first_batch(again)
         return said
 
     def _stop(self) -> None:
         self._watch.end()
-        if self._saver is not None:
-            self._saver.stop()
+        if self._queue is not None:
+            self._queue.stop()
 
     def _is_counting_only(self) -> bool:
         """Whether it is turned off. Raises ConfigError before a restore even then, as when it is on."""
@@ -569,15 +569,15 @@ class Checkpointer:
         return self._is_off
 
     def _claimed(self) -> SaveQueue:
-        if self._saver is None:
+        if self._queue is None:
             raise ConfigError(RESTORE_FIRST)
-        return self._saver
+        return self._queue
 
     def _hear_of(self, committed: str | None) -> None:
         saver = self._claimed()
-        self._rhythm.must_tell(saver.take_validations())
+        self._triggers.must_tell(saver.take_validations())
         if committed is not None:
-            self._rhythm.committed(saver.pointed, save_s=saver.save_s)
+            self._triggers.committed(saver.pointed, save_s=saver.save_s)
 
 
 def _check_choice(on_corrupt: OnCorrupt) -> None:

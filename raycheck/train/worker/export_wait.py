@@ -43,11 +43,11 @@ class ExportWait:
         if settings.to is not None:
             parse_uri(settings.to)
 
-    def follow(self, saver: SaveQueue, name: str, progress: Progress, *, is_hurried: bool) -> str | None:
+    def follow(self, saver: SaveQueue, name: str, progress: Progress, *, is_preempted: bool) -> str | None:
         """The save of checkpoint `name`, which is to be exported, has begun: wait for what the mode says, unless
         hurried. Earlier saves have ended then, so that all ranks wait for the same. Returns the newest commit that was
         heard of. Raises what has ended this attempt meanwhile."""
-        mode = self._settings.mode if self._settings is not None and not is_hurried else "async"
+        mode = self._settings.mode if self._settings is not None and not is_preempted else "async"
         before, self._newest = self._newest, (name, progress)
         if mode == "async":
             return None

@@ -25,15 +25,14 @@ class Heartbeat:
         self._beaten = float("-inf")
         self._told: Any = None
 
-    @property
-    def is_save_wanted(self) -> bool:
-        """Whether the last word was answered so; said once."""
+    def take_save_request(self) -> bool:
+        """Return whether the coordinator has answered the last heartbeat by asking for a save. It says so once."""
         answer = None if self._told is None else self._group.answer(self._told)
         if answer is not None:
             self._told = None
         return bool(answer)
 
-    def beat(self, pulse: Callable[[], HeartbeatMessage], *, is_last: bool = False) -> None:
+    def send(self, pulse: Callable[[], HeartbeatMessage], *, is_last: bool = False) -> None:
         """About once a second."""
         if self._group.rank or (self._clock() - self._beaten < BEAT_S and not is_last):
             return

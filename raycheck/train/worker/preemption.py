@@ -28,7 +28,7 @@ class Preemption:
     def is_noticed(self) -> bool:
         return self._notice is not None
 
-    def hear(self, notice: float | None) -> bool:
+    def take_notice(self, notice: float | None) -> bool:
         """Whether this notice is news. notice: unix seconds at which the node goes, inf when that is not known."""
         if notice is None or notice == self._notice:
             return False
@@ -38,19 +38,19 @@ class Preemption:
         self._has_late_save = False
         return True
 
-    def fits(self, *, save_s: float, busy_s: float) -> bool:
+    def can_save_in_time(self, *, save_s: float, busy_s: float) -> bool:
         """Whether a save that begins now can end in time. save_s: how long the last one took. busy_s: how long those
         under way may still take."""
         return self._left_s() > self._needed_s(save_s, busy_s)
 
-    def is_last_chance(self, *, save_s: float, busy_s: float, again_s: float) -> bool:
+    def take_last_chance(self, *, save_s: float, busy_s: float, again_s: float) -> bool:
         """Whether a save that begins now can end in time, and one that begins at the next question, again_s later, can
         not. True once per notice."""
         is_too_late_then = self._left_s() - SAFETY * again_s - MARGIN_S <= self._needed_s(save_s, busy_s)
         if self._has_late_save or not is_too_late_then:
             return False
         self._has_late_save = True
-        return self.fits(save_s=save_s, busy_s=busy_s)
+        return self.can_save_in_time(save_s=save_s, busy_s=busy_s)
 
     def _needed_s(self, save_s: float, busy_s: float) -> float:
         return busy_s + SAFETY * save_s

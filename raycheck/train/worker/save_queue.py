@@ -28,7 +28,8 @@ from raycheck.shards.transfer.local_box import TRAIN
 from raycheck.train.coordinator.rendezvous import Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import logger, name_of
-from raycheck.train.worker.save_triggers import SaveKind, UnreportedCommit
+from raycheck.train.worker.ray_reports import UnreportedCommit
+from raycheck.train.worker.save_triggers import SaveKind
 from raycheck.train.worker.step_metrics import numbers_of
 
 LAST_ANSWER_S = 2.0

@@ -9,7 +9,7 @@ itself.
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from raycheck.bucket.format.object_keys import CheckpointName, pointer_prefix
@@ -19,11 +19,11 @@ from raycheck.settings import SaveSettings, function_name
 from raycheck.train.group import Group, same
 from raycheck.train.log import logger, name_of
 from raycheck.train.ray_api import train_context
+from raycheck.train.worker import ray_reports
 from raycheck.train.worker.preemption import Preemption
+from raycheck.train.worker.ray_reports import UnreportedCommit
 from raycheck.train.worker.young_daly import Interval
 
-RAY_REPORT_PAUSE_S = 5.0
-"""Two of Ray's reports within 2 s block the training loop."""
 COST_SHARE = 0.01
 MAX_GAP = 1000
 MAX_GAP_S = 5.0
@@ -46,16 +46,6 @@ def due_of(settings: SaveSettings, *, is_rolling: bool, export: bool) -> SaveKin
     if export and settings.exports is None:
         raise ConfigError("save(export=True) needs SaveSettings(exports=ExportSettings(...))")
     return "export" if export else "roll" if is_rolling else "keep"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnreportedCommit:
-    """A commit that rank 0 can tell Ray of, since its pointer is written. metrics: rank 0's at its step, and its step
-    and epoch. validate: whether Ray runs the trainer's validation function on it."""
-
-    key: str
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    validate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +82,7 @@ def is_multiple(step: int, every: int | None) -> bool:
 
 
 class SaveTriggers:
-    """One rank's sense of time. Every rank calls its methods at the same steps. is_hurried: a node is about to go, so
+    """One rank's sense of time. Every rank calls its methods at the same steps. is_preempted: a node is about to go, so
     that training should wait for nothing but a save. clock_s: rank 0's, as all ranks heard it last."""
 
     def __init__(self, settings: SaveSettings, group: Group) -> None:
@@ -122,11 +112,11 @@ class SaveTriggers:
         self._to_validate: deque[UnreportedCommit] = deque()
         self._told: str | None = None
         self._told_at = float("-inf")
-        self._leaving = Preemption()
+        self._preemption = Preemption()
         self._interval = Interval(settings.overhead, at_most_s=settings.every_seconds) if settings.overhead else None
         self.skipped = 0
         self._skipped_step = -1
-        self.is_hurried = False
+        self.is_preempted = False
         self._is_wanted = False
         self._word = _Decision(step=None)
         self._next_sync = 1
@@ -154,7 +144,7 @@ class SaveTriggers:
         """Whether all ranks are to end this attempt, so that Ray restarts them elsewhere."""
         return self._word.leave
 
-    def is_due(
+    def decide_at_step(
         self,
         progress: Progress,
         *,
@@ -180,7 +170,7 @@ class SaveTriggers:
             return strongest(due, self._word.save)
         return due if settings.when_busy == "wait" or self._has_room(step, is_busy=is_busy) else None
 
-    def is_epoch_due(self, progress: Progress, *, is_busy: bool = False) -> SaveKind | None:
+    def decide_at_epoch_end(self, progress: Progress, *, is_busy: bool = False) -> SaveKind | None:
         """The same for an epoch's end."""
         due = self._epoch_due(progress.epoch)
         if due is None or self._settings.when_busy == "wait":
@@ -216,7 +206,7 @@ class SaveTriggers:
     def wants_news(self) -> bool:
         """Whether Ray can soon be told of a save that begins now, if rank 0 asks."""
         is_free = not self._to_validate and (self._news is None or self._news.key == self._word.news)
-        return is_free and time.monotonic() - self._told_at >= RAY_REPORT_PAUSE_S
+        return is_free and time.monotonic() - self._told_at >= ray_reports.RAY_REPORT_PAUSE_S
 
     def committed(self, pointed: UnreportedCommit | None, *, save_s: float) -> None:
         """A save of this rank was committed, and took so long. pointed: what Ray can be told of by now."""
@@ -283,11 +273,11 @@ class SaveTriggers:
                 asked = self._asked_due(step, metrics, is_busy=is_busy)
             except ConfigError as error:
                 problem = error  # the others wait for a word, and are told this one
-            is_news = self._leaving.hear(notice)
+            is_news = self._preemption.take_notice(notice)
             leaving = self._saves_before_leaving(step, is_news=is_news, busy_s=busy_s)
             save = strongest(asked, "keep" if leaving else self._time_due(is_busy=is_busy))
             leave = is_news and self._settings.on_preempt == "restart"
-            gap, noticed = self._gap(step, began), self._leaving.is_noticed
+            gap, noticed = self._gap(step, began), self._preemption.is_noticed
             word = _Decision(
                 step=step,
                 clock_s=began - self._started_at,
@@ -301,7 +291,7 @@ class SaveTriggers:
         self._word = self._hear(word, step=step)
         if self._word.problem:
             raise ConfigError(self._word.problem) from (problem and problem.__cause__)
-        self.is_hurried, self.clock_s = self._word.is_noticed, self._word.clock_s
+        self.is_preempted, self.clock_s = self._word.is_noticed, self._word.clock_s
         # The least seen: the rest is waiting for slower ranks, which talking less would not save.
         self._broadcast_s = min(self._broadcast_s, time.monotonic() - began)
         self._next_sync = step + self._word.gap
@@ -343,10 +333,10 @@ class SaveTriggers:
     def _saves_before_leaving(self, step: int, *, is_news: bool, busy_s: float) -> bool:
         """Rank 0: whether a node that is about to go makes this a moment to save."""
         if not is_news:
-            return self._leaving.is_noticed and self._leaving.is_last_chance(
+            return self._preemption.is_noticed and self._preemption.take_last_chance(
                 save_s=self._save_s, busy_s=busy_s, again_s=self._again_s
             )
-        save = self._leaving.fits(save_s=self._save_s, busy_s=busy_s)
+        save = self._preemption.can_save_in_time(save_s=self._save_s, busy_s=busy_s)
         then = "saving" if save else "too little time for a save; one that is under way goes on"
         logger.warning("%s: a node of this group is about to go; step %d: %s", name_of(self._group.uri), step, then)
         return save
@@ -366,7 +356,7 @@ class SaveTriggers:
         return "roll" if _is_over(now - self._rolled_at, settings.rolling_every_seconds) else None
 
     def _fresh_news(self, now: float) -> UnreportedCommit | None:
-        return self._next_news() if now - self._told_at >= RAY_REPORT_PAUSE_S else None
+        return self._next_news() if now - self._told_at >= ray_reports.RAY_REPORT_PAUSE_S else None
 
     def _with_news(self, word: _Decision, news: UnreportedCommit | None) -> _Decision:
         self._named = news
@@ -384,7 +374,7 @@ class SaveTriggers:
             self._again_s = seconds / steps
             return 1
         cheap = self._broadcast_s * steps / (COST_SHARE * seconds)
-        gap_s = LEAVING_GAP_S if self._leaving.is_noticed else MAX_GAP_S
+        gap_s = LEAVING_GAP_S if self._preemption.is_noticed else MAX_GAP_S
         gap = max(1, min(MAX_GAP, round(cheap), round(gap_s * steps / seconds)))
         if self._settings.when is not None:
             gap = 1

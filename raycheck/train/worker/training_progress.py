@@ -11,10 +11,10 @@ from raycheck.train.batches import Batches
 
 class ProgressCounter:
     """Counts steps, tokens and episodes; epochs and samples too where no Batches in the state does. decides: else
-    somebody says from outside when to save, and is_hurried, that a node is about to go."""
+    somebody says from outside when to save, and is_preempted, that a node is about to go."""
 
     decides = True
-    is_hurried = False
+    is_preempted = False
 
     def __init__(self, entries: Iterable[object]) -> None:
         self.watch(entries)

@@ -83,7 +83,7 @@ class Holder:
             at = ckpt.restore()
             for _, _ in zip(range(steps), data.loader(at.epoch), strict=False):
                 ckpt.end_step()
-            return data.state_dict()["consumed"], ckpt._position.progress.samples
+            return data.state_dict()["consumed"], ckpt._counter.progress.samples
 
     def wait(self) -> None:
         self.ckpt._claimed().wait()
@@ -107,7 +107,7 @@ class Holder:
             time.sleep(0.05)
         with pytest.raises(raycheck.SupersededError):
             self.ckpt.end_step()
-        return self.ckpt._position.step
+        return self.ckpt._counter.step
 
     def close(self) -> list[str]:
         """Returns raycheck's threads that are left a moment later."""

@@ -143,12 +143,12 @@ def test_every_rank_hears_rank_0_of_time():
 
     def one(rank: int) -> list[int]:
         mine = group(rank, 3, ranks.broadcast_of(rank))
-        rhythm, work = SaveTriggers(SaveSettings(), mine), Periodic(every_seconds=1e-9)
+        triggers, work = SaveTriggers(SaveSettings(), mine), Periodic(every_seconds=1e-9)
         at = Now()
-        work.start(lambda: (at()[0], rhythm.clock_s))
+        work.start(lambda: (at()[0], triggers.clock_s))
         found = []
         for at.step in range(1, 6000):  # rank 0 speaks at each 1000th at least
-            rhythm.is_due(Progress(step=at.step))
+            triggers.decide_at_step(Progress(step=at.step))
             if work.take_turn():
                 found.append(at.step)
         return [*found, work.state_dict()["seconds"]]
