@@ -1,4 +1,7 @@
-"""The logger `raycheck`: an INFO line per save, restore and commit (rank 0, coordinator); WARNING from any rank."""
+"""The logger `raycheck`, and the one shape of its lines.
+
+The coordinator and rank 0 write an INFO line for each save, restore and commit; a WARNING may come from any rank.
+"""
 
 import logging
 
@@ -8,14 +11,36 @@ logger = logging.getLogger("raycheck")
 logger.addFilter(PrintableFilter())
 
 
+def event(what: str, *, run: str | None = None, **fields: object) -> str:
+    """Returns a log line: what happened, then `name=value` for each field, then the run.
+
+    A field that is None is left out, a float gets three decimals, and a text with spaces gets quotes, so that a line
+    can be searched and split. run: the run's URI; its query, which may hold settings, is cut off.
+
+        logger.info(event("committed", step=120, attempt=3, blocked_s=0.0123, run="s3://bucket/run?endpoint=..."))
+        committed step=120 attempt=3 blocked_s=0.012 run=s3://bucket/run
+    """
+    if run is not None:
+        fields["run"] = run.partition("?")[0]
+    return " ".join([what, *(f"{name}={_shown(value)}" for name, value in fields.items() if value is not None)])
+
+
+def _shown(value: object) -> str:
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return text if text and not any(map(str.isspace, text)) else f'"{text}"'
+
+
 def name_of(uri: str) -> str:
-    """How log lines name a run: by its name alone. The line of a claim has the URI, and so do errors of the store."""
+    """Returns the name by which log lines call a run: the last segment of its URI."""
     return f"run {uri.partition('?')[0].rstrip('/').rpartition('/')[2]}"
 
 
 def show_log() -> None:
-    """Print INFO to stderr where nobody has configured logging at all, as in Ray's worker processes, whose output Ray
-    hands on to the driver. Whoever configures `raycheck` or the root logger is left alone."""
+    """Print INFO lines to stderr if nobody has configured logging.
+
+    This is the case in Ray's worker processes, whose output Ray hands on to the driver. A configuration of the logger
+    `raycheck` or of the root logger is left as it is.
+    """
     if logger.level == logging.NOTSET and not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s raycheck: %(message)s"))
