@@ -38,11 +38,10 @@ from raycheck.train.ray_api.train_context import drain_deadline
 from raycheck.train.worker.checkpointer import RESTORE_FIRST
 from raycheck.train.worker.group_restore import RestoreResult
 from raycheck.train.worker.periodic import Periodic, start_alone
-from raycheck.train.worker.save_status import SaveStatus
-from raycheck.train.worker.save_triggers import SaveKind, SaveTriggers, due_of
-from raycheck.train.worker.step_metrics import detached, numbers_of
-from raycheck.train.worker.training_clock import TrainingClock
-from raycheck.train.worker.training_progress import ProgressCounter
+from raycheck.train.worker.save_queue import SaveStatus
+from raycheck.train.worker.save_kind import SaveKind, kind_asked_for
+from raycheck.train.worker.save_triggers import SaveTriggers
+from raycheck.train.worker.training_progress import ProgressCounter, TrainingClock, detached, numbers_of
 
 LEAVE_S = 35.0
 NOTICE_PAUSE_S = 1.0
@@ -202,7 +201,7 @@ class ActorCheckpointer:
     ) -> None:
         """Begin a save of the state as it stands. As Checkpointer.save."""
         self._metrics = detached(metrics or self._metrics)
-        self._say("save", save=due_of(self._settings, is_rolling=is_rolling, export=export))
+        self._say("save", save=kind_asked_for(self._settings, is_rolling=is_rolling, export=export))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. As Checkpointer.wait."""
@@ -269,8 +268,8 @@ class ActorCheckpointer:
             raise ConfigError(RESTORE_FIRST)
         told, self._told = self._told, []
         if told:
-            self._status = SaveStatus.joined(results(told))
-            self._triggers.committed(None, save_s=self._status.save_s)
+            self._status = SaveStatus.of_slowest(results(told))
+            self._triggers.committed(self._status.save_s)
 
     def _leave(self) -> None:
         """What is in flight is whole, and may end."""
