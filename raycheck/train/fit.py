@@ -113,7 +113,7 @@ def _put_down(coordinator: Any, error: BaseException, final: BaseException | Non
     lines = causes_of(getattr(said, "worker_failures", {}))
     cause = "; ".join(lines) or f"{type(said).__name__}: {said}".partition("\n")[0]
     with suppress(Exception):
-        call(coordinator.failed, cause, final is not None, timeout_s=PUT_DOWN_S)
+        call(coordinator.give_up, cause, final is not None, timeout_s=PUT_DOWN_S)
 
 
 def _save_now(coordinator: Any) -> bool:

@@ -16,8 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raycheck.bucket.format.object_keys import LATEST_KEY
 from raycheck.bucket.protocol.preflight import probe_node
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConfigError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
 from raycheck.train.coordinator.actor import Coordinator
+from raycheck.train.coordinator.messages import Pending
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.calls import call, this_node
 from raycheck.train.ray_api.run_location import run_uri
@@ -151,6 +152,24 @@ class Group:
                         f"rank {self.rank}: {what}: the coordinator did not answer within {timeout_s:.0f} s ({error})"
                     ) from error
                 time.sleep(RETRY_PAUSE_S)
+
+
+def ask_until_decided(
+    group: Group, method: str, *args: Any, deadline: float, what: str, late: Callable[[str], RaycheckError]
+) -> Any:
+    """Calls a method of the coordinator that all ranks call, until it answers with the decision for all of them.
+
+    deadline: by time.monotonic(). what: names the call in errors. late: makes the error that is raised at the deadline,
+    from the text that names the missing ranks. Raises StoreError when the coordinator does not answer at all.
+    """
+    while True:
+        left = max(1.0, deadline - time.monotonic())
+        # The coordinator waits for half of it, so that there is time left for an answer that names the missing ranks.
+        answer = group.ask(method, *args, left / 2, timeout_s=left, what=what)
+        if not isinstance(answer, Pending):
+            return answer
+        if time.monotonic() > deadline:
+            raise late(answer.message)
 
 
 def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffix: str = "") -> Any:

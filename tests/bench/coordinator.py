@@ -23,7 +23,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.values import encode
 from raycheck.bucket.store import open_store
 from raycheck.train.coordinator.actor import Coordinator
-from raycheck.train.coordinator.rendezvous import Outcome
+from raycheck.train.coordinator.messages import Outcome, Pending
 
 HEAD, FRAME = 704, 1184
 
@@ -96,9 +96,10 @@ async def _saves(coordinator: Coordinator, sections: Sequence[Section], *, saves
 
 async def _outcome(coordinator: Coordinator, report: Report) -> Outcome:
     """As a rank asks: again for as long as it is told to."""
-    while (outcome := await coordinator.report(report)).kind == "pending":
+    while isinstance(answer := await coordinator.report(report), Pending):
         pass
-    return outcome
+    assert isinstance(answer, Outcome), "its plan is known"
+    return answer
 
 
 def simulated(world_size: int, *, tensors: int) -> list[Section]:

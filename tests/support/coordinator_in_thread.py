@@ -20,7 +20,7 @@ class Here:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._coordinator = Coordinator(uri, owner)
-        self._coordinator._documents = lambda entry: []  # there is no object store: each rank reads them itself
+        self._coordinator._protocol.documents = lambda entry: []  # no object store: each rank reads them itself
 
     def told(self, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)

@@ -29,7 +29,7 @@ from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.storage_settings import StorageSettings
 from raycheck.train.actors.actor_rank import RankDecision, hear, join, leave, node_of, restore
 from raycheck.train.actors.actor_state import RemoteState
-from raycheck.train.coordinator.rendezvous import OnCorrupt
+from raycheck.train.coordinator.messages import OnCorrupt
 from raycheck.train.fit import checked_resume
 from raycheck.train.group import Group, same, start_coordinator
 from raycheck.train.log import logger, show_log
@@ -38,8 +38,8 @@ from raycheck.train.ray_api.train_context import drain_deadline
 from raycheck.train.worker.checkpointer import RESTORE_FIRST
 from raycheck.train.worker.group_restore import RestoreResult
 from raycheck.train.worker.periodic import Periodic, start_alone
-from raycheck.train.worker.save_queue import SaveStatus
 from raycheck.train.worker.save_kind import SaveKind, kind_asked_for
+from raycheck.train.worker.save_queue import SaveStatus
 from raycheck.train.worker.save_triggers import SaveTriggers
 from raycheck.train.worker.training_progress import ProgressCounter, TrainingClock, detached, numbers_of
 

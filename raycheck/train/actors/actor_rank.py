@@ -12,8 +12,8 @@ from raycheck.train.group import Group
 from raycheck.train.ray_api.calls import this_node
 from raycheck.train.worker.checkpointer import Checkpointer
 from raycheck.train.worker.group_restore import RestoreResult
-from raycheck.train.worker.save_queue import SaveStatus
 from raycheck.train.worker.save_kind import SaveKind
+from raycheck.train.worker.save_queue import SaveStatus
 from raycheck.train.worker.training_progress import ProgressCounter
 
 _members: dict[str, "ActorRank"] = {}

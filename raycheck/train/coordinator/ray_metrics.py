@@ -11,7 +11,7 @@ from ray.util.metrics import Counter, Gauge
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.train.coordinator.lost_work import HeartbeatMessage
+from raycheck.train.coordinator.messages import HeartbeatMessage
 
 GAUGES = {
     "raycheck_attempt": "Number of the live attempt",
@@ -76,14 +76,14 @@ class RayMetrics:
         self._set("raycheck_saved_bytes", size)
         self._set("raycheck_upload_mb_per_second", size / 1e6 / max(upload_s, 1e-9))
 
-    def tick(self, pulse: HeartbeatMessage | None, *, now: float) -> None:
+    def tick(self, heartbeat: HeartbeatMessage | None, *, now: float) -> None:
         """Now and then. now: by the store's clock."""
         if self._committed is not None:
             self._set("raycheck_last_commit_age_seconds", self._clock() - self._committed)
-        if pulse is None:
+        if heartbeat is None:
             return
-        self._set("raycheck_goodput", pulse.trained_s / max(now - pulse.began_at, 1e-9))
-        for name, total in (("raycheck_failed_saves", pulse.failed), ("raycheck_skipped_saves", pulse.skipped)):
+        self._set("raycheck_goodput", heartbeat.trained_s / max(now - heartbeat.began_at, 1e-9))
+        for name, total in (("raycheck_failed_saves", heartbeat.failed), ("raycheck_skipped_saves", heartbeat.skipped)):
             told = self._told[name]
             self._count(name, 0 if told is None else total - told)
             self._told[name] = total

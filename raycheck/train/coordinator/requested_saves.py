@@ -1,8 +1,9 @@
-"""A save that the live group is asked for from outside: by a signal to the driver, or before Ray Train replaces a
-healthy group by a larger or smaller one, for which it asks nobody.
+"""Saves that somebody outside the training loop asks for, and waits for.
 
-Who asks waits here, in the coordinator, until rank 0 has heard of it, all ranks have saved, and that is committed; not
-for long, since meanwhile a controller looks after no workers.
+A signal to the driver asks for one, and so does Ray Train's controller before it replaces a healthy group by a larger
+or smaller one; it does not ask the group. Whoever asks waits here, in the coordinator's event loop, until rank 0 has
+heard of it by its heartbeat, all ranks have saved, and the save is committed. The wait is short, since a waiting
+controller looks after no workers.
 """
 
 import asyncio
@@ -12,39 +13,42 @@ PATIENCE_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
-class _Wish:
-    """from_step: where the group was when it heard of it; None before."""
+class _Request:
+    """A save that is asked for. from_step: where rank 0 was when it heard of the request; None before."""
 
-    end: asyncio.Future[None]
+    is_committed: asyncio.Future[None]
     from_step: int | None = None
 
 
 class RequestedSaves:
-    """In the coordinator's event loop."""
+    """Keeps the requests until a save is committed that began after rank 0 had heard of them."""
 
     def __init__(self) -> None:
-        self._wishes: list[_Wish] = []
+        self._requests: list[_Request] = []
         self._save_s = 0.0
         self._step_s = 0.0
 
     async def wait(self) -> bool:
-        """Have the live group save. Whether that was committed in time."""
-        wish = _Wish(asyncio.get_running_loop().create_future())
-        self._wishes.append(wish)
-        await asyncio.wait([wish.end], timeout=PATIENCE_S + 3 * (self._save_s + self._step_s))
-        self._wishes.remove(wish)
-        return wish.end.done()
+        """Asks the live group for a save. Returns whether it was committed in time."""
+        request = _Request(asyncio.get_running_loop().create_future())
+        self._requests.append(request)
+        await asyncio.wait([request.is_committed], timeout=PATIENCE_S + 3 * (self._save_s + self._step_s))
+        self._requests.remove(request)
+        return request.is_committed.done()
 
-    def is_wanted_at(self, step: int, *, begun: int, step_s: float) -> bool:
-        """Rank 0 has done `step` in step_s seconds, and begun its newest save after step `begun`. It asks."""
+    def note_step(self, step: int, *, begun: int, step_s: float) -> bool:
+        """Notes that rank 0 hears of all requests at `step`. Returns whether it should save soon.
+
+        begun: the step of the newest save that rank 0 has begun. step_s: seconds of its last step.
+        """
         self._step_s = step_s
-        for wish in self._wishes:
-            wish.from_step = step if wish.from_step is None else wish.from_step
-        return any(wish.from_step is not None and begun < wish.from_step for wish in self._wishes)
+        for request in self._requests:
+            request.from_step = step if request.from_step is None else request.from_step
+        return any(request.from_step is not None and begun < request.from_step for request in self._requests)
 
     def committed(self, step: int, *, save_s: float) -> None:
-        """save_s: how long that save took."""
+        """Ends the requests that the committed save of `step` meets. save_s: how long that save took."""
         self._save_s = save_s
-        for wish in self._wishes:
-            if wish.from_step is not None and step >= wish.from_step and not wish.end.done():
-                wish.end.set_result(None)
+        for request in self._requests:
+            if request.from_step is not None and step >= request.from_step and not request.is_committed.done():
+                request.is_committed.set_result(None)

@@ -99,7 +99,7 @@ class RunGuard(UserCallback):
         del run_context
         if self.coordinator is not None:
             with suppress(Exception):
-                self.coordinator.hurt.remote(causes_of(worker_exceptions))
+                self.coordinator.group_failed.remote(causes_of(worker_exceptions))
         for error in worker_exceptions.values():
             final = final_error(error)
             if final is not None:
@@ -143,7 +143,7 @@ class ControllerGuard(ControllerCallback):
         with suppress(Exception):
             match type(current_state).__name__:
                 case "PreemptingState":
-                    self._coordinator.hurt.remote(["a node of the group was about to go"])
+                    self._coordinator.group_failed.remote(["a node of the group was about to go"])
                 case "ResizingState":
                     ray.get(self._coordinator.save_now.remote(), timeout=MAX_FAREWELL_S)
 

@@ -1,4 +1,4 @@
-"""The Checkpointer: what a training loop talks to. It restores, counts steps, saves when due, and waits only at the end.
+"""The Checkpointer is what a training loop talks to: it restores, counts steps, saves when due, and waits at the end.
 
 This module is the public surface, and what happens before training: claim, peek and restore. What happens at each step
 is in live_attempt.py, when to save in save_triggers.py, and what a save does in save_queue.py. All ranks decide alike.
@@ -88,9 +88,7 @@ class Checkpointer:
         self._attempt: LiveAttempt | None = None  # from restore() on
         self._furthest = -1  # the last step that earlier attempts are known to have completed
         if self._is_off:
-            logger.warning(
-                event("raycheck is turned off: nothing is saved, and nothing is restored", rank=group.rank)
-            )
+            logger.warning(event("raycheck is turned off: nothing is saved, and nothing is restored", rank=group.rank))
         else:
             register_open(self, uri=group.uri, rank=group.rank)
 
@@ -210,9 +208,7 @@ class Checkpointer:
         if claim.restore is None:
             result = self._start_fresh(state, claim, selection, export_wait)
         else:
-            result = self._fill(
-                state, claim, selection, export_wait, strict=strict, on_corrupt=on_corrupt, cast=cast
-            )
+            result = self._fill(state, claim, selection, export_wait, strict=strict, on_corrupt=on_corrupt, cast=cast)
         self._live().save_at_start()
         return result
 
@@ -291,9 +287,7 @@ class Checkpointer:
         self._furthest = _furthest_of(resume)
         if not self._has_data_position(state):
             say_what_begins_anew(group, progress)
-        result = RestoreResult.of(
-            done, progress, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng
-        )
+        result = RestoreResult.of(done, progress, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
         if result.report.missing or result.report.unexpected:
             text = "the checkpoint and the state differ"
             logger.warning(event(text, report=result.report, rank=group.rank, run=group.uri))
@@ -369,7 +363,7 @@ class Checkpointer:
     ) -> None:
         """Begin a save of the state as it is now.
 
-        Does nothing, and logs that, when this step was saved in this way already, is being saved, or was restored whole.
+        Does nothing, and logs that, when this step is saved in this way already, is being saved, or was restored whole.
 
         metrics: as for end_step. is_rolling: keep it only as one of the newest `rolling_keep_last` rolling saves.
         export: write the model as a Hugging Face directory too, as `SaveSettings.exports` says. validate: have Ray run
@@ -404,7 +398,7 @@ class Checkpointer:
             self._live().wait(timeout_s)
 
     def close(self) -> None:
-        """Save the last step if it is not saved, wait for the commit, and write into `latest` that the run has finished.
+        """Save the last step if it is not saved, wait for the commit, and write into `latest` that the run has ended.
 
         Leaving the context without an exception calls it. Raises what kept the save from being committed.
         """

@@ -44,7 +44,10 @@ class Heartbeat:
 
 
 class FencingWatch:
-    """Learns by a thread on rank 0 that the attempt is over, even when no save is due. over: the error that ended it."""
+    """Learns in a thread on rank 0 that the attempt is over, even when no save is due.
+
+    over: the error that ended it, None while it is live.
+    """
 
     def __init__(self, group: Group) -> None:
         self.over: RaycheckError | None = None

@@ -16,7 +16,10 @@ ASSUMED_S = 110.0
 
 
 class Preemption:
-    """Judges the newest preemption notice: whether a save fits before the node goes. clock: unix seconds, as in notices."""
+    """Judges by the newest preemption notice whether a save fits before the node goes.
+
+    clock: returns unix seconds, which notices are given in.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

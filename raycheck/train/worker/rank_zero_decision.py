@@ -1,8 +1,8 @@
 """Rank 0's decisions, and the broadcast that makes them the same on every rank.
 
 Step triggers are arithmetic and need no broadcast. Everything else (time, tokens, preemption, the user's own function,
-which commit to report) is decided by rank 0 and handed to all ranks in one small broadcast every k steps. k is chosen so
-that it costs less than 1 % of the step time, and is 1 when the user's own function is asked.
+which commit to report) is decided by rank 0 and handed to all ranks in one small broadcast every k steps. k is chosen
+so that it costs less than 1 % of the step time, and is 1 when the user's own function is asked.
 """
 
 import time
@@ -22,12 +22,12 @@ PREEMPTED_GAP_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankZeroDecision:
-    """Tells all ranks what rank 0 has decided: whether to save, which commit to report to Ray, and when it decides next.
+    """Tells all ranks what rank 0 has decided: whether to save, which commit to report, and when it decides next.
 
     step: rank 0's step, None at the end of its loop. clock_s: how long it has trained in this attempt. save: the kind
     of save to begin now, None for none. commit: name of the commit to report; only rank 0 has its metrics, since a
-    broadcast of Ray's carries 1 kB. validate: see UnreportedCommit. gap: steps until the next broadcast. is_preempted: a
-    node of the group is about to go. leave: end the attempt once the saves under way are committed. problem: why the
+    broadcast of Ray's carries 1 kB. validate: see UnreportedCommit. gap: steps until the next broadcast. is_preempted:
+    a node of the group is about to go. leave: end the attempt once the saves under way are committed. problem: why the
     run ends here on all ranks, "" when it goes on.
     """
 

@@ -21,7 +21,9 @@ def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -
     before, now = set(manifest.settings), set(settings.chosen)
     if before != now and not group.rank:
         new, old = (", ".join(sorted(chosen)) or "defaults" for chosen in (now - before, before - now))
-        logger.info(event("settings since the save differ", checkpoint=manifest.key, now=new, before=old, run=group.uri))
+        logger.info(
+            event("settings since the save differ", checkpoint=manifest.key, now=new, before=old, run=group.uri)
+        )
 
 
 def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
@@ -38,7 +40,9 @@ def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
         return
     ours = "starts fresh" if restored is None else f"has restored step {restored.step}"
     theirs = f"is of step {name.step}" if name else f"is {path}" if path else "is none"
-    text = f"raycheck {ours}, while ray.train.get_checkpoint() {theirs}: take step, epoch and weights from restore() alone"
+    text = (
+        f"raycheck {ours}, while ray.train.get_checkpoint() {theirs}: take step, epoch and weights from restore() alone"
+    )
     logger.warning(event(text, run=group.uri))
 
 

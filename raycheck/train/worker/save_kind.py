@@ -6,7 +6,7 @@ from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 
 SaveKind = Literal["roll", "keep", "export"]
-"""A rolling save, one that retention keeps by its rules, or one that is also exported. Each includes those before it."""
+"""A rolling save, one that retention keeps by its rules, or one that is exported too. Each includes those before it."""
 
 
 def strongest(*kinds: SaveKind | None) -> SaveKind | None:

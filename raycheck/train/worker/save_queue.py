@@ -185,9 +185,7 @@ class SaveQueue:
         self._upload(staged, report, began=began, is_agreed=must_agree, is_reported=is_reported)
         return report.checkpoint
 
-    def _upload(
-        self, staged: StagedState, report: Report, *, began: float, is_agreed: bool, is_reported: bool
-    ) -> None:
+    def _upload(self, staged: StagedState, report: Report, *, began: float, is_agreed: bool, is_reported: bool) -> None:
         """Hand a staged save to the save thread."""
         is_reported = is_reported and not any(save.is_reported for save in self._pending)
         counts = {"step": report.progress.step, "epoch": report.progress.epoch}

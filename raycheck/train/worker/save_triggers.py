@@ -1,8 +1,8 @@
 """When to save: which triggers exist and when each is due, so that all ranks come to the same answer.
 
-Step and epoch triggers are arithmetic that each rank does by itself. Time, tokens, preemption and the user's own function
-are rank 0's decision, which the others hear (rank_zero_decision.py). So is whether a save is skipped because the one
-before is still under way.
+Step and epoch triggers are arithmetic that each rank does by itself. Time, tokens, preemption and the user's own
+function are rank 0's decision, which the others hear (rank_zero_decision.py). So is whether a save is skipped because
+the one before is still under way.
 """
 
 import time
@@ -64,7 +64,7 @@ class SaveTriggers:
                 raise ConfigError(f"SaveSettings({name}) needs Group(broadcast=...): ranks must decide alike")
 
     def start_at(self, progress: Progress, claims: Sequence[float]) -> None:
-        """Start counting at this progress. claims: when the run's attempts began, by the store's clock, this one last."""
+        """Start counting here. claims: when the run's attempts began, by the store's clock, in order."""
         self._broadcast.start_at(progress.step)
         self._started_at = time.monotonic()
         self._saved_tokens = self._tokens = progress.tokens

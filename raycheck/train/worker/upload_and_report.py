@@ -1,7 +1,7 @@
 """The save thread: uploads one staged save after the other, and reports each to the coordinator.
 
-Uploads go one by one, in one background thread. A save always ends in an outcome that all ranks are told, or in an error
-at the deadline: whatever fails here is reported, since the other ranks must not wait for this one (I9).
+Uploads go one by one, in one background thread. A save always ends in an outcome that all ranks are told, or in an
+error at the deadline: whatever fails here is reported, since the other ranks must not wait for this one (I9).
 """
 
 import time

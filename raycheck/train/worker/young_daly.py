@@ -58,7 +58,7 @@ class Interval:
         (self._beside if is_saving else self._alone).append(seconds)
 
     def saved(self, blocked_s: float) -> None:
-        """Note how long a save has blocked training. Steps noted as `is_saving` since then ran beside the save before."""
+        """Note how long a save has blocked training. The steps noted as `is_saving` so far ran beside the last save."""
         slowed_s = 0.0
         if self._alone:
             usual_s = statistics.median(self._alone)  # not the mean: first steps and evaluations take long

@@ -10,8 +10,8 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, Worker
 from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_resume, record_resume, resumes
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.bucket.store import open_store
-from raycheck.train.coordinator.lost_work import HeartbeatMessage, LostWork
-from raycheck.train.coordinator.rendezvous import Arrival
+from raycheck.train.coordinator.lost_work import LostWork
+from raycheck.train.coordinator.messages import Arrival, HeartbeatMessage
 from raycheck.train.ray_api.train_context import causes_of, mistake_in
 
 FIRST = Attempt(
@@ -32,24 +32,26 @@ class Clock:
         return self.now
 
 
-def ended(*, hurts: tuple[str, ...] = (), by: Attempt = SECOND, pulse: HeartbeatMessage | None = None) -> ResumeRecord:
+def ended(
+    *, failures: tuple[str, ...] = (), by: Attempt = SECOND, heartbeat: HeartbeatMessage | None = None
+) -> ResumeRecord:
     clock = Clock()
-    lifeline = LostWork(clock)
-    lifeline.claimed(None, FIRST, now=1000.0)
-    if pulse is not None:
-        lifeline.beat("g1", pulse)
-    lifeline.hurt(hurts)
-    lifeline.hurt(hurts)
-    lifeline.claimed(FIRST, by, now=by.claimed_at)
+    lost_work = LostWork(clock)
+    lost_work.claimed(None, FIRST, now=1000.0)
+    if heartbeat is not None:
+        lost_work.heartbeat("g1", heartbeat)
+    lost_work.group_failed(failures)
+    lost_work.group_failed(failures)
+    lost_work.claimed(FIRST, by, now=by.claimed_at)
     clock.now += 10.0
-    resume = lifeline.resume(ENTRY, ARRIVALS)
+    resume = lost_work.resume(ENTRY, ARRIVALS)
     assert resume is not None
     return resume
 
 
 def test_it_names_the_cause_and_counts_what_was_lost() -> None:
     resume = ended(
-        hurts=("rank 2: its process died",), pulse=HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0)
+        failures=("rank 2: its process died",), heartbeat=HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0)
     )
 
     assert (resume.attempt, resume.after, resume.cause) == (2, 1, "rank 2: its process died")
@@ -60,24 +62,24 @@ def test_it_names_the_cause_and_counts_what_was_lost() -> None:
 
 
 def test_how_far_a_driver_has_come_is_not_forgotten_when_a_later_attempt_ends_earlier() -> None:
-    lifeline = LostWork(Clock())
-    lifeline.claimed(None, FIRST, now=1000.0)
-    lifeline.beat("g1", HeartbeatMessage(step=150, trained_s=300.0, began_at=1000.0))
-    lifeline.claimed(FIRST, SECOND, now=1300.0)
-    first = lifeline.resume(ENTRY, ARRIVALS)
-    lifeline.beat("g2", HeartbeatMessage(step=125, trained_s=210.0, began_at=1000.0))
-    lifeline.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
-    second = lifeline.resume(ENTRY, ARRIVALS)
+    lost_work = LostWork(Clock())
+    lost_work.claimed(None, FIRST, now=1000.0)
+    lost_work.heartbeat("g1", HeartbeatMessage(step=150, trained_s=300.0, began_at=1000.0))
+    lost_work.claimed(FIRST, SECOND, now=1300.0)
+    first = lost_work.resume(ENTRY, ARRIVALS)
+    lost_work.heartbeat("g2", HeartbeatMessage(step=125, trained_s=210.0, began_at=1000.0))
+    lost_work.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
+    second = lost_work.resume(ENTRY, ARRIVALS)
 
     assert (first.lost_steps, first.furthest_step) == (30, 150)
     assert (second.lost_steps, second.furthest_step) == (5, 150)
 
 
 def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_none() -> None:
-    lifeline = LostWork(Clock())
-    lifeline.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
+    lost_work = LostWork(Clock())
+    lost_work.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
 
-    resume = lifeline.resume(ENTRY, ARRIVALS)
+    resume = lost_work.resume(ENTRY, ARRIVALS)
 
     assert resume is not None
     assert (resume.lost_steps, resume.lost_s, resume.cause) == (None, None, GONE)
@@ -86,9 +88,9 @@ def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_n
 
 def started_by(owner: str, *, before: Attempt = FIRST, **said: Any) -> ResumeRecord:
     """A new driver's first start, with what the bucket says about the end of the one before."""
-    lifeline = LostWork(Clock())
-    lifeline.claimed(before, replace(SECOND, owner=owner), now=1300.0, **said)
-    resume = lifeline.resume(ENTRY, ARRIVALS)
+    lost_work = LostWork(Clock())
+    lost_work.claimed(before, replace(SECOND, owner=owner), now=1300.0, **said)
+    resume = lost_work.resume(ENTRY, ARRIVALS)
     assert resume is not None
     return resume
 
@@ -117,64 +119,64 @@ def test_a_copied_or_rewound_run_was_taken_from_nobody() -> None:
 
 def test_only_a_step_that_was_completed_here_counts_as_training() -> None:
     """The last word of a rank says where it stands, also when that is where it began."""
-    lifeline = LostWork(Clock())
-    lifeline.claimed(None, FIRST, now=1000.0)
-    lifeline.resume(ENTRY, ARRIVALS)
-    lifeline.beat("g1", HeartbeatMessage(step=120, trained_s=200.0, began_at=1000.0))
-    assert not lifeline.has_trained
+    lost_work = LostWork(Clock())
+    lost_work.claimed(None, FIRST, now=1000.0)
+    lost_work.resume(ENTRY, ARRIVALS)
+    lost_work.heartbeat("g1", HeartbeatMessage(step=120, trained_s=200.0, began_at=1000.0))
+    assert not lost_work.has_trained
 
-    lifeline.beat("g1", HeartbeatMessage(step=121, trained_s=201.0, began_at=1000.0))
-    lifeline.claimed(FIRST, SECOND, now=1300.0)
-    lifeline.resume(ENTRY, ARRIVALS)
+    lost_work.heartbeat("g1", HeartbeatMessage(step=121, trained_s=201.0, began_at=1000.0))
+    lost_work.claimed(FIRST, SECOND, now=1300.0)
+    lost_work.resume(ENTRY, ARRIVALS)
 
-    assert lifeline.has_trained, "a later start does not forget it"
+    assert lost_work.has_trained, "a later start does not forget it"
 
 
 def test_a_coordinator_without_memory_takes_training_for_granted() -> None:
-    lifeline = LostWork(Clock())
+    lost_work = LostWork(Clock())
 
-    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    lost_work.claimed(FIRST, SECOND, now=1300.0)
 
-    assert lifeline.has_trained, "the same driver had an attempt before"
+    assert lost_work.has_trained, "the same driver had an attempt before"
     other = LostWork(Clock())
     other.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
     assert not other.has_trained
 
 
 def test_what_was_lost_is_not_forgotten_by_a_start_that_never_restored() -> None:
-    lifeline = LostWork(Clock())
-    lifeline.claimed(None, FIRST, now=1000.0)
-    lifeline.beat("g1", HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0))
-    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    lost_work = LostWork(Clock())
+    lost_work.claimed(None, FIRST, now=1000.0)
+    lost_work.heartbeat("g1", HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0))
+    lost_work.claimed(FIRST, SECOND, now=1300.0)
     third = replace(SECOND, number=3, group="g3")
 
-    lifeline.claimed(SECOND, third, now=1400.0)
+    lost_work.claimed(SECOND, third, now=1400.0)
 
-    resume = lifeline.resume(ENTRY, ARRIVALS)
+    resume = lost_work.resume(ENTRY, ARRIVALS)
     assert resume is not None
     assert (resume.lost_steps, resume.lost_s) == (7, 12.5)
 
 
 def test_a_start_that_restored_and_did_no_step_has_lost_none() -> None:
-    lifeline = LostWork(Clock())
-    lifeline.claimed(FIRST, SECOND, now=1300.0)
-    lifeline.resume(ENTRY, ARRIVALS)
+    lost_work = LostWork(Clock())
+    lost_work.claimed(FIRST, SECOND, now=1300.0)
+    lost_work.resume(ENTRY, ARRIVALS)
 
-    lifeline.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
+    lost_work.claimed(SECOND, replace(SECOND, number=3, group="g3"), now=1400.0)
 
-    resume = lifeline.resume(ENTRY, ARRIVALS)
+    resume = lost_work.resume(ENTRY, ARRIVALS)
     assert resume is not None
     assert (resume.lost_steps, resume.lost_s) == (0, 0.0)
 
 
 def test_a_word_of_a_group_that_is_gone_does_not_count() -> None:
-    lifeline = LostWork(Clock())
-    lifeline.claimed(None, FIRST, now=1000.0)
-    lifeline.claimed(FIRST, SECOND, now=1300.0)
+    lost_work = LostWork(Clock())
+    lost_work.claimed(None, FIRST, now=1000.0)
+    lost_work.claimed(FIRST, SECOND, now=1300.0)
 
-    lifeline.beat("g1", HeartbeatMessage(step=500, trained_s=1.0, began_at=1000.0))
+    lost_work.heartbeat("g1", HeartbeatMessage(step=500, trained_s=1.0, began_at=1000.0))
 
-    assert lifeline.pulse is None
+    assert lost_work.newest is None
 
 
 def test_a_group_that_ray_changed_without_an_error_was_resized() -> None:
@@ -183,15 +185,15 @@ def test_a_group_that_ray_changed_without_an_error_was_resized() -> None:
 
 
 def test_a_runs_first_start_has_nothing_to_report() -> None:
-    lifeline = LostWork(Clock())
-    lifeline.claimed(None, FIRST, now=1000.0)
+    lost_work = LostWork(Clock())
+    lost_work.claimed(None, FIRST, now=1000.0)
 
-    assert lifeline.resume(None, []) is None
+    assert lost_work.resume(None, []) is None
 
 
 def test_the_report_is_kept_once_and_read_back(tmp_path) -> None:
     store = open_store(f"file://{tmp_path}/run")
-    resume = ended(pulse=HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0))
+    resume = ended(heartbeat=HeartbeatMessage(step=127, trained_s=212.5, began_at=1000.0))
 
     assert record_resume(store, resume)
     assert not record_resume(store, replace(resume, cause="another"))

@@ -13,17 +13,17 @@ def run(story: Callable[[RequestedSaves], Awaitable[None]]) -> None:
 
 
 def test_one_save_is_asked_for_and_not_another_while_it_is_under_way() -> None:
-    async def story(farewell: RequestedSaves) -> None:
-        assert not farewell.is_wanted_at(6, begun=0, step_s=0.1)
-        waiting = asyncio.create_task(farewell.wait())
+    async def story(requested: RequestedSaves) -> None:
+        assert not requested.note_step(6, begun=0, step_s=0.1)
+        waiting = asyncio.create_task(requested.wait())
         await asyncio.sleep(0)
 
-        assert farewell.is_wanted_at(7, begun=0, step_s=0.1)
-        assert farewell.is_wanted_at(8, begun=0, step_s=0.1), "the answer may have been lost"
-        assert not farewell.is_wanted_at(9, begun=8, step_s=0.1)
-        farewell.committed(5, save_s=1.0)
+        assert requested.note_step(7, begun=0, step_s=0.1)
+        assert requested.note_step(8, begun=0, step_s=0.1), "the answer may have been lost"
+        assert not requested.note_step(9, begun=8, step_s=0.1)
+        requested.committed(5, save_s=1.0)
         assert not waiting.done()
-        farewell.committed(8, save_s=1.0)
+        requested.committed(8, save_s=1.0)
 
         assert await waiting
 
@@ -31,18 +31,18 @@ def test_one_save_is_asked_for_and_not_another_while_it_is_under_way() -> None:
 
 
 def test_a_second_wish_is_not_content_with_the_save_of_the_first() -> None:
-    async def story(farewell: RequestedSaves) -> None:
-        first = asyncio.create_task(farewell.wait())
+    async def story(requested: RequestedSaves) -> None:
+        first = asyncio.create_task(requested.wait())
         await asyncio.sleep(0)
-        assert farewell.is_wanted_at(7, begun=0, step_s=0.1)
-        second = asyncio.create_task(farewell.wait())
+        assert requested.note_step(7, begun=0, step_s=0.1)
+        second = asyncio.create_task(requested.wait())
         await asyncio.sleep(0)
-        assert farewell.is_wanted_at(20, begun=8, step_s=0.1)
+        assert requested.note_step(20, begun=8, step_s=0.1)
 
-        farewell.committed(8, save_s=1.0)
+        requested.committed(8, save_s=1.0)
         assert await first
         assert not second.done()
-        farewell.committed(21, save_s=1.0)
+        requested.committed(21, save_s=1.0)
 
         assert await second
 
@@ -52,8 +52,8 @@ def test_a_second_wish_is_not_content_with_the_save_of_the_first() -> None:
 def test_a_wish_that_nobody_answers_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycheck.train.coordinator.requested_saves.PATIENCE_S", 0.05)
 
-    async def story(farewell: RequestedSaves) -> None:
-        assert await farewell.wait() is False
-        assert not farewell.is_wanted_at(5, begun=0, step_s=0.1)
+    async def story(requested: RequestedSaves) -> None:
+        assert await requested.wait() is False
+        assert not requested.note_step(5, begun=0, step_s=0.1)
 
     run(story)

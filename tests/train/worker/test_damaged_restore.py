@@ -11,7 +11,7 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.train.coordinator.rendezvous import RankRestore
+from raycheck.train.coordinator.messages import RankRestore
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import BATCH, SAMPLES, story

@@ -1,0 +1,128 @@
+"""The messages between the ranks and the coordinator: plain, frozen values that Ray pickles.
+
+A rank sends a `Report`, its holdings, a `RankRestore` or a `HeartbeatMessage`. It gets what all ranks get (an
+`Outcome`, an agreement, a `RestoreDecision`), or `Pending`, upon which it asks again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.bucket.format.latest import Entry
+from raycheck.errors import RaycheckError
+
+OnCorrupt = Literal["previous", "raise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pending:
+    """Says that nothing is decided yet, so that the rank asks again. message: which ranks are missing."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """Answers a claim: names the attempt and the one checkpoint that all its ranks restore.
+
+    attempt: its number. restore: the checkpoint; None to start fresh. documents: a list with Ray's reference to the
+    checkpoint's documents; empty when each rank has to read them from the bucket. claims: when the run's listed
+    attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the attempt
+    before cost, where nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had come to
+    its end with that checkpoint.
+    """
+
+    attempt: int
+    restore: Entry | None
+    documents: list[Any]
+    claims: tuple[float, ...]
+    resume: ResumeRecord | None = None
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Tells all ranks how a save ended.
+
+    key: the checkpoint's name. message: why the save failed. agree_anew: the ranks have to compare their replicas
+    before the next save, since more than one of them wrote the same box. places: for each component of a committed
+    checkpoint, the checkpoint whose directory holds it; empty when the coordinator does not know.
+    """
+
+    kind: Literal["committed", "superseded", "failed"]
+    key: str
+    message: str = ""
+    agree_anew: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanWanted:
+    """Asks a rank to repeat its report with the plan, since this coordinator does not know the plan by its hash."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """Says which position a rank's restore has reached, and what the restore cost.
+
+    trained_s: seconds of training in the restored state, as in the manifest. seconds: from the claim until the restore
+    was done. what: the rank's restore report in words.
+    """
+
+    step: int = 0
+    trained_s: float = 0.0
+    seconds: float = 0.0
+    bytes_fetched: int = 0
+    what: str = "nothing was restored"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRestore:
+    """Tells the coordinator how one rank's restore of checkpoint `key`, or its peek at it, ended.
+
+    damage: the proof that the checkpoint is damaged. failure: any other error. A rank with neither has succeeded, and
+    its `arrival` counts.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    key: str
+    damage: str = ""
+    failure: RaycheckError | None = None
+    arrival: Arrival = Arrival()
+    on_corrupt: OnCorrupt = "previous"
+    is_peek: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreDecision:
+    """Tells all ranks whether their restore, or their peek, is over.
+
+    "done": all have succeeded; `resume` says what the end of the attempt before cost. "again": restore the checkpoint
+    of `claim` instead; `message` says why.
+    """
+
+    kind: Literal["done", "again"]
+    claim: Claim | None = None
+    resume: ResumeRecord | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeartbeatMessage:
+    """Tells the coordinator about once a second how far rank 0 is.
+
+    step: completed steps. trained_s: seconds of training that these steps took, without those that were lost. step_s:
+    seconds of the last step. began_at: when the run began, in unix seconds by the store's clock. begun: the step of the
+    newest save that rank 0 has begun; -1 for none. failed, skipped: how many saves of this attempt were.
+    """
+
+    step: int
+    trained_s: float
+    step_s: float = 0.0
+    began_at: float
+    begun: int = -1
+    failed: int = 0
+    skipped: int = 0

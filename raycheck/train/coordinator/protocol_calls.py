@@ -1,0 +1,186 @@
+"""The coordinator's calls of the bucket protocol: what it reads from and writes to the bucket.
+
+Each call blocks, so the coordinator makes it in a thread. What may become of `latest` is decided in bucket/protocol;
+this module reads what a call needs besides, and tells the run log, the exports and the deletes what came of it.
+"""
+
+import time
+from typing import Any
+from uuid import uuid4
+
+import ray
+
+from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.format.latest import COMMIT_BYTES, Entry
+from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.damage import go_back
+from raycheck.bucket.protocol.preflight import probe
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint
+from raycheck.errors import CorruptError, FencedError, RaycheckError, StoreError, SupersededError
+from raycheck.train.coordinator.background_deletes import BackgroundDeletes
+from raycheck.train.coordinator.export_jobs import ExportJobs
+from raycheck.train.coordinator.messages import Claim, Outcome, RankRestore
+from raycheck.train.coordinator.run_log import RunLog
+from raycheck.train.log import event, logger
+
+PROBE_ATTEMPTS = 3
+
+
+class ProtocolCalls:
+    """Makes the bucket protocol's calls in the name of one start of one driver's coordinator."""
+
+    def __init__(
+        self,
+        register: Register,
+        me: Identity,
+        *,
+        resume: str | int,
+        plans: PlanCache,
+        exports: ExportJobs,
+        deletes: BackgroundDeletes,
+        run_log: RunLog,
+    ) -> None:
+        """resume: binds the first claim of this owner; see `claim`."""
+        self._register = register
+        self._store = register.store
+        self._me = me
+        self._resume = resume
+        self._plans = plans
+        self._exports = exports
+        self._deletes = deletes
+        self._run_log = run_log
+        self._is_probed = False
+
+    def claim(self, group: str, world_size: int) -> Claim:
+        """Steps 8 to 11: makes `group` the live attempt and names the checkpoint that all its ranks restore."""
+        self._probe()
+        before = self._register.read()
+        attempt, entry = protocol.claim(
+            self._register, self._me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
+        )
+        past = before[0].attempts if before is not None else ()
+        ended = past[-1] if past and past[-1].number < attempt.number else None
+        body, _ = self._register.look()
+        had_finished = ended is not None and before is not None and before[0].is_finished
+        self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
+        if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
+            logger.warning(event("latest is nearly full: keep fewer checkpoints (raycheck prune)", run=self._store.uri))
+        return Claim(
+            attempt=attempt.number,
+            restore=entry,
+            documents=self.documents(entry) if entry else [],
+            claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
+            is_finished=body.ends_with(attempt.restore_key),
+        )
+
+    def take_over(self, group: str) -> int:
+        """Step 12: goes on with the attempt of `group`, which an earlier start of this coordinator has claimed.
+
+        Returns the number of the attempt's last save that is committed.
+        """
+        attempt = protocol.take_over(self._register, self._me, group=group)
+        found = self._register.read()
+        if found is not None:
+            self._run_log.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
+        return attempt.last_save
+
+    def conclude(self, reports: dict[int, Report]) -> Outcome:
+        """Steps 15 to 18: makes one save's reports a checkpoint and commits it, if every rank's upload succeeded.
+
+        A save that fails is an outcome. Raises only what ends the attempt or the run.
+        """
+        began = time.monotonic()
+        first = next(iter(reports.values()))
+        name = first.checkpoint
+        failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
+        if failures:
+            return Outcome(kind="failed", key=name, message="; ".join(failures))
+        try:
+            manifest, has_copies = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
+            data = protocol.write_manifest(self._store, manifest)
+            if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
+                return Outcome(kind="superseded", key=name)
+        except (FencedError, SupersededError, CorruptError):
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
+            return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
+        self._plans.components = manifest.components
+        self._deletes.committed()
+        self._run_log.committed(manifest, seconds=time.monotonic() - began)
+        self._exports.nodes = [reports[rank].node for rank in sorted(reports)]
+        if first.exports is not None:
+            self._exports.start(name, first.progress, first.exports)
+        places = {part.name: part.checkpoint for part in manifest.components}
+        return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places)
+
+    def past_outcome(self, report: Report) -> Outcome:
+        """Step 15 after a take-over: answers for a save of which some ranks heard before the coordinator died.
+
+        These ranks will not report again, so `latest` says whether the save was committed.
+        """
+        found = self._register.read()
+        is_live = found is not None and found[0].entry(report.checkpoint) is not None
+        if is_live and report.exports is not None:
+            self._exports.start(report.checkpoint, report.progress, report.exports)
+        # Whether two ranks wrote the same box is forgotten. A rank that asks for this outcome has to compare replicas
+        # anew, and the other ranks then hear of that.
+        return Outcome(kind="committed" if is_live else "superseded", key=report.checkpoint, agree_anew=True)
+
+    def go_back(self, verdict: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
+        """Step 26: marks the checkpoint that a rank found damaged, and makes the one before it the head.
+
+        Returns the new head and Ray's reference to its documents, in a list.
+        """
+        entry = go_back(self._register, self._me, group=verdict.group, key=verdict.key, problem=problem)
+        logger.error(
+            event(
+                f"{verdict.key} is DAMAGED: it is marked so and kept for inspection, and {entry.key} is restored "
+                f"instead. {problem}",
+                run=self._store.uri,
+            )
+        )
+        return entry, self.documents(entry)
+
+    def documents(self, entry: Entry) -> list[Any]:
+        """Reads a checkpoint's documents once for all ranks, into Ray's object store; returns the reference in a list.
+
+        Returns an empty list on an error: then each rank reads them, finds the error, and reports it.
+        """
+        try:
+            return [ray.put(Checkpoint(self._store, entry).read_documents())]
+        except (RaycheckError, ray.exceptions.RayError) as error:
+            logger.warning(event(f"each rank reads the index of {entry.key}: {error}", run=self._store.uri))
+            return []
+
+    def check_live(self, group: str) -> None:
+        """Step 28: raises FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
+        found = self._register.read()
+        assert found is not None, "a group has claimed, so this process has seen latest"
+        protocol.check_current(self._register, found[0], self._me)
+        if found[0].attempt.group != group:
+            raise SupersededError(f"attempt {found[0].attempt.number} is live now")
+
+    def finish(self, group: str) -> None:
+        """Step 33: writes into `latest` that the run has come to its end."""
+        self._run_log.finished(protocol.finish(self._register, self._me, group=group))
+
+    def record_failure(self, cause: str, *, is_final: bool) -> None:
+        """Writes into the live attempt's record why this driver gives the run up, if the run is still its own."""
+        found = self._register.read()
+        if found is not None and found[0].attempt.owner == self._me.owner and not found[0].is_finished:
+            self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
+
+    def _probe(self) -> None:
+        for left in reversed(range(PROBE_ATTEMPTS)):
+            if self._is_probed:
+                return
+            try:
+                probe(self._store)
+                self._is_probed = True
+            except StoreError:  # one refused request is no reason to use up one of Ray's retries
+                if not left:
+                    raise
+                time.sleep(1.0)
