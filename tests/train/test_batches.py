@@ -609,11 +609,11 @@ def test_generators_of_a_dataset_in_the_training_process_are_named_unless_the_st
 
     named = [record.message.split(" is a random generator")[0] for record in caplog.records]
     assert named == [
-        "rank 0: dataset.chance",
-        "rank 0: dataset.transforms[0]['flip']",
-        "rank 0: dataset.transforms[1]['crop']",
-        "rank 0: dataset.old",
-        "rank 0: dataset.transforms[1]['crop']",
+        "dataset.chance",
+        "dataset.transforms[0]['flip']",
+        "dataset.transforms[1]['crop']",
+        "dataset.old",
+        "dataset.transforms[1]['crop']",
     ]
 
 

@@ -38,7 +38,7 @@ from raycheck.train.worker.training_progress import ProgressCounter, TrainingClo
 
 LEAVE_S = 35.0
 _driver_ids: dict[tuple[str, str | int], str] = {}
-"""By a run's URI and `resume`, the id under which this driver owns the run: with new actors it goes on under that id."""
+"""By a run's URI and `resume`, the id under which this driver owns the run: with new actors it goes on under it."""
 
 
 class ActorCheckpointer:

@@ -63,7 +63,7 @@ class ProgressCounter:
     def start_at(self, progress: Progress) -> None:
         """Start counting here, after a restore or in a fresh run."""
         for data in self.data:
-            data.leave_loaders()
+            data.end_loaders()
         self.go_to(progress)
 
     def go_to(self, progress: Progress) -> None:
