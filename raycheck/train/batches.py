@@ -1,4 +1,4 @@
-"""The stream of global batches: which samples every optimizer step sees, whatever the world size.
+"""Streams global batches: every optimizer step sees the same samples, whatever the world size.
 
 The order of an epoch is a pure function of (seed, epoch). The position counts samples CONSUMED, at the end of each
 step, so that workers which fetch ahead do not count. One loader gives batches at a time, from where the stream was when
@@ -74,22 +74,22 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """The current epoch, counted from 0."""
+        """Returns the current epoch, counted from 0."""
         return self._position.epoch
 
     @property
     def epoch_step(self) -> int:
-        """The number of batches consumed of this epoch."""
+        """Returns the number of batches consumed of this epoch."""
         return self._position.epoch_step
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of global batches in a whole epoch."""
+        """Returns the number of global batches in a whole epoch."""
         return self._length // self._global_batch
 
     @property
     def samples(self) -> int:
-        """The number of samples consumed over all epochs and ranks."""
+        """Returns the number of samples consumed over all epochs and ranks."""
         return self._position.samples
 
     def loader(

@@ -1,4 +1,4 @@
-"""A Checkpointer for a group of Ray actors that a driver leads, without Ray Train.
+"""Checkpoints a group of Ray actors that a driver leads, without Ray Train.
 
 Each actor is one rank: the Checkpointer inside it (actor_rank.py) works as in a Ray Train worker. The driver alone
 decides when to save, so that no collective is needed. The driver's own objects and the states of other actors

@@ -1,4 +1,4 @@
-"""One rank of a group of actors: the half of an ActorCheckpointer that lives in the actor.
+"""The half of an ActorCheckpointer that lives in an actor makes the actor one rank of the group.
 
 The functions at the end run in the actor, called by the driver one after the other.
 """

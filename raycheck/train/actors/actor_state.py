@@ -1,4 +1,4 @@
-"""A Ray actor's state as an entry of a state: rank 0 asks for it at each save, and hands it back at a restore."""
+"""Makes a Ray actor's state an entry of a state: rank 0 asks for it at each save, and hands it back at a restore."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the driver of a group of actors holds, beside the actors' own states.
+"""Collects what the driver of a group of actors holds, beside the actors' own states.
 
 Rank 0 saves it as entries of the same checkpoint, and hands it back after a restore. The driver's random state is one
 of these entries.

@@ -1,4 +1,4 @@
-"""Preemption notices for a group of actors: Ray is asked in the background, once a second."""
+"""Hears of preemption notices for a group of actors, by asking Ray in the background once a second."""
 
 import time
 from collections.abc import Sequence

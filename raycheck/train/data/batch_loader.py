@@ -1,4 +1,4 @@
-"""The iterator over one rank's batches that a training loop gets."""
+"""Iterates over one rank's batches, for the training loop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self

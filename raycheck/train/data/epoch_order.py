@@ -1,4 +1,4 @@
-"""The order of samples in an epoch, and each rank's share of its batches: pure functions."""
+"""Computes the order of samples in an epoch, and each rank's share of its batches, by pure functions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""How far a stream of global batches is, and which loader may go on with it.
+"""Keeps how far a stream of global batches is, and which loader may go on with it.
 
 The position counts samples consumed at the end of each step, so that workers which fetch ahead do not count. One loader
 has the turn at a time: whatever else moves the stream takes the turn from it.
@@ -29,12 +29,12 @@ class StreamPosition:
 
     @property
     def epoch_step(self) -> int:
-        """The number of batches consumed of this epoch."""
+        """Returns the number of batches consumed of this epoch."""
         return self.consumed // self._global_batch
 
     @property
     def samples(self) -> int:
-        """The number of samples consumed over all epochs and ranks."""
+        """Returns the number of samples consumed over all epochs and ranks."""
         return self._samples_before + self.consumed
 
     def deliver(self) -> None:

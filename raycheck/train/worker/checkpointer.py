@@ -116,12 +116,12 @@ class Checkpointer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called, or the context has been left."""
+        """Returns whether `close` was called, or the context has been left."""
         return self._watch.is_ended
 
     @property
     def is_repeating(self) -> bool:
-        """Whether an attempt that was lost had trained the newest step before, as far as this driver knows.
+        """Returns whether a lost attempt had trained the newest step before, as far as this driver knows.
 
         A logger that is told of the other steps only never goes backwards. The driver knows what rank 0 last told the
         coordinator, about a second before: after a hard kill the last steps before it may come twice.
@@ -130,7 +130,7 @@ class Checkpointer:
 
     @property
     def save_status(self) -> SaveStatus:
-        """The state of this rank's saves, for a driver that decides when to save."""
+        """Describes this rank's saves to a driver that decides when to save."""
         return self._attempt.save_status if self._attempt is not None else SaveStatus()
 
     def peek(

@@ -1,4 +1,4 @@
-"""A rank's side of exports: what it checks before training, and when it waits. The coordinator's is export_jobs.py."""
+"""Does a rank's part of exports: it checks them before training, and waits for them. export_jobs.py does the rest."""
 
 import time
 from collections.abc import Sequence

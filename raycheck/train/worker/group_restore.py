@@ -1,4 +1,4 @@
-"""Restoring together: a restore is over when all ranks are through with it.
+"""Restores on all ranks together: a restore is over when every rank is through with it.
 
 When one rank finds the checkpoint damaged, all of them go back to the one before it. That decision is written into
 `latest` before anybody trains on (step 26). This is the ranks' side; the coordinator's is in rendezvous.py.

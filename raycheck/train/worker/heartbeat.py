@@ -1,4 +1,4 @@
-"""What rank 0 and the coordinator tell each other between saves.
+"""Rank 0 and the coordinator keep in touch between saves.
 
 About once a second rank 0 sends a heartbeat: how far training is. The answer says whether a save is wanted. A second
 thread has the coordinator check from time to time that this attempt has not been fenced.

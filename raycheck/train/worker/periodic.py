@@ -1,4 +1,4 @@
-"""When a script's own periodic work is due, such as evaluation or logging.
+"""Says when a script's own periodic work is due, such as evaluation or logging.
 
 All ranks decide alike: each of them counts steps and epochs, and time is rank 0's clock, which they hear with its other
 decisions. The last turn is part of the state. So a restart neither forgets what is due nor repeats what the checkpoint

@@ -1,4 +1,4 @@
-"""What rank 0 saves when a node of the group is about to go.
+"""Decides what rank 0 saves when a node of the group is about to go.
 
 It saves at once, since nodes have gone before their time. It saves once more as late as a save surely fits, so that
 little is lost of what was trained since. It begins no save that cannot end in time: that would only cost steps.

@@ -1,4 +1,4 @@
-"""Rank 0's decisions, and the broadcast that makes them the same on every rank.
+"""Makes rank 0's decisions known to every rank, by a broadcast.
 
 Step triggers are arithmetic and need no broadcast. Everything else (time, tokens, preemption, the user's own function,
 which commit to report) is decided by rank 0 and handed to all ranks in one small broadcast every k steps. k is chosen
@@ -59,7 +59,7 @@ class DecisionBroadcast:
 
     @property
     def is_possible(self) -> bool:
-        """Whether ranks have a way to decide alike on anything but steps."""
+        """Returns whether the ranks have a way to decide alike on anything but steps."""
         return self._broadcast is not None
 
     def start_at(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What Ray is told of commits, and when: `Result.checkpoint` and Ray's own list of checkpoints come from this.
+"""Tells Ray of commits: `Result.checkpoint` and Ray's own list of checkpoints come from this.
 
 Ray is given a small pointer object in place of the checkpoint: a directory that Ray's retention may delete. The save
 thread of rank 0 writes it (`RayPointers`). Then rank 0 names the commit in its next decision, and all ranks report it

@@ -1,4 +1,4 @@
-"""What people are told after a restore: what has changed since the save, and what does not go on where it was.
+"""Tells people after a restore what has changed since the save, and what does not go on where it was.
 
 Each notice is a log line and changes nothing.
 """

@@ -1,4 +1,4 @@
-"""The kinds of save, and which of several wins."""
+"""Names the kinds of save, and says which of several wins."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""The queue of one rank's saves: staged in the training thread, then uploaded and reported in the background.
+"""One rank's saves queue here: they are staged in the training thread, then uploaded and reported in the background.
 
 No more saves are in flight than there are buffers, and they are uploaded one by one (upload_and_report.py). That bounds
 memory, and it makes a buffer safe to reuse: a save ends only after every request that reads its buffer has ended.
@@ -125,12 +125,12 @@ class SaveQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the next save would have to wait for a buffer."""
+        """Returns whether the next save would have to wait for a buffer."""
         return sum(not save.outcome.done() for save in self._pending) >= self._settings.buffers
 
     @property
     def busy_s(self) -> float | None:
-        """How long the saves under way may still take, judged by the newest commit; None when there is none."""
+        """Returns how long the saves under way may still take, judged by the newest commit; None when there is none."""
         began = [save.began for save in self._pending if not save.outcome.done()]
         return max(0.0, len(began) * self.save_s - (time.monotonic() - began[0])) if began else None
 
@@ -258,12 +258,12 @@ class SaveQueue:
 
     @property
     def longest_s(self) -> float:
-        """How long to wait for the outcome of any save."""
+        """Returns how many seconds to wait for the outcome of any save."""
         return self._settings.save_timeout_s + LAST_ANSWER_S
 
     @property
     def problem(self) -> str:
-        """Why, after `wait`, not all of the newest saves are committed; "" when they are.
+        """Returns why, after `wait`, not all of the newest saves are committed; "" when they are.
 
         It looks at as many saves as there are buffers: of earlier ones some ranks have heard before they waited and
         some have not, and all ranks must come to the same answer.

@@ -1,4 +1,4 @@
-"""When to save: which triggers exist and when each is due, so that all ranks come to the same answer.
+"""Decides when to save: which triggers exist, and when each is due. All ranks come to the same answer.
 
 Step and epoch triggers are arithmetic that each rank does by itself. Time, tokens, preemption and the user's own
 function are rank 0's decision, which the others hear (rank_zero_decision.py). So is whether a save is skipped because
@@ -98,7 +98,7 @@ class SaveTriggers:
 
     @property
     def must_leave(self) -> bool:
-        """Whether all ranks have to end this attempt, so that Ray restarts them elsewhere."""
+        """Returns whether all ranks have to end this attempt, so that Ray restarts them elsewhere."""
         return self._decision.leave
 
     def decide_at_step(

@@ -1,4 +1,4 @@
-"""What a training counts, how long it trains, and the metrics that it gives at each step.
+"""Counts a training's progress, measures how long it trains, and takes in the metrics of its steps.
 
 The counts are what a checkpoint keeps as `progress`; the seconds are its `trained_s`.
 """

@@ -1,4 +1,4 @@
-"""The save thread: uploads one staged save after the other, and reports each to the coordinator.
+"""The save thread uploads one staged save after the other, and reports each to the coordinator.
 
 Uploads go one by one, in one background thread. A save always ends in an outcome that all ranks are told, or in an
 error at the deadline: whatever fails here is reported, since the other ranks must not wait for this one (I9).

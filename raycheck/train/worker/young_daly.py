@@ -1,4 +1,4 @@
-"""How long to train between two saves when the user gives a budget, SaveSettings(overhead=...), and no interval.
+"""Computes how long to train between two saves from the user's budget, SaveSettings(overhead=...).
 
 Saving too often costs time each time; saving too rarely costs what is lost at a failure. Young (1974) and Daly (2006)
 balance the two by the cost of a save and the mean time between failures. Rank 0 observes both: the cost on itself, the

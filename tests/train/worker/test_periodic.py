@@ -26,7 +26,7 @@ from tests.train.worker.test_save_triggers import Ranks, group
 
 
 class Now:
-    """Where a training is, and its clock, which begins at 0 in each attempt."""
+    """Says where a training is, and its clock, which begins at 0 in each attempt."""
 
     def __init__(self, step: int = 0, *, epoch: int = 0, clock_s: float = 0.0) -> None:
         self.step, self.epoch, self.clock_s = step, epoch, clock_s

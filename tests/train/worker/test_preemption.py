@@ -1,4 +1,4 @@
-"""What rank 0 saves when a node is about to go, second by second."""
+"""Rank 0 saves at the right seconds when a node is about to go."""
 
 import math
 

@@ -41,7 +41,7 @@ class Ranks:
         return broadcast
 
     def run(self, settings: SaveSettings, steps: int, busy: Callable[[int, int], bool]) -> list[list[int]]:
-        """By rank, the steps at which it would save. busy: of (rank, step)."""
+        """Returns by rank the steps at which it would save. busy: whether (rank, step) is busy."""
 
         def one(rank: int) -> list[int]:
             triggers = SaveTriggers(settings, group(rank, self.size, self.broadcast_of(rank)))
@@ -70,7 +70,7 @@ def test_a_busy_rank_0_skips_the_save_of_all_ranks():
 
 
 def test_another_rank_that_is_busy_does_not_decide():
-    """Its save has its outcome already, or rank 0 would be busy as well; it only has to hear of it."""
+    """Such a rank's save has its outcome already, or rank 0 would be busy as well; it only has to hear of it."""
     settings = SaveSettings(every_steps=3, when_busy="skip")
 
     saved = Ranks(3).run(settings, 9, lambda rank, step: rank > 0)
@@ -113,7 +113,7 @@ def test_a_policy_that_does_not_exist_is_refused():
 
 
 def steps_saved(settings: SaveSettings, *, tokens: list[int], start: int = 0) -> list[int]:
-    """By a rank alone, whose steps take so many tokens each, after a restore at `start` tokens."""
+    """Returns the steps at which a rank alone saves after a restore at `start` tokens. tokens: of each step."""
     triggers = SaveTriggers(settings, group(0, 1, lambda value: value))
     triggers.start_at(Progress(tokens=start), [0.0])
     saved = []
@@ -228,7 +228,7 @@ def test_a_switch_or_a_function_that_is_none_is_refused(wrong: dict[str, Any]):
 
 
 def of_all_ranks(settings: SaveSettings, losses: list[list[float]]) -> list[Any]:
-    """By rank, the steps at which it would save, or what it raised; losses: by rank and step."""
+    """Returns by rank the steps at which it would save, or what it raised. losses: by rank and step."""
     ranks = Ranks(len(losses))
 
     def one(rank: int) -> Any:
