@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
@@ -42,6 +44,14 @@ class CommittedCheckpoint(Checkpoint):
 
         state = TrainState(into, rank=0, world_size=1)
         return state.apply(self, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
+
+    def manifest(self) -> Manifest:
+        """Read the checkpoint's manifest from the bucket. See Checkpoint.read_manifest."""
+        return self.read_manifest()
+
+    def index(self, manifest: Manifest, *, values: bool = True) -> Index:
+        """Read the checkpoint's index from the bucket. See Checkpoint.read_index."""
+        return self.read_index(manifest, values=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,9 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
         # settings are those the pointer was read with, not those it holds.
         raise ConfigError(f"{pointer}: it points to {found.uri}, which is another run than the one it lies in")
     checkpoint = open_run(here).checkpoint(found.key)
-    entry = replace(checkpoint.entry, metrics=checkpoint.manifest().metrics)  # `latest` may repeat only some of them
+    entry = replace(
+        checkpoint.entry, metrics=checkpoint.read_manifest().metrics
+    )  # `latest` may repeat only some of them
     return replace(checkpoint, entry=entry)
 
 

@@ -1,44 +1,46 @@
-"""The command line: look at runs, verify them, keep and drop, go back, repair, measure a bucket, submit a training,
-watch a node, see the demo. Browsing imports neither torch nor ray.
+"""The command line `raycheck`: this file puts the commands together and turns errors into one line.
 
-Exit codes: 0 fine, 1 something is damaged, 2 the command could not be carried out (the message says why).
+- browse.py shows and verifies what is in a run's bucket: `ls`, `show`, `verify`.
+- manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
+- bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
+  export.py writes Hugging Face directories, demo.py shows all of it at work.
+- options.py has the arguments that commands share, and everything that prints.
+
+To add a command, write a function in the file of its topic and put it into that file's COMMANDS. The function's name,
+with hyphens, is the command's name. Its docstring is the help text, and its parameters are typer arguments and options.
+Import torch and Ray inside the function, since browsing must load neither. Print through `out`, `Text` and `print_json`
+of options.py, which make text from a bucket harmless for a terminal. Raise a RaycheckError for what cannot be done;
+where its message says `name=`, the user reads `--name`.
+
+Exit codes: 0 all is well, 1 something is damaged (or a submitted training failed), 2 the command could not be carried
+out, and the message says why.
 """
 
 import sys
-import time
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import raycheck
-from raycheck.cli.bench.command import COMMANDS as MEASURING
-from raycheck.cli.browse import COMMANDS as LOOKING
-from raycheck.cli.manage import COMMANDS as KEEPING
-from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of, size, with_flags
-from raycheck.cli.submit_command import COMMANDS as SUBMITTING
-from raycheck.cli.watch_node import COMMANDS as WATCHING
+from raycheck.cli import browse, demo, export, manage, submit, watch_node
+from raycheck.cli.bench import command as bench
+from raycheck.cli.options import Text, out, with_flags
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
 
 app = typer.Typer(
-    help="Checkpoints of Ray Train runs in a bucket: look, verify, keep and drop, go back, repair.",
+    help="Look at the checkpoints of Ray Train runs in a bucket, verify, keep, drop, rewind, repair and export them.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-for command in LOOKING + KEEPING + MEASURING + SUBMITTING + WATCHING:
-    app.command()(with_flags(command))
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        out.print(Text(f"raycheck {raycheck.__version__}"))
-        raise typer.Exit
+for topic in (browse, manage, bench, submit, watch_node, export, demo):
+    for command in topic.COMMANDS:
+        app.command()(with_flags(command))
 
 
 def main() -> None:
-    """Run the command line; typed errors become one line. No error exits with 1, which means damage."""
+    """Run the command line. A RaycheckError or OSError becomes one line; no error exits with 1, which means damage."""
     try:
         app()
     except (RaycheckError, OSError) as error:
@@ -49,6 +51,12 @@ def main() -> None:
         sys.exit(2)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        out.print(Text(f"raycheck {raycheck.__version__}"))
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     _: Annotated[
@@ -56,62 +64,3 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command("export-hf")
-@with_flags
-def export_hf(  # noqa: PLR0917  typer makes options of them
-    uri: Uri,
-    dest: Annotated[str, typer.Argument(help="A new or empty folder, or a free place in a bucket.")],
-    step: Step = None,
-    entry: Annotated[str | None, typer.Option(help="The model's name in the state, when there are several.")] = None,
-    files: Annotated[
-        list[str] | None, typer.Option(help="A tokenizer or processor to go along, by its name; may be repeated.")
-    ] = None,
-    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Merge a LoRA adapter into its model.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. bfloat16.")] = None,
-    config_from: Annotated[str | None, typer.Option(help="A folder with config.json, for a model without one.")] = None,
-    as_json: Json = False,
-    storage: Storage = None,
-) -> None:
-    """Write a checkpoint (the head, or --step) as a Hugging Face directory."""
-    from raycheck.run import export_hf as export
-
-    began = time.monotonic()
-    written = export(
-        uri,
-        dest,
-        storage=settings_of(storage),
-        step=step,
-        entry=entry,
-        files=files or None,
-        merge_lora=merge_lora,
-        dtype=dtype,
-        config_from=config_from,
-    )
-    seconds = time.monotonic() - began
-    if as_json:
-        print_json({"dest": written.uri, "files": dict(written.files), "bytes": written.size_bytes, "seconds": seconds})
-        return
-    table = Table("file", "size", box=None, pad_edge=False)
-    for name, count in written.files.items():
-        table.add_row(Text(name), Text(size(count)))
-    out.print(table)
-    out.print(Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"))
-
-
-@app.command()
-def demo(  # noqa: PLR0917  typer makes options of them
-    root: Annotated[
-        str | None, typer.Option(help="Bucket or folder for the run; default: an embedded S3 server.")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Ray Train workers.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps in all.")] = 40,
-    kill_step: Annotated[int, typer.Option(help="SIGKILL one worker after this step; 0: none.")] = 23,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between saves.")] = 5,
-    as_json: Json = False,
-) -> None:
-    """Train a small Llama on Ray, save to a bucket, kill a worker, go on."""
-    from raycheck.demo import run_demo
-
-    run_demo(root=root, workers=workers, steps=steps, kill_step=kill_step, save_every=save_every, as_json=as_json)

@@ -1,4 +1,4 @@
-"""Looking at a run: what is committed, what is in it, is it whole. Writes nothing (I8)."""
+"""Commands that show what is committed, what is in a checkpoint, and whether it is whole. They write nothing (I8)."""
 
 import re
 from dataclasses import asdict
@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from raycheck.bucket.attempt_records import ResumeRecord, resumes
+from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
@@ -29,13 +29,14 @@ from raycheck.errors import NotFoundError
 from raycheck.run import Run, open_run
 
 MAX_PLACES = 10
+"""How many damaged places are shown of one object."""
 _PER_RANK = re.compile(r"\.rank\d+\..*")  # FORMAT.md: <entry>.rank<r>.<path>
 MAX_ATTEMPTS = 20
-"""Of so many it is looked up how they began."""
+"""For how many of the newest attempts `show` reads how they began."""
 
 
 def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
-    """List a run's committed checkpoints."""
+    """List a run's committed checkpoints, and the state of the run."""
     run = open_run(uri, settings_of(storage))
     if as_json:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
@@ -54,10 +55,10 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
 
 
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
-    """Show a run and one checkpoint of it (the head, or --step)."""
+    """Show a run, its attempts, and one checkpoint (the head, or --step)."""
     run = open_run(uri, settings_of(storage))
     checkpoint = run.head if step is None else run.at_step(step)
-    began = resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
+    began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
     attempts = [
         {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
         | {"resume": _fields(began[item.number]) if item.number in began else None}
@@ -91,9 +92,9 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
 
 
 def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
-    """Read every object of every checkpoint (or of --step) and compare size and checksum.
+    """Read every object of every checkpoint (or of --step), and compare its size and checksums.
 
-    Names what is damaged: rank, component, tensor, sub-blocks of 4 MiB. The exit code is 1 then.
+    Damage is named by rank, component, tensor and sub-block of 4 MiB. The exit code is 1 then.
     """
     run = open_run(uri, settings_of(storage))
     checkpoints = run.checkpoints if step is None else (run.at_step(step),)
@@ -131,8 +132,8 @@ def _fields(resume: ResumeRecord) -> dict[str, Any]:
 
 
 def _in_words(name: str, value: object, *, now: float) -> str:
-    """A fact for people; its name says what a number is: a time (`_at`), bytes (`_bytes`) or seconds (`_s`). Names
-    inside it are the user's, and say nothing."""
+    """Returns a fact as text for people. The end of its name tells what a number is: a time (`_at`), bytes (`_bytes`)
+    or seconds (`_s`). Names inside a dict are the user's and tell nothing."""
     if value is None or value in ([], {}):
         return "-"
     if isinstance(value, dict):
@@ -178,8 +179,8 @@ def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _details(checkpoint: Checkpoint) -> dict[str, Any]:
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest, values=False)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest, values=False)
     return {
         "epoch": manifest.epoch,
         "samples": manifest.samples,
@@ -197,7 +198,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _entries(index: Index) -> set[str]:
-    """The entries of the state, by where its tensors and other values lie. What they are worth is not read."""
+    """Returns the names of the state's entries, from the paths of its tensors and other leaves. No value is read."""
     paths = [*(tensor.path for tensor in index.tensors), *(leaf.path for leaf in index.leaves)]
     return {_PER_RANK.sub("", str(path[0])) for path in paths if path} - {"progress"}
 

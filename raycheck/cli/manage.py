@@ -1,4 +1,4 @@
-"""What a run keeps: pin, prune, sweep; going back, and rebuilding a lost `latest`."""
+"""Commands that decide what a run keeps (pin, prune, sweep), go back in it, and rebuild a lost `latest`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,51 +13,57 @@ from raycheck.bucket.protocol import exported_directories, pin_and_evict
 from raycheck.bucket.protocol import prune_and_sweep as deletes
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion
 from raycheck.bucket.protocol.repair import repair as repair_run
-from raycheck.bucket.protocol.retention import judge
+from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.rewind import rewind as rewind_run
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 
 To = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
 
 
 def pin(uri: Uri, step: To, storage: Storage = None) -> None:
-    """Keep a checkpoint whatever retention says."""
+    """Keep a checkpoint, whatever retention rules say, until it is unpinned."""
     _pin(uri, step, settings_of(storage), pinned=True)
 
 
 def unpin(uri: Uri, step: To, storage: Storage = None) -> None:
-    """Leave a pinned checkpoint to retention again."""
+    """Leave a pinned checkpoint to the retention rules again."""
     _pin(uri, step, settings_of(storage), pinned=False)
 
 
 def prune(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many commits.")] = None,
-    keep_every_steps: Annotated[int | None, typer.Option(help="Keep one per so many steps.")] = None,
-    keep_every_seconds: Annotated[float | None, typer.Option(help="Keep one per so many seconds.")] = None,
-    keep_best: Annotated[str | None, typer.Option(help="METRIC:min:COUNT or METRIC:max:COUNT.")] = None,
-    rolling_keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many rolling ones.")] = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before objects go.")] = GRACE_S,
+    keep_last: Annotated[int | None, typer.Option(help="Keep this many of the newest commits.")] = None,
+    keep_every_steps: Annotated[int | None, typer.Option(help="Keep one checkpoint per this many steps.")] = None,
+    keep_every_seconds: Annotated[float | None, typer.Option(help="Keep one checkpoint per this many seconds.")] = None,
+    keep_best: Annotated[
+        str | None, typer.Option(help="Keep the best by a metric: METRIC:min:COUNT or METRIC:max:COUNT.")
+    ] = None,
+    rolling_keep_last: Annotated[
+        int | None, typer.Option(help="Keep this many of the newest rolling checkpoints.")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that readers get between the drop of a checkpoint and the delete.")
+    ] = GRACE_S,
     dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Drop checkpoints that no rule given here keeps, and expired ones; delete what was dropped, after a grace.
+    """Drop expired checkpoints and those that no rule given here keeps; delete what was dropped, after a grace.
 
-    Without a rule all stay but the expired, and so do rolling ones without theirs. The head and pinned ones always
-    stay. A running training goes on.
+    With no --keep option only expired checkpoints go. Rolling checkpoints are subject to --rolling-keep-last alone;
+    without it they stay. The head and pinned checkpoints always stay. A running training goes on.
     """
     register = Register(open_store(uri, settings_of(storage)))
-    body, got = register.look()
+    body, got = register.read_existing()
     rules = Retention(
         keep_last=keep_last,
         keep_every_steps=keep_every_steps,
@@ -65,30 +71,34 @@ def prune(  # noqa: PLR0917  typer makes options of them
         keep_best=_best(body, keep_best),
         rolling_keep_last=rolling_keep_last,
     )
-    kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
+    kept = {
+        verdict.entry.key: verdict.reason for verdict in decide_retention(body, rules, now=got.at) if verdict.is_kept
+    }
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
-    _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
+    _print_deletions(found, gone, kept, dry_run=dry_run, as_json=as_json)
 
 
 def prune_exports(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
-    keep_last: Annotated[int, typer.Option(min=1, help="Keep those of the newest so many checkpoints.")],
-    to: Annotated[str | None, typer.Option(help="Where they lie, as ExportSettings(to=...); else in the run.")] = None,
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep the exports of this many of the newest checkpoints.")],
+    to: Annotated[
+        str | None, typer.Option(help="Where the exports are, as ExportSettings(to=...); default: in the run.")
+    ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Delete older Hugging Face directories that trainings of this run exported; whoever reads one loses it.
+    """Delete older Hugging Face directories that trainings of this run exported, even while somebody reads them.
 
-    Only what their records prove to be this run's, whole and unchanged, goes. Exports by hand and those of pinned
-    checkpoints stay.
+    A directory goes only when its record proves that it is this run's, whole and unchanged. Exports by hand and those
+    of pinned checkpoints stay.
     """
     settings = settings_of(storage)
     body = read_latest(open_store(uri, settings))
     is_alike = to is None or kind_of(to) == kind_of(uri)
     place, prefix = open_store(to or uri, settings if is_alike else None), "" if to else object_keys.EXPORTS_PREFIX
-    verdicts = exported_directories.judge_exports(
+    verdicts = exported_directories.decide_exports(
         exported_directories.find_exports(place, prefix), body, keep_last=keep_last
     )
     if not verdicts and not as_json:
@@ -109,20 +119,22 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
         for verdict in verdicts
         if verdict.directory.place not in kept
     ]
-    _tell(found, gone, kept, dry_run=dry_run, as_json=as_json)
+    _print_deletions(found, gone, kept, dry_run=dry_run, as_json=as_json)
 
 
 def sweep(
     uri: Uri,
-    whole: Annotated[bool, typer.Option("--whole", help="Also whole checkpoints that the run does not list.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Also delete whole checkpoints that the run does not list.")
+    ] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Delete what earlier attempts left without a commit: torn saves, and uploads that never ended."""
+    """Delete what earlier attempts left behind without a commit: torn saves, and uploads that never ended."""
     store = open_store(uri, settings_of(storage))
     found = (deletes.plan_sweep if dry_run else deletes.sweep)(store, also_whole=whole)
-    _tell(found, () if dry_run else [item.name for item in found], {}, dry_run=dry_run, as_json=as_json)
+    _print_deletions(found, () if dry_run else [item.name for item in found], {}, dry_run=dry_run, as_json=as_json)
 
 
 def rewind(
@@ -130,14 +142,14 @@ def rewind(
     step: To,
     storage: Storage = None,
 ) -> None:
-    """Make an earlier checkpoint the head: the next start restores it. A run that is still going is stopped."""
+    """Make an earlier checkpoint the head, which the next start restores. A training that still runs is stopped."""
     checkpoint = _checkpoint(uri, step, settings_of(storage))
     body = rewind_run(Register(checkpoint.store), checkpoint.entry.key)
     out.print(Text(f"head is {body.head}; later checkpoints stay listed until retention drops them"))
 
 
 def repair(uri: Uri, storage: Storage = None) -> None:
-    """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop the run, prunes and sweeps first."""
+    """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop training, prunes and sweeps first."""
     done = repair_run(open_store(uri, settings_of(storage)))
     for entry in done.latest.live:
         out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}{'  pinned' if entry.pinned else ''}"))
@@ -158,19 +170,19 @@ def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) 
 
 
 def _best(run: Latest, keep_best: str | None) -> Any:
-    """What --keep-best means, as Retention has it."""
+    """Returns --keep-best as Retention takes it. Raises ConfigError for a metric that no checkpoint of the run has."""
     if keep_best is None:
         return None
     metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
     if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
         raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
     known = sorted({name for entry in run.live for name in entry.metrics})
-    if metric not in known:  # then nothing would be the best, and all would go
+    if metric not in known:  # no checkpoint would be among the best, so all would be dropped
         raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
     return metric, mode, int(count)
 
 
-def _tell(
+def _print_deletions(
     found: Sequence[Deletion], gone: Sequence[str], kept: Mapping[str, str], *, dry_run: bool, as_json: bool
 ) -> None:
     if as_json:
@@ -188,7 +200,7 @@ def _tell(
     total = size(sum(item.size_bytes for item in found if dry_run or item.name in gone))
     out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))
     if any(item.name not in gone for item in found) and not dry_run:
-        out.print(Text("the rest goes with the run's next commit, or the next prune, after that time"))
+        out.print(Text("the rest is deleted after that time, by the run's next commit or the next prune"))
 
 
 COMMANDS = (pin, unpin, prune, prune_exports, sweep, rewind, repair)

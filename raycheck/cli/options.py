@@ -1,4 +1,4 @@
-"""What the commands share: their common arguments, and how they print."""
+"""Defines the arguments that commands share, and how all of them print."""
 
 import inspect
 import json
@@ -20,15 +20,18 @@ from raycheck.terminal import printable
 
 UNCUT = 1_000_000
 out = Console(highlight=False, width=UNCUT)
-"""A row is one line, however long, in a terminal too: other commands want whole names, and a terminal wraps lines."""
+"""Prints a table row as one line however long it is: other programs need whole names, and a terminal wraps lines."""
 Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
-Step = Annotated[int | None, typer.Option(help="Only the checkpoint of this step.")]
+Step = Annotated[int | None, typer.Option(help="The newest checkpoint of this step.")]
 
 
 class Text(rich.text.Text):
-    """A line or a cell. What is in it is never markup, nor obeyed by a terminal; blank lines around it stay."""
+    """Holds a line or a table cell for `out`: its text is no markup, and a terminal obeys nothing in it.
+
+    Blank lines before and after the text are kept.
+    """
 
     def __init__(self, text: str = "") -> None:
         bare = text.strip("\n")
@@ -37,7 +40,7 @@ class Text(rich.text.Text):
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1.5 MB."""
+    """Returns a number of bytes as people read it: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -46,13 +49,17 @@ def size(count: float) -> str:
 
 
 def settings_of(file: Path | None) -> StorageSettings | None:
+    """Returns the storage settings in the file given with --storage; None without a file. Raises ConfigError."""
     if file is None:
         return None
     return StorageSettings.from_mapping(yaml_of(file, option="--storage"))
 
 
 def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
-    """What a YAML file given for `option` holds. Raises ConfigError."""
+    """Returns the name: value pairs in a YAML file. option: the flag that named the file, for errors.
+
+    Raises ConfigError when the file cannot be read or holds anything else.
+    """
     import yaml
 
     try:
@@ -65,7 +72,10 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
 
 
 def time_of(at: float) -> str:
-    """A time of the store's clock for people and programs, whatever a bucket says that it is: 2026-08-01T12:00:00Z."""
+    """Returns a time in unix seconds as people and programs read it: 2026-08-01T12:00:00Z.
+
+    Times come from a bucket, so that any number may be there; one that is no date is shown as that.
+    """
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
@@ -73,18 +83,20 @@ def time_of(at: float) -> str:
 
 
 def age(at: float, now: float) -> str:
-    """How long before or after `now`, in one unit: 3 min ago, in 2 d."""
+    """Returns how long before or after `now` a time is, in one unit: "3 min ago", "in 2 d"."""
     return f"{ago(now - at)} ago" if at <= now else f"in {ago(at - now)}"
 
 
 def short_number(value: float) -> str:
-    """With at most six significant digits; a whole number as it is."""
+    """Returns a number with at most six significant digits, and a whole number unchanged."""
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command, whose errors name its options as they are written on the command line, also where they come
-    from functions that take arguments of these names."""
+    """Wrap a command so that its ConfigErrors name options as they are written on the command line.
+
+    Errors come from functions that take arguments of the options' names: `keep_last=` becomes `--keep-last`.
+    """
     names = "|".join(inspect.signature(command).parameters)
     argument = re.compile(rf"(?<![\w(?&/.])({names})=(?=(.?))")
 
@@ -103,5 +115,5 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_json(value: object) -> None:
-    """Exact JSON. It escapes all but one of the characters that are no text: DEL."""
+    """Print JSON with exact numbers. json.dumps escapes every control character but DEL, which is escaped here."""
     print(json.dumps(value, indent=1).replace("\x7f", "\\u007f"))  # noqa: T201

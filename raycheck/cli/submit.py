@@ -1,49 +1,89 @@
-"""A training script as a Ray job that is submitted again after failures, for as long as it makes progress.
+"""`raycheck submit`: runs a training script as a Ray job and submits it again after failures, while it makes progress.
 
-The job's driver dies with its node, and nothing in Ray starts it again. The run goes on from its newest commit, so all
-that is needed is to submit the same script; and to stop when it fails for a reason that another try does not cure: its
-driver has said so in the bucket, the run has finished and what failed came after it, the script ended by itself at once
-and without having claimed the run, or two failures have no commit between them.
+The job's driver dies with its node, and nothing in Ray starts it again. The run goes on from its newest commit, so it
+is enough to submit the same script once more. That stops as soon as another try cannot help:
+
+- the driver has recorded in the bucket that it gave up for good;
+- the run had finished, and what failed came after it;
+- the script ended by itself, at once, before its workers had claimed the run;
+- nothing was committed between two failures.
 """
 
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from uuid import uuid4
+
+import typer
 
 import raycheck
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
+from raycheck.cli.options import Storage, settings_of, yaml_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 METADATA_KEY = "raycheck_run"
 LOOK_S = 10.0
-"""How often `latest` is read, to tell of commits."""
+"""Seconds between two readings of `latest`, by which new commits are noticed."""
 STATE_S = 2.0
-"""How often the job server is asked what became of the job: the way to its log may be dead without saying so."""
+"""Seconds between two questions to the job server about the job's state. The connection that brings the job's log can
+be dead without an error, so the log alone does not tell."""
 LAST_LINES_S = 5.0
 AWAY_S = 600.0
-"""How long job server and bucket may be away: a head node that comes back takes minutes."""
+"""How long the job server and the bucket may be unreachable: a head node that comes back takes minutes."""
 AT_ONCE_S = 120.0
-"""A script that ends by itself so soon, before its workers have claimed the run, never got as far as to train."""
+"""A script that ends by itself within this time, before its workers have claimed the run, never began to train."""
 KILLED = 128
-"""Exit codes from here on are those of a shell for a command that a signal has ended."""
+"""From this exit code on, a shell reports that a signal has ended the command."""
 STARTING_S = 60.0
-"""How long a cluster that has just been started may ask to try again later."""
+"""How long a cluster that has just been started may answer "try again later"."""
 ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 
 Tell = Callable[[str], object]
 T = TypeVar("T")
 
 
-def submit(
+def submit(  # noqa: PLR0917  typer makes options of them
+    entrypoint: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="E.g. -- python train.py --lr 1e-4")],
+    run: Annotated[str, typer.Option(help="URI of the run that the script trains: storage path and run name.")],
+    address: Annotated[str | None, typer.Option(help="The cluster, e.g. http://127.0.0.1:8265.")] = None,
+    working_dir: Annotated[str | None, typer.Option(help="A folder to send along, in which the command runs.")] = None,
+    runtime_env: Annotated[Path | None, typer.Option(help="A YAML file with the rest of Ray's runtime env.")] = None,
+    send_raycheck: Annotated[bool, typer.Option(help="Send this raycheck along; else the cluster's is used.")] = True,
+    retries: Annotated[int, typer.Option(min=0, help="How often to submit again after a failure.")] = 3,
+    storage: Storage = None,
+) -> None:
+    """Submit a training script as a Ray job, follow it, and submit it again when it fails.
+
+    It gives up after --retries, when nothing was committed between two failures, and when another try cannot help:
+    the run had finished, the driver gave up for good, or the script ended at once. Exit codes: 0 it succeeded, 1 it
+    failed or was stopped. Ctrl-C leaves the job running.
+    """
+    env = yaml_of(runtime_env, option="--runtime-env") if runtime_env else {}
+    if working_dir is not None:
+        env["working_dir"] = working_dir
+    state = submit_until_done(
+        shlex.join(entrypoint),
+        uri=run,
+        address=address,
+        runtime_env=with_raycheck(env) if send_raycheck else env,
+        retries=retries,
+        storage=settings_of(storage),
+        tell=_print,
+    )
+    if state != "SUCCEEDED":
+        raise typer.Exit(1)
+
+
+def submit_until_done(
     entrypoint: str,
     *,
     uri: str,
@@ -53,28 +93,27 @@ def submit(
     storage: StorageSettings | None = None,
     tell: Tell = sys.stdout.write,
 ) -> str:
-    """Submit `entrypoint`, a shell command, until it succeeds. Returns how the last job ended: SUCCEEDED, FAILED or
-    STOPPED.
+    """Submit `entrypoint`, a shell command, until it succeeds or another try cannot help (see the module).
 
-    uri: the run that the script trains; it goes into the job's metadata (`raycheck_run`), without settings. address: of
-    the cluster, as for `ray job submit`. runtime_env: Ray's; see with_raycheck. retries: how often it is submitted
-    again after it has FAILED. tell: takes the job's output as it comes, and raycheck's own lines.
+    uri: the run that the script trains. It goes, without settings, into the job's metadata as `raycheck_run`.
+    address: the cluster, as for `ray job submit`. runtime_env: Ray's; see with_raycheck. retries: how often the script
+    is submitted again after it has FAILED. tell: is given the job's output as it comes, and raycheck's own lines.
 
-    When another try cannot help it says why and ends; see the module. Raises ConfigError for a cluster that does not
-    answer or does not take the job; StoreError when job server or bucket are away for ten minutes later on.
+    Returns how the last job ended: SUCCEEDED, FAILED or STOPPED. Raises ConfigError for a cluster that does not answer
+    or does not take the job. Raises StoreError when the job server or the bucket is later unreachable for ten minutes.
     """
     store = open_store(uri, storage)
     newest = _newest(store)
     at_last_failure = _key(newest)
     client = _client(address)
-    asked = {
+    request = {
         "entrypoint": entrypoint,
         "runtime_env": dict(runtime_env or {}),
         "metadata": {METADATA_KEY: uri.partition("?")[0]},
     }
     for number in range(retries + 1):
         before = _patiently(lambda: _attempt(store), "the bucket")
-        name = _started(client, asked) if number else _first(client, asked)
+        name = _submit_again(client, request) if number else _submit_first(client, request)
         tell(f"raycheck: submitted {name}, {_in_words(newest)}\n")
         job = _SubmittedJob(client, name, store, tell)
         state = asyncio.run(job.follow())
@@ -82,8 +121,8 @@ def submit(
         tell(f"raycheck: {name} {state}, {_in_words(newest)}\n")
         if state != "FAILED" or number == retries:
             return state
-        if hopeless := _patiently(lambda: _hopeless(store, job, before), "the bucket"):  # noqa: B023  called at once
-            tell(f"raycheck: {hopeless}; it is not submitted again\n")
+        if why := _patiently(lambda: _reason_to_stop(store, job, before), "the bucket"):  # noqa: B023  called at once
+            tell(f"raycheck: {why}; it is not submitted again\n")
             return state
         if number and _key(newest) == at_last_failure:
             tell("raycheck: nothing was committed since the failure before; another try would fail as well\n")
@@ -92,11 +131,14 @@ def submit(
     raise AssertionError("unreachable: the last round returns")
 
 
-def _hopeless(store: Store, job: "_SubmittedJob", before: int) -> str:
-    """Why another try would fail like this one; empty when it may not. before: number of the attempt before the job."""
+def _reason_to_stop(store: Store, job: "_SubmittedJob", before: int) -> str:
+    """Returns why another try would fail like this one, or an empty text when it may succeed.
+
+    before: the number of the run's live attempt before the job was submitted.
+    """
     attempt = _attempt(store)
     if attempt == before:
-        seconds = job.seconds_of_itself
+        seconds = job.seconds_until_own_end
         if seconds is not None and seconds <= AT_ONCE_S:
             return f"the script ended by itself after {seconds:.0f} s, before it had claimed the run"
         return ""
@@ -107,13 +149,16 @@ def _hopeless(store: Store, job: "_SubmittedJob", before: int) -> str:
 
 
 def with_raycheck(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """This raycheck is sent along, over the one in the cluster. Its dependencies must be there."""
+    """Returns the runtime environment with this raycheck sent along; it takes the place of the cluster's own.
+
+    raycheck's dependencies must be installed in the cluster.
+    """
     package = str(Path(raycheck.__file__).parent)
     return {**runtime_env, "py_modules": [*runtime_env.get("py_modules", ()), package]}
 
 
 class _SubmittedJob:
-    """One submitted job."""
+    """Follows one submitted job: its output, its end, and the commits that the run gets meanwhile."""
 
     def __init__(self, client: Any, job: str, store: Store, tell: Tell) -> None:
         self._client = client
@@ -125,15 +170,15 @@ class _SubmittedJob:
         self._away_since: float | None = None
 
     async def follow(self) -> str:
-        """Until it has ended; its state then."""
-        watching, log = asyncio.create_task(self._watch()), asyncio.create_task(self._hand_on_log())
+        """Wait until the job has ended, and hand on its output meanwhile. Returns its state: one of ENDS."""
+        watching, log = asyncio.create_task(self._watch()), asyncio.create_task(self._pass_log_on())
         try:
             while (state := await asyncio.to_thread(self._state)) not in ENDS:
                 await asyncio.sleep(STATE_S)
                 if log.done():
-                    log = asyncio.create_task(self._hand_on_log())
+                    log = asyncio.create_task(self._pass_log_on())
             if log.done():  # perhaps it broke just before the last lines
-                log = asyncio.create_task(self._hand_on_log())
+                log = asyncio.create_task(self._pass_log_on())
             await asyncio.wait([log], timeout=LAST_LINES_S)
         except asyncio.CancelledError:
             self._tell(f"\nraycheck: {self._job} goes on: ray job logs --follow, or ray job stop, with its name\n")
@@ -145,8 +190,8 @@ class _SubmittedJob:
             log.cancel()
 
     @property
-    def seconds_of_itself(self) -> float | None:
-        """How long its script ran, once it has ended by itself. None when something else has ended it, or may have."""
+    def seconds_until_own_end(self) -> float | None:
+        """Seconds that the script ran before it failed by itself; None when something else ended it, or may have."""
         code, began, ended = (
             getattr(self._details, name, None) for name in ("driver_exit_code", "start_time", "end_time")
         )
@@ -154,10 +199,10 @@ class _SubmittedJob:
             return None
         return float(ended - began) / 1000
 
-    async def _hand_on_log(self) -> None:
-        """A log that is followed anew comes from its beginning."""
+    async def _pass_log_on(self) -> None:
+        """Tell what is new in the job's log. Each time the log is followed anew it comes from its beginning."""
         position = 0
-        with suppress(Exception):  # the way to it may break at any time; only the state says what became of the job
+        with suppress(Exception):  # the connection may break at any time; only the state tells how the job ended
             async for text in self._client.tail_job_logs(self._job):
                 position += len(text)
                 if position > self._told:
@@ -175,44 +220,52 @@ class _SubmittedJob:
             await asyncio.sleep(LOOK_S)
 
     def _state(self) -> str:
-        """Empty while the job server is away."""
+        """Ask the job server for the job's state. Returns an empty text while the server is unreachable.
+
+        Raises StoreError when it has been unreachable for AWAY_S.
+        """
         try:
             found = [job for job in self._client.list_jobs() if job.submission_id == self._job]
         except (OSError, RuntimeError) as error:
             self._away_since = self._away_since or time.monotonic()
             if time.monotonic() - self._away_since > AWAY_S:
-                raise StoreError(f"job {self._job}: the job server is away for {AWAY_S:.0f} s: {error}") from error
+                raise StoreError(
+                    f"job {self._job}: the job server was unreachable for {AWAY_S:.0f} s: {error}"
+                ) from error
             return ""
         self._away_since = None
         if not found:
-            return "FAILED"  # it went with a head that was started anew
+            return "FAILED"  # its record was lost with a head node that was started anew
         self._details = found[0]
         return str(found[0].status.value)
 
 
-def _first(client: Any, asked: Mapping[str, Any]) -> str:
+def _submit_first(client: Any, request: Mapping[str, Any]) -> str:
     name, deadline = _new_name(), time.monotonic() + STARTING_S
     while True:
         try:
-            return _submitted(client, asked, name)
+            return _submit_once(client, request, name)
         except (OSError, RuntimeError, ValueError) as error:
             if "try again later" not in str(error) or time.monotonic() > deadline:
                 raise ConfigError(f"the cluster does not take the job: {error}") from error
         time.sleep(STATE_S)
 
 
-def _started(client: Any, asked: Mapping[str, Any]) -> str:
-    """Later, when the cluster may just be coming back."""
+def _submit_again(client: Any, request: Mapping[str, Any]) -> str:
+    """Submit once more, with patience, since the cluster may just be coming back."""
     name = _new_name()
-    return _patiently(lambda: _submitted(client, asked, name), "the job server")
+    return _patiently(lambda: _submit_once(client, request, name), "the job server")
 
 
-def _submitted(client: Any, asked: Mapping[str, Any], name: str) -> str:
-    """By a name of ours: when the answer was lost, the job is found by it and not started twice."""
+def _submit_once(client: Any, request: Mapping[str, Any], name: str) -> str:
+    """Submit the job under a name that we chose, unless a job of that name is there.
+
+    When the answer to an earlier call was lost, the job is found by its name and not started twice.
+    """
     with suppress(OSError, RuntimeError):
         if any(job.submission_id == name for job in client.list_jobs()):
             return name
-    return str(client.submit_job(submission_id=name, **asked))
+    return str(client.submit_job(submission_id=name, **request))
 
 
 def _new_name() -> str:
@@ -220,13 +273,14 @@ def _new_name() -> str:
 
 
 def _patiently(call: Callable[[], T], what: str) -> T:
+    """Returns what `call` returns, and calls it again while `what` is unreachable, for up to AWAY_S."""
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
             return call()
         except (OSError, RuntimeError, StoreError) as error:
             if time.monotonic() > deadline:
-                raise StoreError(f"{what} is away for {AWAY_S:.0f} s: {error}") from error
+                raise StoreError(f"{what} was unreachable for {AWAY_S:.0f} s: {error}") from error
             time.sleep(STATE_S)
 
 
@@ -239,7 +293,7 @@ def _client(address: str | None) -> Any:
         raise ConfigError(f"jobs need ray[default]: {error}") from error
     try:
         return JobSubmissionClient(address)
-    except RayError as error:  # of authentication; the cluster asks for a token, and none or another was sent
+    except RayError as error:  # authentication failed: the cluster asks for a token, and none or another one was sent
         why = str(error).partition("\n")[0]
         raise ConfigError(f"the job server at {at} wants a token, set RAY_AUTH_MODE=token: {why}") from error
     except (OSError, RuntimeError, ValueError) as error:
@@ -247,7 +301,7 @@ def _client(address: str | None) -> Any:
 
 
 def _newest(store: Store) -> Entry | None:
-    """The newest commit; None while there is none."""
+    """Returns the entry of the newest commit, or None while there is none."""
     try:
         live = read_latest(store).live
     except NotFoundError:
@@ -256,7 +310,7 @@ def _newest(store: Store) -> Entry | None:
 
 
 def _attempt(store: Store) -> int:
-    """The number of the live attempt; 0 while there is none."""
+    """Returns the number of the live attempt, or 0 while there is none."""
     try:
         return read_latest(store).attempt.number
     except NotFoundError:
@@ -269,3 +323,11 @@ def _key(newest: Entry | None) -> str | None:
 
 def _in_words(newest: Entry | None) -> str:
     return "nothing committed" if newest is None else f"newest commit: step {newest.step} ({newest.key})"
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+COMMANDS = (submit,)

@@ -1,4 +1,4 @@
-"""`raycheck watch-node`: the process beside Ray on every preemptible node that hands on the cloud's notice."""
+"""`raycheck watch-node`: runs beside Ray on every preemptible node and turns the cloud's notice into Ray's drain."""
 
 from typing import Annotated
 
@@ -20,15 +20,22 @@ def watch_node(  # noqa: PLR0917  typer makes options of them
         str | None, typer.Option(help="HOST:PORT of Ray's GCS; default: RAY_ADDRESS, else the Ray that runs here.")
     ] = None,
     node_id: Annotated[str | None, typer.Option(help="Ray's hex id of the node; default: this machine's.")] = None,
-    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = INTERVAL_S,
+    interval: Annotated[
+        float, typer.Option(min=0.2, help="Seconds between two requests to the metadata service.")
+    ] = INTERVAL_S,
     rebalance_deadline: Annotated[
-        float | None, typer.Option(min=1, help="Drain at EC2's rebalance recommendation, too, so many seconds ahead.")
+        float | None,
+        typer.Option(
+            min=1, help="Also drain at EC2's rebalance recommendation, with a deadline this many seconds ahead."
+        ),
     ] = None,
-    wait_for_ray: Annotated[float, typer.Option(min=0, help="Seconds to wait for Ray on this machine.")] = 300.0,
+    wait_for_ray: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait at the start for Ray on this machine.")
+    ] = 300.0,
 ) -> None:
     """Watch for the cloud's preemption notice and drain this machine's Ray node, so that training saves in time.
 
-    Runs until the machine goes, or SIGTERM.
+    Runs until the machine goes away, or until SIGTERM.
     """
     show_log()
     end_on_sigterm()

@@ -188,7 +188,7 @@ def _result(where: str, run: Run, events: list[dict[str, Any]]) -> dict[str, Any
 def _epilogue(screen: Console, run: Run, result: dict[str, Any], *, folder: Path, text: str, steps: int) -> None:
     table = Table("step", "attempt", "size", "training blocked", "upload", "MB/s per worker", box=None, pad_edge=False)
     for checkpoint in run.checkpoints:
-        manifest = checkpoint.manifest()
+        manifest = checkpoint.read_manifest()
         slowest = max(manifest.ranks, key=lambda rank: rank.upload_s)
         table.add_row(
             str(manifest.step),

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.entries.generator_entry import generators_in, kind_of_generator
+from raycheck.shards.entries.random_generators import generators_in, kind_of_generator
 from raycheck.train.data.batch_loader import BatchLoader
 from raycheck.train.data.epoch_order import epoch_order, rank_share
 from raycheck.train.data.sample_seeding import SeededPerSample

@@ -9,13 +9,13 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, Result, TrainingFailedError
 
-from raycheck.bucket.protocol.commit import check_resume
+from raycheck.bucket.protocol.claim import check_resume
 from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of, with_settings
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 from raycheck.train.driver_signals import saves_on_signals
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
@@ -67,7 +67,7 @@ def fit(
         return _fit_without(trainer)
     refuse_unsupported(trainer)
     config = trainer.run_config
-    where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
+    where = storage_uri(config) if storage is None else with_settings(storage_uri(config), storage)
     uri = join_uri(where, config.name)
     store = open_store(uri)
     resume = checked_resume(resume, store, storage)

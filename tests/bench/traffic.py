@@ -109,7 +109,7 @@ def _resharded(bench: Bench, wire: Wire) -> Row:
     saved = save_played(open_with("fast", place), weights, world_size=SAVED_BY, is_bare=True)
     watched_uri = join_uri(wire.uri, folder)
     through = Checkpoint(open_with("fast", watched_uri), saved.entry)
-    stock_path = f"{plain_uri(watched_uri)}/{saved.manifest().prefixes()[frozen_component('model')]}"
+    stock_path = f"{plain_uri(watched_uri)}/{saved.read_manifest().prefixes()[frozen_component('model')]}"
     ours, stock = {}, {}
     for world_size in bench.scale.loaded_by:
         needed = read = stock_read = 0

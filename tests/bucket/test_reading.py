@@ -74,10 +74,10 @@ def test_a_whole_checkpoint_has_one_finding_per_object_and_no_problem(store, sav
 def test_a_checkpoint_is_read_as_it_was_written(store, saved):
     checkpoint = head(store)
 
-    manifest = checkpoint.manifest()
+    manifest = checkpoint.read_manifest()
 
     assert manifest == saved
-    assert checkpoint.index(manifest) == tiny_index(world_size=2)
+    assert checkpoint.read_index(manifest) == tiny_index(world_size=2)
     assert_invariants(store)
 
 
@@ -190,7 +190,7 @@ def test_an_edited_manifest_is_refused_by_its_checksum_in_latest(store, saved):
     store.put(key, dump(replace(saved, samples=saved.samples + 1)))
 
     with pytest.raises(CorruptError, match=r"manifest\.json has another checksum"):
-        head(store).manifest()
+        head(store).read_manifest()
     assert "checksum" in problems(store)[key]
     store.put(key, whole)
     assert_invariants(store)
@@ -204,7 +204,7 @@ def test_a_manifest_of_another_checkpoint_is_refused(store, saved):
     store.put(key, store.get(object_keys.manifest_key(older)).data)
 
     with pytest.raises(CorruptError):
-        head(store).manifest()
+        head(store).read_manifest()
     assert set(problems(store)) == {key}
     store.put(key, whole)
     assert_invariants(store)
@@ -219,7 +219,7 @@ def test_a_manifest_that_says_it_is_another_checkpoint_is_corrupt(store, saved):
         store.put(object_keys.manifest_key(saved.key), store.get(object_keys.manifest_key(older.key)).data)
 
         with pytest.raises(CorruptError):
-            head(store).manifest()
+            head(store).read_manifest()
         assert set(problems(store)) == {object_keys.manifest_key(saved.key)}
 
         store.put(object_keys.manifest_key(saved.key), dump(saved))
@@ -246,9 +246,9 @@ def test_an_index_that_is_none_is_corrupt(store, saved, body):
     store.put(key, body)
 
     with pytest.raises(CorruptError, match="index"):
-        head(store).index(saved)
+        head(store).read_index(saved)
     with pytest.raises(CorruptError, match="index"):
-        head(store).index(replace(saved, index=replace(saved.index, size_bytes=len(body), crc32=crc32(body))))
+        head(store).read_index(replace(saved, index=replace(saved.index, size_bytes=len(body), crc32=crc32(body))))
 
     store.put(key, whole)
     assert_invariants(store)
@@ -284,15 +284,15 @@ class LongAgo(Around):
 
 def test_a_reader_of_a_pruned_checkpoint_is_told_that_it_was_dropped(store, saved):
     reading = head(store)
-    manifest = reading.manifest()
+    manifest = reading.read_manifest()
     ann = Driver(store)
     ann.save(1, 3, keep_last=1)
-    assert reading.manifest() == manifest, "evicted is not deleted: readers have a grace"
+    assert reading.read_manifest() == manifest, "evicted is not deleted: readers have a grace"
     pruner = Driver(LongAgo(store))
 
     prune(pruner.register)
 
-    for read in (reading.manifest, lambda: reading.index(manifest)):
+    for read in (reading.read_manifest, lambda: reading.read_index(manifest)):
         with pytest.raises(NotFoundError, match=f"{saved.key} was dropped by retention"):
             read()
     (finding,) = reading.verify()
@@ -309,7 +309,7 @@ def test_a_missing_object_of_a_live_checkpoint_is_damage(store, saved, key_of):
     store.delete(key)
 
     with pytest.raises(CorruptError, match="missing although latest lists"):
-        reading.index(reading.manifest())
+        reading.read_index(reading.read_manifest())
     store.put(key, whole)
     assert_invariants(store)
 
@@ -429,7 +429,7 @@ def test_readers_issue_no_write(store, saved):
 
     run = Run(reader, read_latest(reader))
     for checkpoint in (run.head, *run.checkpoints, run.at_step(saved.step), run.checkpoint(saved.key)):
-        checkpoint.index(checkpoint.manifest())
+        checkpoint.read_index(checkpoint.read_manifest())
         assert not [finding for finding in checkpoint.verify() if finding.problem]
     with pytest.raises(NotFoundError):
         run.at_step(12345)

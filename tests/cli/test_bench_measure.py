@@ -11,13 +11,13 @@ from raycheck import ConfigError, CorruptError, StoreError
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.cli.bench import measurement
 from raycheck.cli.bench.measurement import MIB, WAYS, Direction, Series, Way, measure
 from raycheck.shards.transfer import reader
 from tests.bucket.conftest import share_cloud
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.memory_store import DictStore
+from tests.support.s3_engines import by_s3fs_alone
 
 KIB = 1024
 SMALL_WAYS = tuple(Way(part_bytes=size * KIB, in_flight=count) for size in (16, 64) for count in (2, 4))
@@ -47,7 +47,7 @@ def assert_measures_and_leaves_all_as_it_was(store: Store) -> None:
     for direction in (found.writing, found.reading):
         assert direction.own.median > 0
         assert {*direction.plain, *found.left_out} == set(SMALL_WAYS)
-        assert direction.recommended in direction.alike
+        assert direction.best in direction.alike
 
 
 def test_a_store_is_measured_and_left_as_it_was(store):
@@ -64,7 +64,7 @@ def test_a_cloud_is_measured_and_left_as_it_was(cloud_uri, request):
 def test_s3_without_obstore_is_measured_and_left_as_it_was(s3):
     store = open_store(join_uri(s3, uuid4().hex))
 
-    assert_measures_and_leaves_all_as_it_was(store.through_s3fs if isinstance(store, FastS3Store) else store)
+    assert_measures_and_leaves_all_as_it_was(by_s3fs_alone(store))
 
 
 def test_ctrl_c_during_an_upload_in_parts_leaves_nothing(s3):
@@ -151,9 +151,9 @@ def test_a_size_smaller_than_any_way_is_refused():
 
 
 def test_objects_become_smaller_and_ways_fewer_until_three_rounds_fit():
-    fast = measurement._plan(WAYS, 512 * MIB, (2e9, 4e9), left_s=100.0)
-    slow = measurement._plan(WAYS, 512 * MIB, (20e6, 20e6), left_s=100.0)
-    hopeless = measurement._plan(WAYS, 512 * MIB, (1.0, 1.0), left_s=100.0)
+    fast = measurement._choose_size(WAYS, 512 * MIB, (2e9, 4e9), left_s=100.0)
+    slow = measurement._choose_size(WAYS, 512 * MIB, (20e6, 20e6), left_s=100.0)
+    hopeless = measurement._choose_size(WAYS, 512 * MIB, (1.0, 1.0), left_s=100.0)
 
     assert fast == (512 * MIB, tuple(way for way in WAYS if way != Way(part_bytes=64 * MIB, in_flight=16)))
     assert slow[0] == 32 * MIB
@@ -161,7 +161,7 @@ def test_objects_become_smaller_and_ways_fewer_until_three_rounds_fit():
     assert hopeless == (16 * MIB, (Way(part_bytes=8 * MIB, in_flight=2),))
 
 
-def test_what_noise_does_not_tell_apart_is_decided_by_memory():
+def test_what_the_noise_does_not_tell_apart_counts_as_equally_fast():
     small, middle, large = (Way(part_bytes=size * MIB, in_flight=4) for size in (8, 16, 64))
     plain = {
         small: Series((50.0, 60.0, 70.0)),
@@ -174,18 +174,17 @@ def test_what_noise_does_not_tell_apart_is_decided_by_memory():
     assert found.best == large
     assert found.noise == pytest.approx(15 / 95)
     assert found.alike == (middle, large)
-    assert found.recommended == middle
     assert found.share == pytest.approx(0.9)
 
 
-def test_however_noisy_the_store_no_way_that_looked_slower_is_recommended():
+def test_on_a_noisy_store_a_way_that_looked_slower_may_be_as_fast_and_is_not_the_best():
     small, large = Way(part_bytes=8 * MIB, in_flight=2), Way(part_bytes=8 * MIB, in_flight=16)
     plain = {small: Series((20.0, 50.0, 90.0)), large: Series((30.0, 100.0, 180.0))}
 
     found = Direction(plain=plain, own=Series((50.0,)))
 
     assert found.alike == (small, large)
-    assert found.recommended == large
+    assert found.best == large
 
 
 def test_reads_are_measured_as_a_restore_makes_them():

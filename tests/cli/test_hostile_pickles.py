@@ -73,7 +73,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     store = open_store(f"memory://{uuid4().hex}")
     saved = save_state(store, state())
     bomb = pickle.dumps(Bomb(tmp_path / "marker"))
-    manifest = saved.manifest()
+    manifest = saved.read_manifest()
     parts = []
     for part in manifest.components:
         store.put(object_keys.metadata_key(part.checkpoint, part.name), bomb)

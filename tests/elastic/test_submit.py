@@ -18,7 +18,7 @@ from ray.job_submission import JobSubmissionClient
 from raycheck.bucket.attempt_records import record_failure
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.cli.submit import _hopeless, _SubmittedJob
+from raycheck.cli.submit import _reason_to_stop, _SubmittedJob
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import Arena, Story, arena, wait_for
 from tests.support.sample_checkpoints import Driver
@@ -183,7 +183,7 @@ def test_only_a_script_that_ended_by_itself_and_at_once_is_held_against_it(
     job = _SubmittedJob(None, "a-job", store, print)
     job._details = SimpleNamespace(driver_exit_code=code, start_time=1_000_000, end_time=1_000_000 + 1000 * seconds)
 
-    assert bool(_hopeless(store, job, before=0)) is is_told
+    assert bool(_reason_to_stop(store, job, before=0)) is is_told
 
 
 def test_after_a_claim_only_what_the_bucket_says_counts(tmp_path: Path) -> None:
@@ -192,15 +192,15 @@ def test_after_a_claim_only_what_the_bucket_says_counts(tmp_path: Path) -> None:
     job._details = SimpleNamespace(driver_exit_code=1, start_time=0, end_time=1)
     attempt, _ = driver.claim("g1")
 
-    assert _hopeless(driver.store, job, before=0) == "", "nobody knows why it failed"
+    assert _reason_to_stop(driver.store, job, before=0) == "", "nobody knows why it failed"
     driver.finish("g1")
-    assert "finished" in _hopeless(driver.store, job, before=0)
+    assert "finished" in _reason_to_stop(driver.store, job, before=0)
     attempt, _ = driver.claim("g2")
     record_failure(driver.store, attempt, at=attempt.claimed_at, cause="too many failures", is_final=False)
-    assert _hopeless(driver.store, job, before=0) == "", "another driver may have better luck"
+    assert _reason_to_stop(driver.store, job, before=0) == "", "another driver may have better luck"
     attempt, _ = driver.claim("g3")
     record_failure(driver.store, attempt, at=attempt.claimed_at, cause="TypeError: x", is_final=True)
-    assert "TypeError: x" in _hopeless(driver.store, job, before=0)
+    assert "TypeError: x" in _reason_to_stop(driver.store, job, before=0)
 
 
 class WantsAToken(BaseHTTPRequestHandler):

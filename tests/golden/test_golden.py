@@ -62,7 +62,7 @@ def test_the_catalog_lists_it_every_object_is_whole_and_reading_writes_nothing(f
         findings = list(checkpoint.verify())
         assert len(findings) == 5 + golden.WORLD_SIZE
         assert [item.problem for item in findings] == [""] * len(findings)
-    first, second = (checkpoint.manifest() for checkpoint in run.checkpoints)
+    first, second = (checkpoint.read_manifest() for checkpoint in run.checkpoints)
     assert [part.name for part in second.components] == ["reference.frozen", TRAIN]
     assert second.refs == (first.key,)
     assert_invariants(run.store)
@@ -111,7 +111,9 @@ def test_stock_torch_loads_it_into_one_process(folder: Path, step: int) -> None:
     checkpoint = checkpoint_of(folder, step)
     place = folder / component_prefix(checkpoint.entry.key, TRAIN)
 
-    dcp.load(frozen, storage_reader=FileSystemReader(folder / checkpoint.manifest().prefixes()["reference.frozen"]))
+    dcp.load(
+        frozen, storage_reader=FileSystemReader(folder / checkpoint.read_manifest().prefixes()["reference.frozen"])
+    )
     dcp.load(tensors, storage_reader=FileSystemReader(place))
     dcp.load(others, storage_reader=FileSystemReader(place))
     dcp.load(leaves, storage_reader=FileSystemReader(place))

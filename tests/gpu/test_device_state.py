@@ -255,7 +255,9 @@ def test_a_frozen_base_on_the_device_is_uploaded_once(store: Store) -> None:
         name = claimed(store, world_size=1, save=number, step=number)
         uploaded = upload(store, staged, name=name)
         checkpoint = committed(store, name, [uploaded], progress=Progress(step=number))
-        live.components.committed(staged, {item.name: item.checkpoint for item in checkpoint.manifest().components})
+        live.components.committed(
+            staged, {item.name: item.checkpoint for item in checkpoint.read_manifest().components}
+        )
         stored.append([shard.component for shard in uploaded.records if shard.component not in uploaded.kept])
 
     assert stored == [["train", "model.frozen"], ["train"], ["train", "model.frozen"]]

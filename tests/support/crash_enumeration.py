@@ -280,8 +280,8 @@ def claim(driver: Driver, group: str) -> tuple[Attempt, Entry | None]:
 
 def restore(checkpoint: Checkpoint) -> Manifest:
     """As all ranks together restore: every object read and checked. Reads only (I8)."""
-    manifest = checkpoint.manifest()
-    checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    checkpoint.read_index(manifest)
     for key, record in manifest.objects():
         assert crc32(checkpoint.store.get_range(key, 0, record.size_bytes)) == record.crc32, key
     return manifest

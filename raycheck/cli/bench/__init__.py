@@ -1,1 +1,1 @@
-"""`raycheck bench`: how fast a bucket is from this machine, and what a checkpoint costs in requests."""
+"""`raycheck bench` measures how fast a bucket is from this machine, and counts what a checkpoint costs in requests."""

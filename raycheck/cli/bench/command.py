@@ -1,6 +1,7 @@
-"""`raycheck bench`: how fast a bucket is from this machine, what raycheck gets of that, and what its requests cost.
+"""`raycheck bench`: shows how fast a bucket is from this machine, what raycheck gets of that, and what requests cost.
 
-Needs no run at the URI; what it writes lies below one scratch prefix and is deleted, however it ends.
+It needs no run at the URI. All that it writes lies below one scratch prefix and is deleted, however the command ends.
+It recommends nothing: raycheck's own part size and concurrency are fixed.
 """
 
 import signal
@@ -14,31 +15,35 @@ from rich.table import Table
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import kind_of
 from raycheck.cli.bench import request_costs as counted
 from raycheck.cli.bench.measurement import MIB, MIN_ROUNDS, Direction, Measured, Series, Way, measure
 from raycheck.cli.bench.request_costs import GET_PRICE, PUT_PRICE, Requests
 from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
-from raycheck.storage_settings import kind_of
 
 Where = Annotated[str, typer.Argument(help="A place in the bucket, e.g. s3://bucket/runs/my-run; it may be empty.")]
-_SAID = {"get": "GET of 4 kB", "create": "PUT, If-None-Match", "swap": "PUT, If-Match"}
+_LABELS = {"get": "GET of 4 kB", "create": "PUT, If-None-Match", "swap": "PUT, If-Match"}
 
 
 def bench(  # noqa: PLR0917  typer makes options of them
     uri: Where,
-    size: Annotated[int, typer.Option(min=16, help="MiB per object; takes three times that of memory.")] = 512,
-    seconds: Annotated[float, typer.Option(min=1, help="Stop measuring after about so long.")] = 120.0,
+    size: Annotated[int, typer.Option(min=16, help="MiB per object; three times that is held in memory.")] = 512,
+    seconds: Annotated[float, typer.Option(min=1, help="Stop measuring after about this many seconds.")] = 120.0,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the checkpoint whose requests are counted.")] = 8,
-    put_price: Annotated[float, typer.Option(min=0, help="Per 1,000 PUT and LIST; S3 Standard.")] = PUT_PRICE,
-    get_price: Annotated[float, typer.Option(min=0, help="Per 1,000 GET; S3 Standard.")] = GET_PRICE,
+    put_price: Annotated[
+        float, typer.Option(min=0, help="Price per 1,000 PUT and LIST; default: S3 Standard.")
+    ] = PUT_PRICE,
+    get_price: Annotated[float, typer.Option(min=0, help="Price per 1,000 GET; default: S3 Standard.")] = GET_PRICE,
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Measure a bucket from this machine: latency, speed by part size and concurrency, raycheck's share, costs.
+    """Measure a bucket from this machine: latency, speed by part size and concurrency, raycheck's share of it, costs.
 
-    Writes random bytes below probes/ and deletes them, also after Ctrl-C or SIGTERM. No run there is touched.
+    Writes random bytes below probes/ and deletes them again, also after Ctrl-C or SIGTERM. No run there is touched.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to end a job must not leave bytes
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # by which schedulers end a job; it must not leave objects behind
     store = open_store(uri, settings_of(storage))
     token = uuid4().hex
     print(  # noqa: T201
@@ -58,16 +63,16 @@ def bench(  # noqa: PLR0917  typer makes options of them
     _show_latencies(found)
     _show("writing", "PUT", found.writing)
     _show("reading", "GET", found.reading)
-    _tell_limits(found, size * MIB)
+    _show_limits(found, size * MIB)
     if requests:
         is_listed = (put_price, get_price) == (PUT_PRICE, GET_PRICE)
         _show_requests(requests)
         prices = "USD at the list prices of S3 Standard in us-east-1" if is_listed else "at the prices given"
-        _say(f"estimate for {ranks} ranks of {size} MiB: {cost:.5f} {prices}; storage and transfer are not in it")
+        _say(f"estimate for {ranks} ranks of {size} MiB: {cost:.5f} {prices}; without storage and transfer")
 
 
 def _requests(kind: str, *, ranks: int, size_bytes: int, part_bytes: int) -> dict[str, Requests]:
-    """By occasion; empty for a store that knows no requests."""
+    """Returns the requests of one checkpoint by occasion; empty for a store that has no priced requests."""
     of_rank = counted.of_rank(kind, size_bytes=size_bytes, part_bytes=part_bytes)
     if not of_rank.puts:
         return {}
@@ -93,14 +98,13 @@ def _facts(found: Measured) -> dict[str, Any]:
 
 
 def _direction(found: Direction) -> dict[str, Any]:
-    """Speeds in bytes per second."""
+    """Returns the measurements of one direction for --json. Speeds are in bytes per second."""
     return {
         "plain": [asdict(way) | _speed(item) for way, item in found.plain.items()],
         "raycheck": _speed(found.own),
         "share": found.share,
         "noise": found.noise,
         "best": asdict(found.best),
-        "recommended": asdict(found.recommended),
         "alike": [asdict(way) for way in found.alike],
     }
 
@@ -112,7 +116,12 @@ def _speed(item: Series) -> dict[str, Any]:
 def _show_latencies(found: Measured) -> None:
     table = Table("request", "median", "worst", "count", box=None, pad_edge=False)
     for name, item in found.latencies.items():
-        row = (_SAID[name], f"{item.median * 1e3:.1f} ms", f"{max(item.samples) * 1e3:.1f} ms", str(len(item.samples)))
+        row = (
+            _LABELS[name],
+            f"{item.median * 1e3:.1f} ms",
+            f"{max(item.samples) * 1e3:.1f} ms",
+            str(len(item.samples)),
+        )
         table.add_row(*map(Text, row))
     out.print(table)
 
@@ -130,23 +139,23 @@ def _show(what: str, verb: str, found: Direction) -> None:
     _say(f"raycheck {what}: {own:.0f} MB/s, {found.share:.2f} of the best plain {verb} ({best:.0f})")
     rounds = len(found.own.samples)
     if rounds < MIN_ROUNDS:
-        _say(f"fastest: {_way(found.best)}; measured {rounds} time(s) only, which tells nothing of the noise")
+        _say(f"fastest: {_label(found.best)}; measured {rounds} time(s) only, so the noise is unknown")
         return
-    text = f"recommended: {_way(found.recommended)} ({rounds} rounds, noise {found.noise:.0%}"
-    others = [_way(way) for way in found.alike if way != found.recommended]
+    text = f"fastest: {_label(found.best)} ({rounds} rounds, noise {found.noise:.0%})"
+    others = [_label(way) for way in found.alike if way != found.best]
     if not others:
-        _say(f"{text}; the others are slower)")
+        _say(f"{text}; all others are slower")
     elif len(others) == len(found.plain) - 1:
-        _say(f"{text}, which does not tell it from any other)")
+        _say(f"{text}; within the noise all others are as fast")
     else:
-        _say(f"{text}, which does not tell it from {', '.join(others)})")
+        _say(f"{text}; within the noise as fast: {', '.join(others)}")
 
 
-def _tell_limits(found: Measured, size_bytes: int) -> None:
+def _show_limits(found: Measured, size_bytes: int) -> None:
     if found.size_bytes < size_bytes:
-        _say(f"objects of {_mib(found.size_bytes)} only were measured: larger ones need more time (--seconds)")
+        _say(f"only objects of {_mib(found.size_bytes)} were measured; larger ones need more time (--seconds)")
     if found.left_out:
-        _say(f"{len(found.left_out)} ways, blank above, need larger objects (--size) or more time (--seconds)")
+        _say(f"{len(found.left_out)} ways are blank above: they need larger objects (--size) or more time (--seconds)")
 
 
 def _show_requests(requests: dict[str, Requests]) -> None:
@@ -157,7 +166,7 @@ def _show_requests(requests: dict[str, Requests]) -> None:
     out.print(table)
 
 
-def _way(way: Way) -> str:
+def _label(way: Way) -> str:
     return f"{_mib(way.part_bytes)} x {way.in_flight}"
 
 

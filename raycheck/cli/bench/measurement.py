@@ -1,10 +1,10 @@
-"""How fast a store is from this machine, and how much of that raycheck gets, measured on the store itself.
+"""Measures how fast a store is from this machine, and how much of that raycheck gets.
 
-Two things are compared on the same bytes: plain requests (a PUT of a small object per part, a GET of a range) in every
-way of cutting and overlapping them, and raycheck's own: `put_parts`, and ranged reads as a restore makes them, with the
-checksums that a save and a restore compute. Rounds are interleaved, so that a store that gets slower meanwhile does so
-for all. Plain requests go through the same store client: they say what raycheck could get by other cutting, not what
-another client could. Nothing here knows a run, torch or Ray.
+Two things are compared on the same bytes. One is plain requests (a PUT of a small object per part, a GET of a range),
+with every part size and every number of requests at a time. The other is raycheck's own transfers: `put_parts`, and
+ranged reads as a restore makes them, with the checksums that a save and a restore compute. Rounds are interleaved, so
+that a store that gets slower meanwhile does so for all. Plain requests go through the same store client: they show what
+raycheck could get by cutting otherwise, not what another client could get. Nothing here knows a run, torch or Ray.
 """
 
 import os
@@ -29,30 +29,29 @@ MIN_ROUNDS = 3
 LATENCIES = 20
 LATENCY_SHARE = 0.1
 SMALL_BYTES = 4096
-NOTICEABLE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Way:
-    """How to move an object: requests of `part_bytes` each, `in_flight` of them at a time."""
+    """Describes how an object is moved: in requests of `part_bytes` each, `in_flight` of them at a time."""
 
     part_bytes: int
     in_flight: int
 
     @property
     def wave_bytes(self) -> int:
-        """What is under way at any moment; objects smaller than that say nothing about this way."""
+        """The bytes under way at any moment. An object must have at least as many to say anything about this way."""
         return self.part_bytes * self.in_flight
 
 
 WAYS = tuple(Way(part_bytes=size * MIB, in_flight=count) for size, count in product((8, 16, 32, 64), (2, 4, 8, 16)))
 OWN_READ = Way(part_bytes=16 * MIB, in_flight=8)
-"""How a restore reads (shards/reader.py)."""
+"""How a restore reads (shards/transfer/reader.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One thing measured several times, in order. Of speeds in bytes per second, of latencies in seconds."""
+    """Holds the samples of one thing in the order they were taken: speeds in bytes per second, latencies in seconds."""
 
     samples: tuple[float, ...]
 
@@ -63,7 +62,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Direction:
-    """Writing, or reading. plain: the speed of plain requests by way; own: raycheck's."""
+    """Holds the speeds of writing, or those of reading. plain: of plain requests, by way; own: of raycheck."""
 
     plain: Mapping[Way, Series]
     own: Series
@@ -79,29 +78,25 @@ class Direction:
 
     @property
     def noise(self) -> float:
-        """How far the samples of one way lie from their middle, as a share of it, for the way in the middle. 0 where
-        everything was measured once."""
+        """Half the range of a way's samples as a share of their median, for the median way. 0 where everything was
+        measured once."""
         spreads = [(max(item.samples) - min(item.samples)) / 2 / item.median for item in self.plain.values()]
         return statistics.median(spreads)
 
     @property
     def alike(self) -> tuple[Way, ...]:
-        """The best way, and those that the noise does not let tell from it."""
+        """The best way, and all others that are as fast within the noise."""
         enough = self.plain[self.best].median * (1 - self.noise)
         return tuple(way for way in sorted(self.plain) if self.plain[way].median >= enough)
-
-    @property
-    def recommended(self) -> Way:
-        """Of those the one that holds the least memory, unless it looked noticeably slower: on a noisy store all are
-        alike."""
-        enough = self.plain[self.best].median * (1 - NOTICEABLE)
-        quick = [way for way in self.alike if self.plain[way].median >= enough]
-        return min(quick, key=lambda way: (way.wave_bytes, way.in_flight))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """latencies: by name of the request. size_bytes: what each sample moved. left_out: ways that did not fit."""
+    """Holds all that was measured.
+
+    latencies: by the name of the request. size_bytes: what each sample of a speed moved. left_out: ways that needed
+    larger objects or more time.
+    """
 
     latencies: Mapping[str, Series]
     writing: Direction
@@ -121,9 +116,9 @@ def measure(
 ) -> Measured:
     """Measure for about `budget_s`, with objects of at most `size_bytes`; holds up to three times that in memory.
 
-    token: names the scratch objects, and is used once. On a slow store objects are smaller, ways are left out and
-    rounds are fewer, so that the budget holds. Raises ConfigError when the size is too small or a permission is
-    missing, StoreError when the store or a delete failed.
+    token: a random text that names the scratch objects; use each once. On a slow store objects are smaller, ways are
+    left out and rounds are fewer, so that the budget holds. Raises ConfigError when the size is too small or a
+    permission is missing, StoreError when the store or a delete failed.
     """
     deadline = clock() + budget_s
     first = min(ways, key=lambda way: way.wave_bytes)
@@ -135,7 +130,7 @@ def measure(
         data = memoryview(_random_bytes(size_bytes))
         trial = _Bench(scratch, data[: first.wave_bytes], clock)
         rates = trial.put_plain(first), trial.get_plain(first)
-        size, fitting = _plan(ways, size_bytes, rates, deadline - clock())
+        size, fitting = _choose_size(ways, size_bytes, rates, deadline - clock())
         puts, gets = _rounds(_Bench(scratch, data[:size], clock), fitting, lambda: clock() > deadline)
     return Measured(
         latencies=latencies,
@@ -147,7 +142,8 @@ def measure(
 
 
 def _latencies(scratch: Scratch, clock: Callable[[], float], until: float) -> dict[str, Series]:
-    """Each round on an object of its own: Google limits the writes to one object. The first round is not counted."""
+    """Measure the latencies of small requests. Each round uses an object of its own, since Google limits the writes to
+    one object; the first round is not counted."""
     store, body = scratch.store, os.urandom(SMALL_BYTES)
     found: dict[str, list[float]] = {"get": [], "create": [], "swap": []}
 
@@ -170,18 +166,19 @@ def _latencies(scratch: Scratch, clock: Callable[[], float], until: float) -> di
 
 
 def _random_bytes(size_bytes: int) -> bytearray:
-    """What no store can compress or deduplicate."""
+    """Returns bytes that no store can compress or deduplicate."""
     data = bytearray(size_bytes)
     for at in range(0, size_bytes, 16 * MIB):
-        piece = os.urandom(min(16 * MIB, size_bytes - at))
-        data[at : at + len(piece)] = piece
+        block = os.urandom(min(16 * MIB, size_bytes - at))
+        data[at : at + len(block)] = block
     return data
 
 
-def _plan(
+def _choose_size(
     ways: Sequence[Way], size_bytes: int, rates: tuple[float, float], left_s: float
 ) -> tuple[int, tuple[Way, ...]]:
-    """The largest objects, halved so often, with which all ways that fit into them can be measured in time."""
+    """Returns the object size, and the ways that fit into it: `size_bytes` halved until all of those can be measured
+    in the time that is left. rates: bytes per second of a first write and a first read."""
     least = min(way.wave_bytes for way in ways)
     while True:
         fitting = tuple(way for way in ways if way.wave_bytes <= size_bytes)
@@ -192,11 +189,12 @@ def _plan(
 
 
 Speeds = dict[Way | None, list[float]]
-"""Bytes per second by way; None stands for raycheck's own."""
+"""Bytes per second by way; the key None is raycheck's own transfer."""
 
 
 def _rounds(bench: "_Bench", ways: Sequence[Way], is_over: Callable[[], bool]) -> tuple[Speeds, Speeds]:
-    """raycheck's own and at least one way are measured once, however short the time."""
+    """Measure raycheck's own transfers and all ways in turns, for ROUNDS or until the time is over. Returns the speeds
+    of writing and of reading. However short the time is, raycheck's own and one way are measured once."""
     chance = random.Random(0)
     order: list[Way | None] = [None, *sorted(ways, key=lambda way: way.wave_bytes)]
     puts: Speeds = {}
@@ -217,7 +215,8 @@ def _direction(speeds: Speeds, ways: Sequence[Way]) -> Direction:
 
 
 class _Bench:
-    """Samples of one size, each in bytes per second. What a sample writes is deleted outside the clock."""
+    """Takes single samples, in bytes per second, on objects of one size. What a sample writes is deleted after its time
+    was taken."""
 
     def __init__(self, scratch: Scratch, data: memoryview, clock: Callable[[], float]) -> None:
         self._scratch = scratch
@@ -225,7 +224,9 @@ class _Bench:
         self._data = data
         self._clock = clock
         self._crcs = sub_block_crcs(data)
-        self._target = memoryview(bytearray(data))  # not zeros, whose pages would be made as they are first written
+        self._target = memoryview(
+            bytearray(data)
+        )  # a copy, since the pages of zeros would be faulted in while the time is taken
         self._object = scratch.new_key()
         scratch.run([partial(self._send, self._object)])
 
@@ -263,7 +264,7 @@ class _Bench:
         self._store.put_parts(key, self._scratch.watched(self._sealed(self._store.part_bytes(size))), size)
 
     def _sealed(self, part_bytes: int) -> Iterator[memoryview]:
-        """Parts with the checksums that a save computes: of sub-blocks, and of the whole shard."""
+        """Yields the parts, and computes the checksums that a save computes: of sub-blocks, and of the whole shard."""
         whole = 0
         for at, until in self._spans(part_bytes):
             part = self._data[at:until]
@@ -275,7 +276,7 @@ class _Bench:
         self._store.get_range(self._object, at, until)
 
     def _restore(self, at: int, until: int) -> None:
-        """As a restore does it: checked, and copied to where it belongs."""
+        """Read a range as a restore does: check it, and copy it to its place."""
         data = memoryview(self._store.get_range(self._object, at, until))
         if sub_block_crcs(data) != self._crcs[at // SUB_BLOCK : -(-until // SUB_BLOCK)]:
             raise CorruptError(f"{self._store.uri}: {self._object}: other bytes came back than were written")

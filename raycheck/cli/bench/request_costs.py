@@ -1,6 +1,6 @@
-"""What a checkpoint costs in requests: counted from FORMAT.md (steps 13 to 21), not observed.
+"""Counts the requests that a checkpoint costs, from FORMAT.md (steps 13 to 21); nothing is observed.
 
-Retries, claims, restores and the bytes themselves are left out, and so are what a store charges for transfer.
+Left out are retries, claims, restores, the storage of the bytes, and what a store charges for their transfer.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _OPEN_AND_CLOSE = {"s3": 2, "gs": 1, "az": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """puts: what is priced as a PUT, with POST and LIST."""
+    """Holds numbers of requests. puts: all that are priced as a PUT, which POST and LIST are."""
 
     puts: int = 0
     gets: int = 0
@@ -28,13 +28,15 @@ class Requests:
         return Requests(puts=self.puts * count, gets=self.gets * count, deletes=self.deletes * count)
 
     def cost(self, *, put_price: float = PUT_PRICE, get_price: float = GET_PRICE) -> float:
-        """Prices are per 1,000 requests; the answer is in their currency."""
+        """Returns the price of these requests. Prices are per 1,000 requests; the answer is in their currency."""
         return (self.puts * put_price + self.gets * get_price) / 1000
 
 
 def of_rank(kind: str, *, size_bytes: int, part_bytes: int) -> Requests:
-    """One rank's upload of one shard (13). kind: of the store, as `storage_settings.kind_of` has it. No requests
-    elsewhere than at s3, gs and az."""
+    """Returns the requests of one rank's upload of one shard (step 13).
+
+    kind: the kind of store, as `address.kind_of` names it. Other stores than s3, gs and az have no requests.
+    """
     if kind not in _OPEN_AND_CLOSE:
         return Requests()
     parts = -(-size_bytes // part_bytes)
@@ -42,17 +44,18 @@ def of_rank(kind: str, *, size_bytes: int, part_bytes: int) -> Requests:
 
 
 def of_commit(*, components: int = 1) -> Requests:
-    """Index, manifest and one `.metadata` per component (16), and the swap of `latest` (17)."""
+    """Returns the requests of a commit: index, manifest and one `.metadata` per component (step 16), and the swap of
+    `latest` (step 17)."""
     return Requests(puts=3 + components, gets=1)
 
 
 def of_pointer() -> Requests:
-    """What Ray is told of (18), at most every 5 s."""
+    """Returns the requests of the pointer that Ray is given (step 18), at most every 5 s."""
     return Requests(puts=1)
 
 
 def of_delete(*, ranks: int, components: int = 1) -> Requests:
-    """Of a checkpoint that retention dropped (20): manifest, listing, index, and each component's directory. The swap
-    that several share (21) is left out."""
+    """Returns the requests that delete a dropped checkpoint (step 20): manifest, listing, index, and each component's
+    directory. The swap that several deletes share (step 21) is left out."""
     deletes = 2 + components * (1 + ranks)
     return Requests(puts=-(-deletes // 1000), deletes=deletes)

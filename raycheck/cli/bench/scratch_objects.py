@@ -1,7 +1,7 @@
-"""Scratch objects on which a store is measured, and the threads that write and read them.
+"""Keeps the scratch objects on which a store is measured, and the threads that write and read them.
 
-All keys lie below one prefix of random name, so a run at the same place is never touched. Whatever ends the block, an
-error or Ctrl-C included: first every request has ended, then every object is deleted.
+All keys lie below one prefix of random name, so a run at the same place is never touched. Whatever ends the block, also
+an error or Ctrl-C: first all requests end, then all objects are deleted.
 """
 
 import threading
@@ -21,7 +21,10 @@ MAX_AT_ONCE = 16
 
 
 class Scratch:
-    """A context manager; see the module. Leaving it raises StoreError when something could not be deleted."""
+    """Makes scratch objects, and deletes them all when its `with` block is left.
+
+    Leaving the block raises StoreError when something could not be deleted.
+    """
 
     def __init__(self, store: Store, token: str) -> None:
         self.store = store
@@ -49,16 +52,16 @@ class Scratch:
             ) from (error or failures[0])
 
     def new_key(self) -> str:
-        """A free key; what is written there is deleted at the end."""
+        """Returns a free key. What is written there is deleted at the end."""
         self._count += 1
         key = object_keys.scratch_key(self._token, self._count)
         self._keys.add(key)
         return key
 
     def run(self, jobs: Iterable[Callable[[], None]], *, at_once: int = 1) -> None:
-        """Do all jobs, so many at a time, each begun when one before it has ended. Raises the first error of any.
+        """Do all jobs, `at_once` of them at a time. Raises the first error of any.
 
-        Never in the calling thread, so that Ctrl-C is heard while a request is under way.
+        Jobs never run in the calling thread, so that Ctrl-C is heard while a request is under way.
         """
         left = deque(jobs)
         lanes = [self._threads.submit(self._lane, left) for _ in range(min(at_once, MAX_AT_ONCE))]
@@ -66,14 +69,14 @@ class Scratch:
             lane.result()
 
     def watched(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """`parts`, which end in an error once the block is left: so an upload under way is given up."""
+        """Yields `parts`, and raises StoreError once the block is left, so that an upload under way is given up."""
         for part in parts:
             if self._stopped.is_set():
                 raise StoreError(f"{self.store.uri}: the measurement was stopped")
             yield part
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Before the end: to keep little in the bucket at a time."""
+        """Delete these objects before the end, so that little lies in the bucket at a time."""
         gone = list(keys)
         self.run([partial(self.store.delete, key) for key in gone], at_once=MAX_AT_ONCE)
         self._keys.difference_update(gone)
@@ -98,7 +101,7 @@ class Scratch:
         return None
 
     def _abort_uploads(self) -> None:
-        """An upload that failed has been aborted by the store already, if it could be."""
+        """Abort uploads that were cut short. The store has already tried to abort those that failed."""
         with suppress(RaycheckError):  # the error that brought us here matters more
             for upload in self.store.list_uploads(object_keys.scratch_prefix(self._token)):
                 self.store.abort_upload(upload)

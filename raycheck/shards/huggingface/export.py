@@ -13,11 +13,11 @@ from typing import Any, Unpack
 
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, export_key
-from raycheck.bucket.protocol.commit import put_once
 from raycheck.bucket.protocol.exported_directories import ExportRecord, check_not_being_pruned
+from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError
 from raycheck.shards.entries.hf_assets import ADAPTER_CONFIG
@@ -25,7 +25,7 @@ from raycheck.shards.huggingface.destination import check_free, destination
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, ContentsOptions, contents, json_text
 from raycheck.shards.huggingface.server_side_copy import assembled
 from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 
 INDEX_FILE = EXPORT_ENDS[0]
 MAX_FILE_BYTES, MIN_FILE_BYTES, SHARES = 5_000_000_000, 256_000_000, 16
@@ -85,8 +85,8 @@ class Planned:
 def plan(checkpoint: Checkpoint, *, max_shard_bytes: int | None = None, **options: Unpack[ContentsOptions]) -> Planned:
     """The same for everybody who asks with the same options. max_shard_bytes: of a file of weights; default 5 GB, and
     less for a small model, so that there are some to share."""
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
     made = contents(
         source,

@@ -15,9 +15,9 @@ from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import shard_file
-from raycheck.bucket.reading import Checkpoint, missing
+from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
-from raycheck.shards.transfer.local_box import LocalBox, piece_of
+from raycheck.shards.transfer.local_box import LocalBox, box_of
 from raycheck.shards.transfer.reader import read_into
 
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -160,7 +160,7 @@ class WeightSource:
             try:
                 yield self._fill(block, spans)
             except NotFoundError as error:
-                self.failure = missing(self._checkpoint.store, self._checkpoint.entry.key, str(error))
+                self.failure = missing_error(self._checkpoint.store, self._checkpoint.entry.key, str(error))
                 raise self.failure from None
             except RaycheckError as error:
                 self.failure = error
@@ -185,7 +185,7 @@ class WeightSource:
 
     def _read(self, wanted: Sequence[tuple[Saved, int, torch.Tensor]]) -> None:
         """Fill each flat tensor with the elements of a saved one, from an offset on."""
-        pieces: list[LocalBox] = []
+        boxes: list[LocalBox] = []
         numbers: dict[str, int] = {}
         tensors: list[Tensor] = []
         chunks: list[Chunk] = []
@@ -198,11 +198,11 @@ class WeightSource:
             raw, at = into.view(_RAW[into.dtype.itemsize]), 0
             for offsets, sizes in _boxes(saved.tensor.shape, start, start + len(into)):
                 local = raw[at : at + math.prod(sizes)].view(sizes)
-                whole = piece_of(name, (name,), local, may_spread=False)
-                pieces.append(replace(whole, shape=saved.tensor.shape, offsets=offsets, sizes=sizes))
+                whole = box_of(name, (name,), local, may_spread=False)
+                boxes.append(replace(whole, shape=saved.tensor.shape, offsets=offsets, sizes=sizes))
                 at += math.prod(sizes)
         index = index_of(tensors, chunks)
-        read_into(self._checkpoint.store, self._prefixes, index, pieces, request_bytes=SUB_BLOCK)  # four at a time
+        read_into(self._checkpoint.store, self._prefixes, index, boxes, request_bytes=SUB_BLOCK)  # four at a time
 
     def _add(self, delta: Delta, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
         """Add the delta to a run of a weight, with the dtypes and roundings of peft's own merge."""
@@ -267,12 +267,12 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:
-        pieces = [(last, start - last * row, stop - last * row)]
+        edges = [(last, start - last * row, stop - last * row)]
         whole = 0
     else:
-        pieces = [(first - 1, start - (first - 1) * row, row)] if start % row else []
+        edges = [(first - 1, start - (first - 1) * row, row)] if start % row else []
         whole = last - first
-    for number, low, high in pieces:
+    for number, low, high in edges:
         for offsets, sizes in _boxes(shape[1:], low, high):
             yield (number, *offsets), (1, *sizes)
     if whole:

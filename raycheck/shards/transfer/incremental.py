@@ -18,14 +18,14 @@ from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.store import Store
 from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
-from raycheck.shards.transfer.shard import Rows, Shard
+from raycheck.shards.transfer.shard import IndexRows, Shard
 from raycheck.shards.transfer.stager import Leaves, Staged, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.tensor_digest import Digest, digests
 
 MAX_NAME = 90
-Planned = tuple[Sequence[LocalBox], Sequence[torch.Tensor]]
-"""Pieces, and the live tensors that they are of."""
+BoxesAndSources = tuple[Sequence[LocalBox], Sequence[torch.Tensor]]
+"""Boxes, and the live tensors that they are of."""
 
 
 def frozen_component(entry: str) -> str:
@@ -33,24 +33,24 @@ def frozen_component(entry: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', entry)[:MAX_NAME]}.frozen"
 
 
-def by_component(pieces: Iterable[LocalBox]) -> dict[str, list[LocalBox]]:
+def by_component(boxes: Iterable[LocalBox]) -> dict[str, list[LocalBox]]:
     found: dict[str, list[LocalBox]] = {}
-    for piece in pieces:
-        found.setdefault(piece.component, []).append(piece)
+    for box in boxes:
+        found.setdefault(box.component, []).append(box)
     return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownShard:
-    """A shard that the newest commit has, in `checkpoint`. pieces: the planned ones that it is known to be of. digests:
+    """A shard that the newest commit has, in `checkpoint`. boxes: the selected ones that it is known to be of. digests:
     of its tensors, by name."""
 
     checkpoint: str
     shard: Shard
-    pieces: Sequence[LocalBox]
+    boxes: Sequence[LocalBox]
     digests: Mapping[str, Digest]
 
-    def lies_as(self, rows: Rows) -> bool:
+    def lies_as(self, rows: IndexRows) -> bool:
         tensors, chunks = rows
         return tensors == self.shard.tensors and chunks == tuple(replace(c, crcs=()) for c in self.shard.chunks)
 
@@ -64,8 +64,8 @@ class RestoredShards:
     digests: Mapping[str, Digest]
 
     @classmethod
-    def of(cls, manifest: Manifest, index: Index, pieces: Sequence[LocalBox]) -> "RestoredShards":
-        """pieces: those that were just read."""
+    def of(cls, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> "RestoredShards":
+        """boxes: those that were just read."""
         plan = index.plan
         is_train = [item.component == TRAIN for item in plan.objects]
         elsewhere = {
@@ -73,10 +73,10 @@ class RestoredShards:
             for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True)
             if first < end and not is_train[plan.object[first]]
         }
-        kept = [piece for piece in pieces if piece.name in elsewhere]
-        return cls(manifest=manifest, index=index, digests=_digests(kept, [piece.local for piece in kept]))
+        kept = [box for box in boxes if box.name in elsewhere]
+        return cls(manifest=manifest, index=index, digests=_digests(kept, [box.local for box in kept]))
 
-    def kept(self, component: str, rank: int, pieces: Sequence[LocalBox], rows: Rows) -> KnownShard | None:
+    def kept(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> KnownShard | None:
         """This rank's shard of a component, if what it would write lies there in the same way."""
         part = next((part for part in self.manifest.components if part.name == component), None)
         record = next((shard for shard in part.shards if shard.rank == rank), None) if part else None
@@ -93,7 +93,7 @@ class RestoredShards:
         if len(saved) != len(chunks):
             return None
         shard = Shard(record=record, tensors=tensors, chunks=tuple(saved))
-        return KnownShard(checkpoint=part.checkpoint, shard=shard, pieces=pieces, digests=self.digests)
+        return KnownShard(checkpoint=part.checkpoint, shard=shard, boxes=boxes, digests=self.digests)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class UploadedShard:
     """A shard outside `train` that a save uploads. See Kept."""
 
     staged: Staged
-    pieces: Sequence[LocalBox]
+    boxes: Sequence[LocalBox]
     digests: Mapping[str, Digest]
 
 
@@ -165,47 +165,47 @@ class Components:
         self._kept: dict[str, KnownShard] = {}
         self._found: RestoredShards | None = None
 
-    def prepare(self, pieces: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
-        """Claim memory and have it faulted in behind the training. pieces: all that may be written, by component.
+    def prepare(self, boxes: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
+        """Claim memory and have it faulted in behind the training. boxes: all that may be written, by component.
         Raises ConfigError when there is too little for all of them."""
-        stagers = [(stager, pieces.get(TRAIN, ())) for stager in self._train]
+        stagers = [(stager, boxes.get(TRAIN, ())) for stager in self._train]
         if self._found is None:  # else it will hardly be written
-            stagers += [(self._stager(name), own) for name, own in pieces.items() if name != TRAIN]
+            stagers += [(self._stager(name), own) for name, own in boxes.items() if name != TRAIN]
         size_bytes = sum(stager.wanted(own, world_size=world_size) for stager, own in stagers)
         check_fits(size_bytes, available_bytes())
         logging.getLogger("raycheck").info("rank %d: staging buffer, %d bytes of host memory", self._rank, size_bytes)
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
 
-    def stage(self, planned: Mapping[str, Planned], leaves: Leaves, also: Places) -> StagedState:
-        """planned: by component. also: further places of the leaves. See Stager.stage."""
+    def stage(self, selected: Mapping[str, BoxesAndSources], leaves: Leaves, also: Places) -> StagedState:
+        """selected: by component. also: further places of the leaves. See Stager.stage."""
         staged, kept, written = [], [], {}
-        for component, (pieces, sources) in planned.items():
+        for component, (boxes, sources) in selected.items():
             if component == TRAIN:
                 self._train.append(self._train.pop(0))
-                staged.append(self._train[0].stage(pieces, leaves, sources, also))
+                staged.append(self._train[0].stage(boxes, leaves, sources, also))
                 continue
-            stager, found = self._stager(component), _digests(pieces, sources)
-            there = self._there(component, pieces, sources)
+            stager, found = self._stager(component), _digests(boxes, sources)
+            there = self._there(component, boxes, sources)
             if there is not None and found and all(there.digests.get(name) == own for name, own in found.items()):
                 stager.release()
                 kept.append(there)
             else:
-                staged.append(stager.stage(pieces, {}, sources))
-                written[component] = UploadedShard(staged=staged[-1], pieces=pieces, digests=found)
+                staged.append(stager.stage(boxes, {}, sources))
+                written[component] = UploadedShard(staged=staged[-1], boxes=boxes, digests=found)
         self._found = None
         return StagedState(staged=staged, kept=kept, written=written)
 
-    def restored(self, manifest: Manifest, index: Index, pieces: Sequence[LocalBox]) -> None:
+    def restored(self, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> None:
         """These live tensors hold what was read: the first save may refer to it."""
         self.forget()
-        self._found = RestoredShards.of(manifest, index, pieces) if len(manifest.components) > 1 else None
+        self._found = RestoredShards.of(manifest, index, boxes) if len(manifest.components) > 1 else None
 
     def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
         """Saves are told of in order. places: the checkpoint that holds each component now; those of which it is not
         known are written by the next save."""
         known = {kept.shard.record.component: kept for kept in save.kept} | {
-            name: KnownShard(checkpoint="", shard=item.staged.shard(), pieces=item.pieces, digests=item.digests)
+            name: KnownShard(checkpoint="", shard=item.staged.shard(), boxes=item.boxes, digests=item.digests)
             for name, item in save.written.items()
         }
         self._kept = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
@@ -215,16 +215,16 @@ class Components:
         """The next save is written whole."""
         self._kept, self._found = {}, None
 
-    def _there(self, component: str, pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> KnownShard | None:
-        """What is known to lie in the bucket of these pieces, whatever they hold."""
+    def _there(self, component: str, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> KnownShard | None:
+        """What is known to lie in the bucket of these boxes, whatever they hold."""
         kept = self._kept.get(component)
-        if kept is not None and kept.pieces is pieces:
+        if kept is not None and kept.boxes is boxes:
             return kept
-        rows = self._stager(component).rows(pieces, sources)
+        rows = self._stager(component).rows(boxes, sources)
         if kept is not None and kept.lies_as(rows):
-            kept = replace(kept, pieces=pieces)
+            kept = replace(kept, boxes=boxes)
         else:
-            kept = self._found.kept(component, self._rank, pieces, rows) if self._found is not None else None
+            kept = self._found.kept(component, self._rank, boxes, rows) if self._found is not None else None
         if kept is not None:
             self._kept[component] = kept
         return kept
@@ -233,9 +233,9 @@ class Components:
         return self._frozen.setdefault(component, Stager(component, self._rank))
 
 
-def _digests(pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
+def _digests(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
     """By name. Empty, which is like nothing, where an accelerator has no memory left to compute them in."""
     try:
-        return dict(zip((piece.name for piece in pieces), digests(sources), strict=True))
+        return dict(zip((box.name for box in boxes), digests(sources), strict=True))
     except torch.OutOfMemoryError:
         return {}

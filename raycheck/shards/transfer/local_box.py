@@ -1,4 +1,4 @@
-"""A piece: the box of one tensor that this rank holds, whatever shards it (plain, DDP, FSDP2's DTensor).
+"""A box: the box of one tensor that this rank holds, whatever shards it (plain, DDP, FSDP2's DTensor).
 
 A DTensor on a mesh of all ranks knows which of its boxes are whose. What may lie on several ranks without knowing it
 (plain tensors, DTensors on a part of the ranks) has its writer settled by the ranks' agreement (replica_agreement.py).
@@ -51,7 +51,7 @@ class LocalBox:
         return math.prod(self.sizes) * self.local.element_size()
 
     @property
-    def box(self) -> str:
+    def box_name(self) -> str:
         """Names this box of this tensor, on every rank alike."""
         return f"{self.name}@{','.join(map(str, self.offsets))}"
 
@@ -61,10 +61,10 @@ class LocalBox:
         return self.is_first_replica and (0 not in self.sizes or 0 in self.shape)
 
 
-def piece_of(
+def box_of(
     name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool, world_size: int = 1
 ) -> LocalBox:
-    """This rank's piece of `tensor`; it shares memory with it. Raises ConfigError, naming it, for one that is cut
+    """This rank's box of `tensor`; it shares memory with it. Raises ConfigError, naming it, for one that is cut
     into several boxes on this rank."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -80,8 +80,8 @@ def piece_of(
             is_first_replica=True,
             may_spread=may_spread,
         )
-    boxes = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    if len(boxes) > 1 or any(placement.is_partial() for placement in tensor.placements):
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if len(chunks) > 1 or any(placement.is_partial() for placement in tensor.placements):
         raise ConfigError(
             f"state at {name} is a DTensor placed as {tensor.placements}, which is no single box on each rank; "
             "redistribute it to Shard or Replicate before it is saved"
@@ -96,7 +96,7 @@ def piece_of(
         path=path,
         local=local,
         shape=tuple(tensor.shape),
-        offsets=tuple(boxes[0].offsets) if boxes else (0,) * tensor.dim(),
+        offsets=tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim(),
         sizes=tuple(local.shape),
         is_unique=tensor.device_mesh.size() == world_size,
         is_first_replica=coordinate is not None and not any(replicas),
@@ -104,23 +104,23 @@ def piece_of(
     )
 
 
-def tied(pieces: Iterable[LocalBox]) -> list[LocalBox]:
-    """The pieces with those that are the same memory drawn together under the first one's name."""
+def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:
+    """The boxes with those that are the same memory drawn together under the first one's name."""
     first: dict[tuple[object, ...], LocalBox] = {}
-    for piece in pieces:
-        key = memory(piece)
+    for box in boxes:
+        key = memory_key(box)
         known = first.get(key)
-        first[key] = piece if known is None else replace(known, aliases=(*known.aliases, (piece.name, piece.path)))
+        first[key] = box if known is None else replace(known, aliases=(*known.aliases, (box.name, box.path)))
     return list(first.values())
 
 
-def memory(piece: LocalBox) -> tuple[object, ...]:
-    """Equal for two pieces that are one: the same box of the same memory. Boxes without elements, and those on the meta
+def memory_key(box: LocalBox) -> tuple[object, ...]:
+    """Equal for two boxes that are one: the same box of the same memory. Boxes without elements, and those on the meta
     device, have no address; they are known by their storage, so that ranks without rows of a tied weight judge as the
     others do."""
-    local = piece.local
+    local = box.local
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001
-    return (address, local.device, local.dtype, local.stride(), piece.shape, piece.offsets, piece.sizes)
+    return (address, local.device, local.dtype, local.stride(), box.shape, box.offsets, box.sizes)
 
 
 def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -134,12 +134,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def without_memory(piece: LocalBox) -> LocalBox:
-    """What is known of a piece, to be kept: its memory must be able to go."""
-    return replace(piece, local=torch.empty(piece.local.shape, dtype=piece.local.dtype, device="meta"))
+def without_memory(box: LocalBox) -> LocalBox:
+    """What is known of a box, to be kept: its memory must be able to go."""
+    return replace(box, local=torch.empty(box.local.shape, dtype=box.local.dtype, device="meta"))
 
 
-def mine(pieces: Iterable[LocalBox], *, rank: int, writers: Mapping[str, int]) -> list[LocalBox]:
-    """The pieces that this rank writes. `writers`: the agreed writer by box. A box that is not in it is new since the
+def boxes_to_write(boxes: Iterable[LocalBox], *, rank: int, writers: Mapping[str, int]) -> list[LocalBox]:
+    """The boxes that this rank writes. `writers`: the agreed writer by box. A box that is not in it is new since the
     agreement: every holder writes it, and the commit keeps the first."""
-    return [piece for piece in pieces if piece.is_held and (piece.is_unique or writers.get(piece.box, rank) == rank)]
+    return [box for box in boxes if box.is_held and (box.is_unique or writers.get(box.box_name, rank) == rank)]

@@ -15,28 +15,28 @@ from raycheck.shards.transfer.local_box import LocalBox
 from raycheck.shards.transfer.restore_proof import holds
 
 
-def writable(piece: LocalBox) -> LocalBox:
-    """The part of a piece that stands for all of it: the first along each dimension that expand() has made."""
-    local, sizes = piece.local, list(piece.sizes)
+def writable(box: LocalBox) -> LocalBox:
+    """The part of a box that stands for all of it: the first along each dimension that expand() has made."""
+    local, sizes = box.local, list(box.sizes)
     for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
         if size > 1 and not stride:
             local, sizes[dim] = local.narrow(dim, 0, 1), 1
-    return replace(piece, local=local, sizes=tuple(sizes)) if local is not piece.local else piece
+    return replace(box, local=local, sizes=tuple(sizes)) if local is not box.local else box
 
 
-def overlapping(pieces: Sequence[LocalBox]) -> list[LocalBox]:
+def overlapping(boxes: Sequence[LocalBox]) -> list[LocalBox]:
     """Those that may share memory with themselves or another. Rows that only interleave count too: they cost a second
     reading, and nothing else."""
-    found = {id(piece): piece for piece in pieces if overlaps_itself(piece.local)}
+    found = {id(box): box for box in boxes if overlaps_itself(box.local)}
     ends: dict[torch.device, tuple[int, LocalBox]] = {}
-    for piece in sorted(pieces, key=lambda piece: piece.local.data_ptr()):
-        start, device = piece.local.data_ptr(), piece.local.device
-        end = start + _span(piece.local)
+    for box in sorted(boxes, key=lambda box: box.local.data_ptr()):
+        start, device = box.local.data_ptr(), box.local.device
+        end = start + _span(box.local)
         before = ends.get(device)
         if before is not None and start < before[0]:
-            found |= {id(piece): piece, id(before[1]): before[1]}
+            found |= {id(box): box, id(before[1]): before[1]}
         if before is None or end > before[0]:
-            ends[device] = (end, piece)
+            ends[device] = (end, box)
     return list(found.values())
 
 
@@ -51,14 +51,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def read_again(pieces: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], int]) -> int:
-    """Compare the pieces, all of them written, with what `read` gives once more. Returns the bytes fetched.
+def read_again(boxes: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], int]) -> int:
+    """Compare the boxes, all of them written, with what `read` gives once more. Returns the bytes fetched.
 
     Raises StateMismatchError, naming them, when memory that they share holds another's value.
     """
-    again = [replace(piece, local=torch.empty(piece.sizes, dtype=piece.local.dtype)) for piece in pieces]
+    again = [replace(box, local=torch.empty(box.sizes, dtype=box.local.dtype)) for box in boxes]
     fetched = read(again) if again else 0
-    lost = [piece.name for piece, own in zip(pieces, again, strict=True) if not holds(piece.local, own.local)]
+    lost = [box.name for box, own in zip(boxes, again, strict=True) if not holds(box.local, own.local)]
     if lost:
         raise StateMismatchError(
             f"{', '.join(lost)}: elements share memory here (expand(), as_strided() or a view) and were saved with "

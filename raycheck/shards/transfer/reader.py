@@ -27,15 +27,15 @@ REQUESTS_IN_FLIGHT = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """Bytes start..stop of a chunk's payload (whole sub-blocks), and the box of them that goes into a piece.
+    """Bytes start..stop of a chunk's payload (whole sub-blocks), and the box of them that goes into a box.
 
     first, sizes, strides: the box inside the chunk, in elements from its first; target_low: its corner inside the
-    piece. One run of bytes on both sides is a box of one dimension.
+    box. One run of bytes on both sides is a box of one dimension.
     """
 
     tensor: Tensor
     chunk: Chunk
-    piece: LocalBox
+    box: LocalBox
     start: int
     stop: int
     first: int
@@ -58,18 +58,18 @@ def read_into(
     store: Store,
     prefixes: dict[str, str],
     index: Index,
-    pieces: Sequence[LocalBox],
+    boxes: Sequence[LocalBox],
     *,
     request_bytes: int = REQUEST_BYTES,
     written: WrittenBytes | None = None,
 ) -> int:
-    """Fill the live tensors of `pieces`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
-    one request fetches at most, a multiple of the sub-block. `written`: where the bytes of each piece are counted.
+    """Fill the live tensors of `boxes`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
+    one request fetches at most, a multiple of the sub-block. `written`: where the bytes of each box are counted.
 
     Returns the bytes fetched. Raises DamagedError that names rank, component, tensor and sub-block, NotFoundError for
     a missing object. After an error the tensors hold a mixture and must not be used.
     """
-    requests = list(_requests(prefixes, _reads(index, pieces, request_bytes), request_bytes))
+    requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
         for counts in pool.map(lambda request: _serve(store, request), requests):
             if written is not None:
@@ -77,52 +77,51 @@ def read_into(
     return sum(request.stop - request.start for request in requests)
 
 
-def _reads(index: Index, pieces: Sequence[LocalBox], request_bytes: int) -> Iterator[Read]:
+def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Iterator[Read]:
     numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
-    for piece in pieces:
-        number = numbers[piece.name]
+    for box in boxes:
+        number = numbers[box.name]
         covered = 0
-        for chunk in index.chunks_in(number, piece.offsets, piece.sizes):
-            low = tuple(map(max, chunk.offsets, piece.offsets))
+        for chunk in index.chunks_in(number, box.offsets, box.sizes):
+            low = tuple(map(max, chunk.offsets, box.offsets))
             high = tuple(
-                min(a + n, b + m)
-                for a, n, b, m in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.sizes, strict=True)
+                min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
             )
             sizes = tuple(b - a for a, b in zip(low, high, strict=True))
             if all(size > 0 for size in sizes):
                 covered += math.prod(sizes)
-                yield from _reads_of_box(index.tensors[number], chunk, piece, low, sizes, request_bytes)
-        if covered != math.prod(piece.sizes):
-            raise CorruptError(f"the checkpoint's index does not cover {piece.name} at {piece.offsets}")
+                yield from _reads_of_box(index.tensors[number], chunk, box, low, sizes, request_bytes)
+        if covered != math.prod(box.sizes):
+            raise CorruptError(f"the checkpoint's index does not cover {box.name} at {box.offsets}")
 
 
 def _reads_of_box(  # noqa: PLR0917
-    tensor: Tensor, chunk: Chunk, piece: LocalBox, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
+    tensor: Tensor, chunk: Chunk, box: LocalBox, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
 ) -> Iterator[Read]:
     """The reads for one box: cut at sub-blocks where it is one run of bytes on both sides, else at rows."""
     inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
-    target = tuple(a - b for a, b in zip(low, piece.offsets, strict=True))
-    item = _saved_dtype(piece).itemsize
+    target = tuple(a - b for a, b in zip(low, box.offsets, strict=True))
+    item = _saved_dtype(box).itemsize
     if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
         raise CorruptError(f"{tensor.name}: a chunk of {chunk.sizes} has {chunk.payload_size} bytes")
 
-    def read(corner: tuple[int, ...], box: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
+    def read(corner: tuple[int, ...], extent: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
         begin = sum(a * s for a, s in zip(corner, strides, strict=True)) * item
-        end = begin + (sum((n - 1) * s for n, s in zip(box, strides, strict=True)) + 1) * item
+        end = begin + (sum((n - 1) * s for n, s in zip(extent, strides, strict=True)) + 1) * item
         return Read(
             tensor=tensor,
             chunk=chunk,
-            piece=piece,
+            box=box,
             start=begin // SUB_BLOCK * SUB_BLOCK,
             stop=min(-(-end // SUB_BLOCK) * SUB_BLOCK, chunk.payload_size),
             first=begin // item,
-            sizes=box,
+            sizes=extent,
             strides=strides,
             target_low=into,
         )
 
     strides = strides_of(chunk.sizes)
-    if sizes[1:] == chunk.sizes[1:] == piece.sizes[1:] and piece.local.is_contiguous():
+    if sizes[1:] == chunk.sizes[1:] == box.sizes[1:] and box.local.is_contiguous():
         at = inside[0] * strides[0] if sizes else 0
         stop = at + math.prod(sizes)
         shift = (target[0] * strides[0] if sizes else 0) - at
@@ -133,8 +132,8 @@ def _reads_of_box(  # noqa: PLR0917
         return
     rows = max(1, request_bytes // (strides[0] * item))
     for skip in range(0, sizes[0], rows):
-        box = (min(rows, sizes[0] - skip), *sizes[1:])
-        yield read((inside[0] + skip, *inside[1:]), box, (target[0] + skip, *target[1:]), strides)
+        extent = (min(rows, sizes[0] - skip), *sizes[1:])
+        yield read((inside[0] + skip, *inside[1:]), extent, (target[0] + skip, *target[1:]), strides)
 
 
 def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: int) -> Iterator[Request]:
@@ -173,7 +172,7 @@ def _stop_in_object(read: Read) -> int:
 
 def _serve(store: Store, request: Request) -> list[tuple[LocalBox, int]]:
     """Read again before anything counts as damaged: it may have been changed on its way. Returns how many bytes of
-    each piece were written."""
+    each box were written."""
     for attempt in range(1, READS + 1):
         counts = []
         try:
@@ -182,7 +181,7 @@ def _serve(store: Store, request: Request) -> list[tuple[LocalBox, int]]:
                 begin = _start_in_object(read) - request.start
                 payload = data[begin : begin + read.stop - read.start]
                 _verify(payload, read)
-                counts.append((read.piece, _place(payload, read)))
+                counts.append((read.box, _place(payload, read)))
         except CorruptError as error:
             if attempt == READS:
                 raise _damaged(request, error) from None
@@ -216,7 +215,7 @@ def _damaged(request: Request, error: CorruptError) -> DamagedError:
 
 def _place(payload: memoryview, read: Read) -> int:
     """Copy the box out of whole sub-blocks into the live tensor. Returns how many bytes of it were written."""
-    local, dtype = read.piece.local.detach(), _saved_dtype(read.piece)
+    local, dtype = read.box.local.detach(), _saved_dtype(read.box)
     item = dtype.itemsize
     skip = read.first - read.start // item
     if (
@@ -228,16 +227,16 @@ def _place(payload: memoryview, read: Read) -> int:
         np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
         return int(target.nbytes)
     flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
-    box = flat.as_strided(read.sizes, read.strides, skip)
-    target_box = local.view(-1) if len(read.sizes) != local.dim() else local
+    saved = flat.as_strided(read.sizes, read.strides, skip)
+    into = local.view(-1) if len(read.sizes) != local.dim() else local
     for dim, (start, size) in enumerate(zip(read.target_low, read.sizes, strict=True)):
-        target_box = target_box.narrow(dim, start, size)
-    target_box.copy_(box)
-    return written_bytes(target_box)
+        into = into.narrow(dim, start, size)
+    into.copy_(saved)
+    return written_bytes(into)
 
 
-def _saved_dtype(piece: LocalBox) -> torch.dtype:
-    return piece.cast_from or piece.local.dtype
+def _saved_dtype(box: LocalBox) -> torch.dtype:
+    return box.cast_from or box.local.dtype
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

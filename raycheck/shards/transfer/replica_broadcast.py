@@ -20,50 +20,50 @@ from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
 
 BUCKET_BYTES = 32 * 1024 * 1024
 ALIGN = 16
-Box = tuple[str, tuple[int, ...], tuple[int, ...], str]
+BoxKey = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
-def read_shared(
+def read_and_broadcast(
     read: Callable[[Sequence[LocalBox]], int],
-    pieces: Sequence[LocalBox],
+    boxes: Sequence[LocalBox],
     rank: int,
     world_size: int,
     *,
     written: WrittenBytes,
 ) -> int:
-    """Fill the live tensors of `pieces` by `read`, those that all ranks want by one of them. A collective. `written`:
+    """Fill the live tensors of `boxes` by `read`, those that all ranks want by one of them. A collective. `written`:
     where the bytes are counted that other ranks have sent.
 
     Returns the bytes that this rank fetched. Raises what `read` raised on this rank, else on the lowest that failed.
     """
     if not _has_group(world_size):
-        return read(pieces)
-    by_box = {_box(piece): piece for piece in pieces if piece.sizes == piece.shape}
-    own = sorted(by_box) if dist.get_rank() == rank and _can_send(pieces) else []
+        return read(boxes)
+    by_key = {_key_of(box): box for box in boxes if box.sizes == box.shape}
+    own = sorted(by_key) if dist.get_rank() == rank and _can_send(boxes) else []
     digest = hashlib.blake2b(repr(own).encode(), digest_size=16).digest()
     is_alike = len(set(_gathered((digest, None), world_size))) == 1
     common = own if is_alike else sorted(set(own).intersection(*_gather(own, world_size)))
-    reader_of = _readers({box: by_box[box].size_bytes for box in common}, world_size)
+    reader_of = _readers({key: by_key[key].size_bytes for key in common}, world_size)
     failure, fetched = None, 0
     try:
-        fetched = read([piece for piece in pieces if reader_of.get(_box(piece), rank) == rank])
+        fetched = read([box for box in boxes if reader_of.get(_key_of(box), rank) == rank])
     except RaycheckError as error:
         failure = error
     except Exception as error:  # noqa: BLE001  the others must not wait for this rank
         failure = StoreError(f"rank {rank} could not read its share: {type(error).__name__}: {error}")
     _gathered((None, failure), world_size)
-    ordered = sorted((reader, box) for box, reader in reader_of.items())
+    ordered = sorted((reader, key) for key, reader in reader_of.items())
     for reader, group in groupby(ordered, itemgetter(0)):
-        for bucket in _buckets([by_box[box] for _, box in group]):
-            _hand_on(bucket, reader, rank)
+        for bucket in _buckets([by_key[key] for _, key in group]):
+            _broadcast(bucket, reader, rank)
             if rank != reader:
-                written.add_all((piece, written_bytes(piece.local)) for piece in bucket)
+                written.add_all((box, written_bytes(box.local)) for box in bucket)
     return fetched
 
 
 @contextmanager
-def told_to_all(world_size: int) -> Iterator[None]:
-    """For what comes before `read_shared`: an error on one rank is raised on those that wait for it there."""
+def errors_on_all_ranks(world_size: int) -> Iterator[None]:
+    """For what comes before `read_and_broadcast`: an error on one rank is raised on those that wait for it there."""
     try:
         yield
     except Exception as error:
@@ -94,55 +94,55 @@ def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) 
     return [found for found, _ in pairs]
 
 
-def _can_send(pieces: Sequence[LocalBox]) -> bool:
+def _can_send(boxes: Sequence[LocalBox]) -> bool:
     devices = {part.partition(":")[0] for part in dist.get_backend_config().split(",")}
-    return {piece.local.device.type for piece in pieces} <= devices
+    return {box.local.device.type for box in boxes} <= devices
 
 
-def _box(piece: LocalBox) -> Box:
-    return piece.name, piece.offsets, piece.sizes, f"{piece.dtype} on {piece.local.device.type}"
+def _key_of(box: LocalBox) -> BoxKey:
+    return box.name, box.offsets, box.sizes, f"{box.dtype} on {box.local.device.type}"
 
 
-def _readers(sizes: dict[Box, int], world_size: int) -> dict[Box, int]:
+def _readers(sizes: dict[BoxKey, int], world_size: int) -> dict[BoxKey, int]:
     """Who reads what: shares of equal bytes, as even as the tensors allow."""
     load = [0] * world_size
     readers = {}
-    for box, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+    for key, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         reader = min(range(world_size), key=load.__getitem__)
-        readers[box] = reader
+        readers[key] = reader
         load[reader] += size
     return readers
 
 
-def _buckets(pieces: Sequence[LocalBox]) -> Iterator[list[LocalBox]]:
+def _buckets(boxes: Sequence[LocalBox]) -> Iterator[list[LocalBox]]:
     """Small tensors of one device together; a large one by itself."""
     bucket: list[LocalBox] = []
     size = 0
-    for piece in sorted(pieces, key=lambda piece: str(piece.local.device.type)):
-        is_other = bool(bucket) and bucket[0].local.device.type != piece.local.device.type
-        if bucket and (is_other or size + piece.size_bytes > BUCKET_BYTES):
+    for box in sorted(boxes, key=lambda box: str(box.local.device.type)):
+        is_other = bool(bucket) and bucket[0].local.device.type != box.local.device.type
+        if bucket and (is_other or size + box.size_bytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
-        bucket.append(piece)
-        size += piece.size_bytes
+        bucket.append(box)
+        size += box.size_bytes
     if bucket:
         yield bucket
 
 
 @torch.no_grad()
-def _hand_on(bucket: Sequence[LocalBox], reader: int, rank: int) -> None:
-    locals_ = [piece.local for piece in bucket]
+def _broadcast(bucket: Sequence[LocalBox], reader: int, rank: int) -> None:
+    locals_ = [box.local for box in bucket]
     if len(locals_) == 1 and locals_[0].is_contiguous():
         dist.broadcast(as_bytes(locals_[0]), src=reader)  # as bytes: gloo does not know every dtype
         return
     starts, end = [], 0
-    for piece in bucket:
+    for box in bucket:
         starts.append(end)
-        end += -(-piece.size_bytes // ALIGN) * ALIGN
+        end += -(-box.size_bytes // ALIGN) * ALIGN
     flat = torch.empty(end, dtype=torch.uint8, device=locals_[0].device)
     views = [
-        flat[start : start + piece.size_bytes].view(piece.local.dtype).view(piece.sizes)
-        for start, piece in zip(starts, bucket, strict=True)
+        flat[start : start + box.size_bytes].view(box.local.dtype).view(box.sizes)
+        for start, box in zip(starts, bucket, strict=True)
     ]
     if rank == reader:
         for view, tensor in zip(views, locals_, strict=True):

@@ -15,22 +15,22 @@ from raycheck.shards.transfer.local_box import LocalBox, as_bytes
 
 
 class WrittenBytes:
-    """Counts the bytes that were written into each piece. The pieces must live as long as it does."""
+    """Counts the bytes that were written into each box. The boxes must live as long as it does."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
 
     def add_all(self, counts: Iterable[tuple[LocalBox, int]]) -> None:
-        for piece, size_bytes in counts:
-            self._bytes[id(piece)] = self._bytes.get(id(piece), 0) + size_bytes
+        for box, size_bytes in counts:
+            self._bytes[id(box)] = self._bytes.get(id(box), 0) + size_bytes
 
-    def check(self, pieces: Iterable[LocalBox]) -> None:
+    def check(self, boxes: Iterable[LocalBox]) -> None:
         """Raise ConfigError, naming the tensor, when one of them was not written exactly once from end to end."""
-        for piece in pieces:
-            found = self._bytes.get(id(piece), 0)
-            if found != piece.size_bytes:
+        for box in boxes:
+            found = self._bytes.get(id(box), 0)
+            if found != box.size_bytes:
                 raise not_restored(
-                    piece.name, f"{found} of its {piece.size_bytes} bytes on {piece.local.device} were written"
+                    box.name, f"{found} of its {box.size_bytes} bytes on {box.local.device} were written"
                 )
 
 

@@ -1,4 +1,4 @@
-"""A shard object: where the records of its pieces lie, and what manifest and index say of it."""
+"""A shard object: where the records of its boxes lie, and what manifest and index say of it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.shards.transfer.local_box import LocalBox
 from raycheck.shards.transfer.torch_record import TorchRecord
 
-Rows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
+IndexRows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
 """Of an index: chunks count among these tensors."""
 
 
@@ -30,40 +30,42 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where a piece's record lies in the buffer, in bytes."""
+    """Where a box's record lies in the buffer, in bytes."""
 
     start: int
-    frame: TorchRecord
+    torch_record: TorchRecord
 
     @property
     def payload(self) -> slice:
-        begin = self.start + len(self.frame.head)
-        return slice(begin, begin + self.frame.payload_size)
+        begin = self.start + len(self.torch_record.head)
+        return slice(begin, begin + self.torch_record.payload_size)
 
     @property
     def stop(self) -> int:
-        return self.start + self.frame.record_size
+        return self.start + self.torch_record.record_size
 
 
-def rows(shard: ShardName, pieces: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]) -> Rows:
+def rows(
+    shard: ShardName, boxes: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]
+) -> IndexRows:
     """The tensors of a shard, and the chunks it has of them. One that is tied is there under each of its names."""
-    tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in pieces]
+    tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in boxes]
     chunks = [
         Chunk(
             tensor=number,
             component=shard.component,
             rank=shard.rank,
-            offsets=piece.offsets,
-            sizes=piece.sizes,
+            offsets=box.offsets,
+            sizes=box.sizes,
             record_offset=slot.start,
-            record_size=slot.frame.record_size,
+            record_size=slot.torch_record.record_size,
             payload_offset=slot.payload.start,
-            payload_size=slot.frame.payload_size,
+            payload_size=slot.torch_record.payload_size,
             crcs=own,
         )
-        for number, (piece, slot, own) in enumerate(zip(pieces, slots, crcs, strict=False))
+        for number, (box, slot, own) in enumerate(zip(boxes, slots, crcs, strict=False))
     ]
-    aliases = [(number, place) for number, piece in enumerate(pieces) for place in piece.aliases]
+    aliases = [(number, place) for number, box in enumerate(boxes) for place in box.aliases]
     for number, (name, path) in aliases:
         chunks.append(replace(chunks[number], tensor=len(tensors)))
         tensors.append(replace(tensors[number], name=name, path=path))

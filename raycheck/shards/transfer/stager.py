@@ -1,4 +1,4 @@
-"""Staging: one copy of this rank's pieces into one reused flat host buffer, which is the shard object itself.
+"""Staging: one copy of this rank's boxes into one reused flat host buffer, which is the shard object itself.
 
 The frames' heads and tails lie in the buffer, so that a part of the upload is a slice of it and nothing is ever
 assembled. Training is blocked for the copy only. The buffer may be staged into again only after every request that
@@ -19,9 +19,9 @@ from raycheck.bucket.format.index import Leaf
 from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.shards.transfer.host_buffer import HostBuffer
 from raycheck.shards.transfer.local_box import LocalBox, strides_of
-from raycheck.shards.transfer.shard import Rows, Shard, ShardName, Slot, rows
+from raycheck.shards.transfer.shard import IndexRows, Shard, ShardName, Slot, rows
 from raycheck.shards.transfer.stock_torch_names import Places
-from raycheck.shards.transfer.torch_record import frame_for
+from raycheck.shards.transfer.torch_record import record_for
 
 ALIGN = 64
 SLACK_BYTES = 1024 * 1024
@@ -29,7 +29,7 @@ MAX_PICKLES = 1000
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
-"""What the layout depends on: of each piece dtype, sizes, and where it lives."""
+"""What the layout depends on: of each box dtype, sizes, and where it lives."""
 
 
 class Staged:
@@ -41,7 +41,7 @@ class Staged:
         slots: Sequence[Slot],
         *,
         name: ShardName,
-        pieces: Sequence[LocalBox],
+        boxes: Sequence[LocalBox],
         leaves: Sequence[Leaf],
         also: Places,
         copied: Sequence[torch.Event],
@@ -49,7 +49,7 @@ class Staged:
         self.name = name
         self._view = view
         self._slots = slots
-        self._pieces = pieces
+        self._pieces = boxes
         self._leaves = leaves
         self._also = also
         self._copied = copied
@@ -92,7 +92,7 @@ class Staged:
         payload = self._view[slot.payload]
         crcs = sub_block_crcs(payload)
         whole = combined(zip(crcs, sub_block_lengths(len(payload)), strict=True))
-        self._view[slot.payload.stop : slot.stop] = slot.frame.sealed_tail(whole)
+        self._view[slot.payload.stop : slot.stop] = slot.torch_record.sealed_tail(whole)
         self._crcs.append(tuple(crcs))
         self._sum(slot.payload.start)
         self.crc32 = combined([(whole, len(payload))], self.crc32)  # no byte of a payload is read twice
@@ -105,7 +105,7 @@ class Staged:
 
 
 class Stager:
-    """The buffer of one component on one rank. Layout and views are kept while the pieces keep their form."""
+    """The buffer of one component on one rank. Layout and views are kept while the boxes keep their form."""
 
     def __init__(self, component: str, rank: int) -> None:
         self._name = ShardName(component=component, rank=rank)
@@ -120,33 +120,33 @@ class Stager:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._pickles: dict[bytes, bytes] = {}
 
-    def wanted(self, pieces: Sequence[LocalBox], *, world_size: int) -> int:
-        """Bytes that this rank's part of `pieces` will take. What other ranks may hold as well counts by the share that
+    def wanted(self, boxes: Sequence[LocalBox], *, world_size: int) -> int:
+        """Bytes that this rank's part of `boxes` will take. What other ranks may hold as well counts by the share that
         an agreement will give to each."""
-        shares = [(frame_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in pieces]
+        shares = [(record_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in boxes]
         return _with_slack(sum(size // holders + ALIGN for size, holders in shares))
 
-    def prepare(self, pieces: Sequence[LocalBox], *, world_size: int) -> None:
-        """Claim the memory for this rank's part of `pieces`, and have it faulted in behind the training. Raises
+    def prepare(self, boxes: Sequence[LocalBox], *, world_size: int) -> None:
+        """Claim the memory for this rank's part of `boxes`, and have it faulted in behind the training. Raises
         ConfigError."""
         if self._buffer is None:
-            self._claim(self.wanted(pieces, world_size=world_size), [p.local for p in pieces]).fault_in()
+            self._claim(self.wanted(boxes, world_size=world_size), [p.local for p in boxes]).fault_in()
 
     def stage(
         self,
-        pieces: Sequence[LocalBox],
+        boxes: Sequence[LocalBox],
         leaves: Leaves,
         sources: Sequence[torch.Tensor] | None = None,
         also: Places | None = None,
     ) -> Staged:
-        """Copy `pieces` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
-        order before anything the caller's device stream does next. sources: the live tensors of pieces without memory;
+        """Copy `boxes` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
+        order before anything the caller's device stream does next. sources: the live tensors of boxes without memory;
         the very list of the last time says that nothing but their elements changed. also: further places under which
         stock tools find a leaf. Raises ConfigError when memory is
         too small."""
         records = [(name, path, self._pickled(value)) for name, (path, value) in leaves.items()]
-        sources = [piece.local for piece in pieces] if sources is None else sources
-        self._plan(pieces, sources)
+        sources = [box.local for box in boxes] if sources is None else sources
+        self._plan(boxes, sources)
         tensors_end = self._end
         total = tensors_end + sum(len(data) for data in {data for _, _, data in records})
         if self._buffer is None or not self._suits(self._buffer, total):
@@ -165,7 +165,7 @@ class Stager:
             leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self._name))
             stock_leaves.append(leaf)
         return Staged(
-            view, self._slots, name=self._name, pieces=pieces, leaves=stock_leaves, also=also or {}, copied=copied
+            view, self._slots, name=self._name, boxes=boxes, leaves=stock_leaves, also=also or {}, copied=copied
         )
 
     def _pickled(self, value: object) -> bytes:
@@ -180,10 +180,10 @@ class Stager:
             self._pickles[key] = _pickled(value)
         return self._pickles[key]
 
-    def rows(self, pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> Rows:
-        """Where these pieces would lie; checksums are not known."""
-        self._plan(pieces, sources)
-        return rows(self._name, pieces, self._slots, repeat(()))
+    def rows(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> IndexRows:
+        """Where these boxes would lie; checksums are not known."""
+        self._plan(boxes, sources)
+        return rows(self._name, boxes, self._slots, repeat(()))
 
     def release(self) -> None:
         """Give the memory back. Every request that reads it must have ended."""
@@ -195,12 +195,12 @@ class Stager:
     def _end(self) -> int:
         return self._slots[-1].stop if self._slots else 0
 
-    def _plan(self, pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> None:
-        if pieces is not self._planned or self._form is None:
-            form = _form(pieces, sources)
+    def _plan(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> None:
+        if boxes is not self._planned or self._form is None:
+            form = _form(boxes, sources)
             if form != self._form:
                 self._lay_out(form)
-            self._planned = pieces
+            self._planned = boxes
 
     def _lay_out(self, form: Form) -> None:
         self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
@@ -209,7 +209,7 @@ class Stager:
         self._slots, self._by_device = [], {}
         end = 0
         for number, (dtype, sizes, device) in enumerate(form):
-            slot = Slot(start=-(-end // ALIGN) * ALIGN, frame=frame_for(dtype, sizes))
+            slot = Slot(start=-(-end // ALIGN) * ALIGN, torch_record=record_for(dtype, sizes))
             self._slots.append(slot)
             self._by_device.setdefault(device, []).append(number)
             end = slot.stop
@@ -227,7 +227,7 @@ class Stager:
         return self._buffer
 
     def _dress(self) -> None:
-        """Heads written, and one view per piece."""
+        """Heads written, and one view per box."""
         assert self._buffer is not None, "just claimed"
         assert self._form is not None, "just laid out"
         self._buffer.ready()
@@ -236,7 +236,7 @@ class Stager:
         views = []
         for slot, (dtype, sizes, _) in zip(self._slots, self._form, strict=True):
             start = slot.payload.start
-            self._view[slot.start : start] = slot.frame.head
+            self._view[slot.start : start] = slot.torch_record.head
             flat = typed.get(dtype)
             if flat is None:
                 flat = typed[dtype] = self._buffer.tensor.view(dtype)
@@ -277,8 +277,8 @@ def _with_slack(size_bytes: int) -> int:
     return -(-(size_bytes + size_bytes // 64 + SLACK_BYTES) // ALIGN) * ALIGN
 
 
-def _form(pieces: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> Form:
-    return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(pieces, sources, strict=True))
+def _form(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> Form:
+    return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(boxes, sources, strict=True))
 
 
 def _pickled(value: object) -> bytes:

@@ -58,7 +58,7 @@ class TorchRecord:
 
 
 @lru_cache(maxsize=65536)
-def frame_for(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchRecord:
+def record_for(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchRecord:
     """The frame of a contiguous tensor of this dtype and shape, written by the installed torch."""
     sparse = _Sparse()
     template = torch.empty(shape, dtype=dtype)
@@ -75,7 +75,7 @@ class _Sparse(io.RawIOBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pieces: list[tuple[int, bytes]] = []
+        self._writes: list[tuple[int, bytes]] = []
         self._at = 0
         self._end = 0
 
@@ -97,19 +97,19 @@ class _Sparse(io.RawIOBase):
         return self._at
 
     def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        piece = bytes(data)
-        self._pieces.append((self._at, piece))
-        self._at += len(piece)
+        written = bytes(data)
+        self._writes.append((self._at, written))
+        self._at += len(written)
         self._end = max(self._end, self._at)
-        return len(piece)
+        return len(written)
 
     def read(self, size: int | None = -1) -> bytes:
         count = self._end - self._at if size is None or size < 0 else min(size, self._end - self._at)
         out = bytearray(count)
-        for start, piece in self._pieces:
-            low, high = max(start, self._at), min(start + len(piece), self._at + count)
+        for start, written in self._writes:
+            low, high = max(start, self._at), min(start + len(written), self._at + count)
             if low < high:
-                out[low - self._at : high - self._at] = piece[low - start : high - start]
+                out[low - self._at : high - self._at] = written[low - start : high - start]
         self._at += count
         return bytes(out)
 

@@ -11,9 +11,9 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.generator_entry import GeneratorState, is_generator
+from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.plain_value_entry import InPlace
-from raycheck.shards.entries.state_entry import ObjectEntry
+from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.train.actors.actor_state import RemoteState
 from raycheck.train.worker.periodic import Periodic

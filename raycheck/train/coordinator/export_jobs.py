@@ -24,10 +24,9 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.exported_directories import prune_exports
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import parse_uri
+from raycheck.bucket.store.address import kind_of, parse_uri
 from raycheck.errors import NotFoundError, RaycheckError, StoreError
 from raycheck.settings import ExportSettings
-from raycheck.storage_settings import kind_of
 from raycheck.train.log import logger, name_of
 from raycheck.train.ray_api.calls import results
 

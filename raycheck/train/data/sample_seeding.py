@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from raycheck.shards.entries.generator_entry import generators_in, seed_generator
+from raycheck.shards.entries.random_generators import generators_in, seed_generator
 
 
 class SeededPerSample(Dataset[Any]):

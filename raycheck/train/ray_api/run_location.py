@@ -11,10 +11,9 @@ from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
-from raycheck.storage_settings import kind_of
 
 PROBE_S = 60.0
 """For Ray's file system to read and write one small file, from a cold start on a busy machine."""

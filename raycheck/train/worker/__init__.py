@@ -22,7 +22,7 @@
     heartbeat           tell the coordinator about once a second how far training is
 
 What is uploaded when: the save thread (upload_and_report) uploads this rank's shards as soon as they are copied, one
-save after the other, and then reports them to the coordinator, which commits the checkpoint once all ranks have reported
+save after the other, and then reports them to the coordinator. That commits the checkpoint once all ranks have reported
 (train/coordinator). Only afterwards rank 0's save thread writes the small pointer object by which Ray knows the
 checkpoint (ray_reports).
 

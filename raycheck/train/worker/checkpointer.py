@@ -13,7 +13,7 @@ from typing import Self, get_args
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries.make_entries import Given, entries_of
+from raycheck.shards.entries.make_entries import ChainedState, objects_by_name
 from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.state.train_state import TrainState
@@ -74,7 +74,7 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         self._is_off = not self.settings.enabled or (group is None and is_turned_off())
         group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
-        self._given = Given()
+        self._given = ChainedState()
         self._state: TrainState | None = None
         self._counter = position or ProgressCounter(())
         self._take(state or {})
@@ -105,11 +105,11 @@ class Checkpointer:
         self._take(MappingProxyType({name: value}))
 
     def _take(self, more: Mapping[str, object]) -> None:
-        given = Given(*self._given.sources, more)  # bare values are read from the caller's own dict
+        given = ChainedState(*self._given.sources, more)  # bare values are read from the caller's own dict
         rank, world_size = self._group.rank, self._group.world_size
         if given and not self._is_off:
             self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
-        entries = self._state.entries if self._state else entries_of(given)
+        entries = self._state.objects if self._state else objects_by_name(given)
         self._counter.watch(entries.values())
         self._periodics = periodics_of(entries, self._group, is_led=not self._counter.decides)
         self._given = given

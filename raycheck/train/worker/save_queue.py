@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from typing import Self
 
-from raycheck.bucket.assembly.assemble import Report
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
@@ -313,7 +313,7 @@ class SaveQueue:
 
     def _agree(self, report: Report) -> None:
         """Have the ranks settle which of them writes each replica, and check that replicas are equal on all of them."""
-        holdings = self._state.holdings()
+        holdings = self._state.replica_checksums()
         deadline = time.monotonic() + self._settings.save_timeout_s
         self._has_agreed = False
         what = f"agreement before the save of step {report.progress.step}"
@@ -326,7 +326,7 @@ class SaveQueue:
             what=what,
             late=lambda missing: SaveFailedError(f"rank {report.rank}: {what}: {missing}"),
         )
-        self._state.settle(agreement)
+        self._state.use_agreement(agreement)
         self._has_agreed = True
 
     def _note_failure(self, number: int, message: str) -> None:

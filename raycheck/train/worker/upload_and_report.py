@@ -11,10 +11,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
 
-from raycheck.bucket.assembly.assemble import Report
 from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.store.deadline import ends_by
+from raycheck.bucket.store.retry import ends_by
 from raycheck.errors import SaveFailedError
 from raycheck.shards.transfer.incremental import StagedState
 from raycheck.shards.transfer.local_box import TRAIN

@@ -9,7 +9,14 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_record, load_resume, record_end, resumes
+from raycheck.bucket.attempt_records import (
+    AttemptRecord,
+    ResumeRecord,
+    load_record,
+    load_resume,
+    read_resumes,
+    record_end,
+)
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import Document, dump
 from raycheck.bucket.format.latest import load_latest
@@ -21,7 +28,7 @@ from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.verified_copy import copy_object
+from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Got, Listed, Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
@@ -215,7 +222,7 @@ def go_through(flips: Callable[[], Store], store: Store) -> None:
     body = read_latest(flips())
     for item in body.live:
         checkpoint = Checkpoint(flips(), item)
-        checkpoint.index(checkpoint.manifest())
+        checkpoint.read_index(checkpoint.read_manifest())
         assert [finding.problem for finding in checkpoint.verify() if finding.problem] == []
     pin_and_evict.pin(Register(flips()), body.live[0].key)
     assert plan_sweep(flips()) == ()
@@ -268,8 +275,8 @@ def test_an_attempts_document_is_read_again_too(store: Store) -> None:
     data = dump(a_resume())
     store.put(object_keys.resume_key(2), data)
 
-    assert resumes(Flips(store), [2]) == {2: a_resume()}
-    assert resumes(Flips(store, times=99), [2]) == {}
+    assert read_resumes(Flips(store), [2]) == {2: a_resume()}
+    assert read_resumes(Flips(store, times=99), [2]) == {}
 
 
 def test_of_answers_that_are_always_changed_the_error_names_the_object_and_nothing_is_written(store: Store) -> None:
@@ -291,9 +298,9 @@ def test_of_answers_that_are_always_changed_the_error_names_the_object_and_nothi
         with pytest.raises(CorruptError, match="latest"):
             call()
     with pytest.raises(DamagedError, match=r"manifest\.json"):
-        Checkpoint(bad, entry).manifest()
+        Checkpoint(bad, entry).read_manifest()
     with pytest.raises(DamagedError, match="/index"):
-        Checkpoint(bad, entry).index(saved)
+        Checkpoint(bad, entry).read_index(saved)
 
     assert everything(store) == before
 
@@ -312,7 +319,7 @@ def test_a_committer_never_writes_back_what_it_read_wrong(store: Store) -> None:
     flipping.save(1, 2)
 
     assert ann.look().live[0].manifest_crc32 == right
-    Checkpoint(store, ann.look().live[0]).manifest()
+    Checkpoint(store, ann.look().live[0]).read_manifest()
     assert [entry.step for entry in ann.look().live] == [first.step, 20]
 
 
@@ -362,8 +369,8 @@ def test_one_changed_answer_of_a_real_server_disturbs_nobody(proxied: tuple[str,
 
     reader = open_store(uri)
     checkpoint = Checkpoint(reader, read_latest(reader).live[0])
-    checkpoint.index(checkpoint.manifest())
-    assert resumes(reader, [1]) == {1: a_resume()}
+    checkpoint.read_index(checkpoint.read_manifest())
+    assert read_resumes(reader, [1]) == {1: a_resume()}
 
     assert [rule.times for rule in rules] == [0, 0, 0, 0], "all four were changed once"
     proxy.rule("edit", "GET", OBJECT["latest"], edit=flip(at))

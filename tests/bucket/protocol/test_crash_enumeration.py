@@ -96,7 +96,7 @@ def saves_in_full(wire: Wire) -> tuple[str, ...]:
 def saves_with_a_reference(wire: Wire) -> tuple[str, ...]:
     driver = current(wire)
     head = driver.look().entry(F)
-    base = only_train(Checkpoint(driver.store, head).manifest())
+    base = only_train(Checkpoint(driver.store, head).read_manifest())
     return saves(2, driver, base=base, keep_last=1)
 
 

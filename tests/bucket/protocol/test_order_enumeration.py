@@ -39,7 +39,7 @@ def commits_with_a_reference(wire: Wire):
     pinned = driver.look().entry(B)
     if pinned is None:
         return ()
-    base = only_train(Checkpoint(wire, pinned).manifest())
+    base = only_train(Checkpoint(wire, pinned).read_manifest())
     manifest = write_checkpoint(wire, attempt=2, save=3, base=base)
     assert driver.commit(manifest, keep_last=1)
     return (manifest.key,)
@@ -135,7 +135,7 @@ def rewinds(wire: Wire):
 def reads_the_head(wire: Wire):
     body = read_latest(wire)
     checkpoint = Checkpoint(wire, body.entry(body.head))
-    checkpoint.index(checkpoint.manifest())
+    checkpoint.read_index(checkpoint.read_manifest())
     assert not [call for call in wire.calls if call.is_write], "I8"
     return ()
 
@@ -143,7 +143,7 @@ def reads_the_head(wire: Wire):
 def reads_the_pinned(wire: Wire):
     body = read_latest(wire)
     checkpoint = Checkpoint(wire, body.entry(B) or body.live[-1])
-    checkpoint.index(checkpoint.manifest())
+    checkpoint.read_index(checkpoint.read_manifest())
     return ()
 
 

@@ -32,8 +32,8 @@ SAVES = 5
 
 def read_whole(checkpoint: Checkpoint) -> int:
     """Every object of it, judged by its checksum. Returns how many bytes that were."""
-    manifest = checkpoint.manifest()
-    checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    checkpoint.read_index(manifest)
     total = 0
     for key, record in manifest.objects():
         data = checkpoint.store.get(key).data

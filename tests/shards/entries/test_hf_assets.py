@@ -1,4 +1,4 @@
-"""What a checkpoint holds for its export: configurations of models, files of tokenizers."""
+"""A checkpoint holds what its export needs: configurations of models, files of tokenizers."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_ties_are_told_as_the_model_declares_them():
 
 
 class Configured(nn.Module):
-    """A model as transformers 4 has it: ties are a list of patterns, and hold where weights are one object."""
+    """Looks like a model of transformers 4: its ties are a list of patterns, and apply where weights are one object."""
 
     _tied_weights_keys = ("head.weight",)
 
@@ -129,7 +129,7 @@ def test_a_tokenizer_s_files_are_saved_and_change_nothing_at_a_restore(tmp_path:
     restore_state(checkpoint, {"model": model, "tokenizer": other})
 
     assert "<new>" in other.get_vocab()
-    index = checkpoint.index(checkpoint.manifest())
+    index = checkpoint.read_index(checkpoint.read_manifest())
     assert "tokenizer.json" in index.values["tokenizer"]["files"]
 
 
@@ -151,7 +151,7 @@ def test_stock_torch_loads_a_checkpoint_with_a_tokenizer(tmp_path: Path):
 
 
 class Writer:
-    """Something with save_pretrained and without state_dict."""
+    """Has save_pretrained and no state_dict."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self._files = files
@@ -167,7 +167,7 @@ def test_files_may_be_empty_and_lie_one_level_down(tmp_path: Path):
     files = {"additional_chat_templates/rag.jinja": b"{{ x }}", "empty.txt": b"", "vocab.json": b"{}"}
     checkpoint = save_state(open_store(f"file://{tmp_path}"), {"model": nn.Linear(2, 2), "tok": Writer(files)})
 
-    index = checkpoint.index(checkpoint.manifest())
+    index = checkpoint.read_index(checkpoint.read_manifest())
 
     sizes = {tensor.name: tensor.shape for tensor in index.tensors if tensor.name.startswith("tok.")}
     assert sizes == {f"tok.files.{name}": (len(data),) for name, data in files.items()}

@@ -30,6 +30,7 @@ from raycheck.bucket.format.object_keys import exports_prefix
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import settings_in_query
 from raycheck.bucket.store.interface import Buffer
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
@@ -38,7 +39,6 @@ from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES
 from raycheck.shards.huggingface.lora import as_saved
 from raycheck.shards.huggingface.weight_stream import WeightSource, _boxes
 from raycheck.shards.state.train_state import TrainState
-from raycheck.storage_settings import StorageSettings
 from tests.support import hf_models
 from tests.support.gloo_ranks import mesh_of
 from tests.support.invariants import assert_invariants
@@ -224,13 +224,15 @@ def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):
 
     export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
 
-    assert "model.0._extra_state.amax" in {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
+    assert "model.0._extra_state.amax" in {
+        tensor.name for tensor in checkpoint.read_index(checkpoint.read_manifest()).tensors
+    }
     assert set(hf_models.tensors_in(tmp_path / "hf")) == {"0.weight"}
 
 
 def test_storage_settings_open_a_destination_of_the_same_kind_only(s3: str, tmp_path: Path):
     base, _, query = s3.partition("?")
-    storage = StorageSettings.from_query("s3", dict(parse_qsl(query)))
+    storage = settings_in_query("s3", dict(parse_qsl(query)))
     root = f"{base}/{uuid4().hex}"
     checkpoint = save_state(open_store(root, storage), {"model": hf_models.llama()})
 
@@ -528,8 +530,8 @@ def test_an_asset_that_is_no_text_is_refused_by_its_file(run: Store, tmp_path: P
 
 def test_a_shape_that_cannot_be_ends_in_an_error_and_not_in_a_loop(run: Store):
     checkpoint = save_state(run, {"model": Holder({"a": torch.ones(2, 3), "b": torch.ones(4)})})
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
     shaped = tuple(replace(tensor, shape=(-8, *tensor.shape[1:])) for tensor in index.tensors)
     negative = replace(index, plan=replace(index.plan, tensors=shaped))
     source = WeightSource(checkpoint, manifest, index)

@@ -63,10 +63,10 @@ def test_a_whole_checkpoint_has_no_problem(checkpoint):
 def test_a_flipped_bit_is_named_by_rank_component_tensor_and_sub_block(checkpoint, rank):
     chunk = next(
         chunk
-        for chunk in checkpoint.index(checkpoint.manifest()).chunks
+        for chunk in checkpoint.read_index(checkpoint.read_manifest()).chunks
         if chunk.rank == rank and chunk.payload_size > 2**20 and chunk.component == "train"
     )
-    name = checkpoint.index(checkpoint.manifest()).tensors[chunk.tensor].name
+    name = checkpoint.read_index(checkpoint.read_manifest()).tensors[chunk.tensor].name
     flip(checkpoint.store, shard(checkpoint, rank), chunk.payload_offset + chunk.payload_size - 1)
 
     where = problems(checkpoint)

@@ -72,7 +72,7 @@ class Ranks:
         staged = [state.stage(progress) for state in self.states]
         uploads = [upload(self.store, own, name=name) for own in staged]
         checkpoint = committed(self.store, name, uploads, progress=progress, plans=self.plans, keep_last=self.keep_last)
-        parts = checkpoint.manifest().components
+        parts = checkpoint.read_manifest().components
         self.plans.components = parts
         for state, own in zip(self.states, staged, strict=True):
             state.components.committed(own, {part.name: part.checkpoint for part in parts} if is_told else {})
@@ -81,12 +81,12 @@ class Ranks:
     def restore(self, checkpoint: Checkpoint) -> None:
         for state in self.states:
             state.apply(checkpoint)
-        self._saves = checkpoint.manifest().save
+        self._saves = checkpoint.read_manifest().save
 
 
 def place_of(checkpoint: Checkpoint, component: str = BASE) -> str:
     """The checkpoint in which a component of this one lies."""
-    return {part.name: part.checkpoint for part in checkpoint.manifest().components}[component]
+    return {part.name: part.checkpoint for part in checkpoint.read_manifest().components}[component]
 
 
 def written(checkpoint: Checkpoint) -> set[str]:
@@ -105,7 +105,7 @@ def check_holds(checkpoint: Checkpoint, model: nn.Module) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in blank.state_dict().items())
     root = checkpoint.store.uri.removeprefix("file://")
     seen = set()
-    for part in checkpoint.manifest().components:
+    for part in checkpoint.read_manifest().components:
         reader = FileSystemReader(f"{root}/{object_keys.component_prefix(part.checkpoint, part.name)}")
         names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith("model.")]
         loaded = {name: torch.full_like(expected[name.removeprefix("model.")], -7) for name in names}
@@ -128,7 +128,7 @@ def test_a_frozen_base_is_uploaded_once(files: Store) -> None:
     assert place_of(newest) == first.entry.key
     assert newest.entry.refs == (first.entry.key,)
     check_holds(newest, model)
-    sizes = [sum(rank.size_bytes for rank in checkpoint.manifest().ranks) for checkpoint in (first, newest)]
+    sizes = [sum(rank.size_bytes for rank in checkpoint.read_manifest().ranks) for checkpoint in (first, newest)]
     base = sum(parameter.nbytes for parameter in model.base.parameters())
     assert sizes[1] < sizes[0] - base
 
@@ -172,7 +172,7 @@ def test_what_is_unfrozen_in_the_middle_of_a_run_is_trained_from_then_on(files: 
     frozen_again = ranks.save()
 
     assert place_of(partly) == partly.entry.key
-    assert [part.name for part in whole.manifest().components] == [TRAIN]
+    assert [part.name for part in whole.read_manifest().components] == [TRAIN]
     assert place_of(frozen_again) == frozen_again.entry.key
     for checkpoint in (partly, whole, frozen_again):
         check_holds(checkpoint, model)
@@ -232,7 +232,7 @@ def test_what_other_ranks_write_now_is_written_again(files: Store) -> None:
     second = again.save()
 
     assert place_of(second) == second.entry.key
-    assert [shard.rank for part in second.manifest().components for shard in part.shards] == [0, 1, 0, 1]
+    assert [shard.rank for part in second.read_manifest().components for shard in part.shards] == [0, 1, 0, 1]
     blank = Large()
     TrainState({"model": blank}, rank=0, world_size=1).apply(second)
     assert all(torch.equal(value, models[1].state_dict()[name]) for name, value in blank.state_dict().items())
@@ -271,7 +271,7 @@ def test_what_one_rank_kept_is_copied_to_where_another_one_has_written(files: St
         blank.get_parameter(f"w{rank}").data.zero_()
         TrainState({"model": blank}, rank=rank, world_size=2).apply(after, strict=False)
         assert torch.equal(blank.get_parameter(f"w{rank}"), models[rank].get_parameter(f"w{rank}"))
-    records = [record.size_bytes for record in mixed.manifest().ranks]
+    records = [record.size_bytes for record in mixed.read_manifest().ranks]
     assert records[0] < records[1]
 
 
@@ -371,20 +371,20 @@ def test_a_tensor_that_only_some_ranks_have_frozen_is_refused() -> None:
         sections.append(Section.of(index_of([tensor], [chunk], rank_values=[{}])))
 
     with pytest.raises(ConfigError, match=r"tensor model\.a is frozen on some ranks only"):
-        PlanCache().whole(sections, [BASE, TRAIN])
+        PlanCache().merge(sections, [BASE, TRAIN])
 
 
 def test_values_that_no_reader_would_take_are_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = Tensor(name="model.a", dtype="float32", shape=(0,), path=("model", "a"))
     sections = [Section.of(index_of([tensor], [], values={}, rank_values=[{"own": "x" * 90}])) for _ in range(2)]
-    whole = PlanCache().whole(sections, [TRAIN])
+    whole = PlanCache().merge(sections, [TRAIN])
     decoded = sum(section.decoded_bytes for section in sections)
     monkeypatch.setattr(plan_cache, "MAX_DECODED_BYTES", decoded)
-    assert load_index(whole.index(sections), what="x").rank_values == ({"own": "x" * 90},) * 2
+    assert load_index(whole.index_bytes(sections), what="x").rank_values == ({"own": "x" * 90},) * 2
     monkeypatch.setattr(plan_cache, "MAX_DECODED_BYTES", decoded - 1)
 
     with pytest.raises(ConfigError, match=f"2 ranks have {decoded} bytes"):
-        whole.index(sections)
+        whole.index_bytes(sections)
 
 
 def test_what_another_object_changes_while_it_is_restored_is_not_taken_for_what_was_read(files: Store) -> None:
@@ -421,7 +421,7 @@ def test_models_change_apart_from_each_other(files: Store) -> None:
         checkpoint = committed(
             files, name, [upload(files, staged, name=name)], progress=Progress(step=number), plans=plans
         )
-        plan_cache.components = checkpoint.manifest().components
+        plan_cache.components = checkpoint.read_manifest().components
         state.components.committed(staged, {part.name: part.checkpoint for part in plan_cache.components})
         return checkpoint
 

@@ -117,7 +117,7 @@ def test_plain_parameters_are_written_once_and_spread_over_the_ranks(store: Stor
     TrainState({"model": model}, rank=2, world_size=5).apply(checkpoint)
 
     assert payload_bytes(checkpoint) == sum(tensor.nbytes for tensor in expected.values())
-    sizes = [shard.size_bytes for shard in checkpoint.manifest().components[0].shards]
+    sizes = [shard.size_bytes for shard in checkpoint.read_manifest().components[0].shards]
     assert sum(size > 2 * MIB for size in sizes) == 2
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
@@ -333,7 +333,7 @@ def test_a_missing_shard_is_an_error_that_names_it(store: Store):
 
 
 def index_of(checkpoint: Checkpoint) -> Index:
-    return checkpoint.index(checkpoint.manifest())
+    return checkpoint.read_index(checkpoint.read_manifest())
 
 
 def payload_bytes(checkpoint: Checkpoint) -> int:

@@ -20,13 +20,13 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.local_box import TRAIN, LocalBox, piece_of
+from raycheck.shards.transfer.local_box import TRAIN, LocalBox, box_of
 from raycheck.shards.transfer.stager import ALIGN, Leaves, Staged, Stager
 from tests.support.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
 
 
 def pieces_of(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:
-    return [piece_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+    return [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
 
 
 def leaves_of(values: dict[str, object]) -> Leaves:
@@ -302,7 +302,7 @@ def test_a_shard_with_nothing_in_it_is_an_empty_object(store: Store):
     checkpoint = save(store, staged)
     restore_state(checkpoint, {"model": target})
 
-    assert [shard.size_bytes for shard in checkpoint.manifest().components[0].shards][1:] == [0, 0]
+    assert [shard.size_bytes for shard in checkpoint.read_manifest().components[0].shards][1:] == [0, 0]
     assert torch.equal(target.weight, model.weight)
 
 
@@ -331,7 +331,7 @@ def test_a_restore_runs_no_pickle_from_the_bucket(store: Store, tmp_path: Path):
     state = {"model": nn.Linear(3, 2), "scheduler": Noted(1)}
     target = {"model": nn.Linear(3, 2), "scheduler": Noted(2)}
     checkpoint = save_state(store, state)
-    index = checkpoint.index(checkpoint.manifest())
+    index = checkpoint.read_index(checkpoint.read_manifest())
     marker = tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(marker))
     metadata_key = keys.metadata_key(checkpoint.entry.key, TRAIN)

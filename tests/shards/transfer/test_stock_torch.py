@@ -253,7 +253,7 @@ def test_further_names_for_stock_torch_take_no_further_bytes(files: Store):
     sizes = []
     for number, state in enumerate(({"optimizer": ours}, {"optimizer": [theirs]}), start=1):
         checkpoint = save_state(files, {"model": one if number == 1 else two, **state}, save_number=number, step=number)
-        (component,) = checkpoint.manifest().components
+        (component,) = checkpoint.read_manifest().components
         sizes.append(sum(shard.size_bytes for shard in component.shards))
 
     assert abs(sizes[0] - sizes[1]) < 2048, "names of leaves differ in length"
@@ -293,7 +293,7 @@ def test_optimizers_of_two_models_with_parameters_of_one_name_stay_apart(files: 
 
     checkpoint = save_state(files, {"one": one, "two": two, "optimizer": optimizers})
 
-    names = {tensor.name for tensor in checkpoint.index(checkpoint.manifest()).tensors}
+    names = {tensor.name for tensor in checkpoint.read_index(checkpoint.read_manifest()).tensors}
     assert not any(name.startswith("optimizer.state.") for name in names)
     assert "optimizer.1.state.0.weight.exp_avg" in names
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycheck.bucket.format.checksum import crc32
-from raycheck.shards.transfer.torch_record import TorchRecord, frame_for
+from raycheck.shards.transfer.torch_record import TorchRecord, record_for
 
 DTYPES = [
     torch.float64,
@@ -88,17 +88,17 @@ def test_any_small_shape_is_what_torch_save_writes(dtype: torch.dtype, shape: li
 
 
 def test_one_template_serves_payloads_with_any_checksum():
-    frame = frame_for(torch.float32, (33,))
+    frame = record_for(torch.float32, (33,))
     tensors = [random_tensor(torch.float32, (33,), seed=seed) for seed in range(50)]
 
     records = [record_of(tensor) for tensor in tensors]
 
-    assert frame is frame_for(torch.float32, (33,))
+    assert frame is record_for(torch.float32, (33,))
     assert records == [torch_saved(tensor) for tensor in tensors]
 
 
 def test_the_payload_begins_at_a_multiple_of_64_that_no_constant_gives():
-    frames = [frame_for(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+    frames = [record_for(dtype, shape) for dtype in DTYPES for shape in SHAPES]
 
     starts = {len(frame.head) for frame in frames}
 
@@ -110,7 +110,7 @@ def test_a_frame_beyond_4_gib_is_a_zip64_and_touches_no_memory():
     size = (1 << 32) + 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    frame = frame_for(torch.uint8, (size,))
+    frame = record_for(torch.uint8, (size,))
     tail = bytes(frame.sealed_tail(0xDEADBEEF))
 
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -131,7 +131,7 @@ def test_a_frame_beyond_4_gib_is_a_zip64_and_touches_no_memory():
 
 @pytest.mark.parametrize("over", [-64, 0, 64])
 def test_frames_around_4_gib_parse_and_only_their_checksum_fields_change(over: int):
-    frame = frame_for(torch.uint8, ((1 << 32) + over,))
+    frame = record_for(torch.uint8, ((1 << 32) + over,))
 
     one, two = frame.sealed_tail(1), frame.sealed_tail(2)
 
@@ -187,7 +187,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], *, seed: int) -> t
 
 
 def record_of(tensor: torch.Tensor) -> bytes:
-    frame = frame_for(tensor.dtype, tuple(tensor.shape))
+    frame = record_for(tensor.dtype, tuple(tensor.shape))
     payload = raw(tensor)
     assert len(payload) == frame.payload_size
     record = frame.head + payload + bytes(frame.sealed_tail(crc32(payload)))

@@ -7,7 +7,7 @@ import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 
-from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_resume, record_resume, resumes
+from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_resume, read_resumes, record_resume
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.bucket.store import open_store
 from raycheck.train.coordinator.lost_work import LostWork
@@ -199,7 +199,7 @@ def test_the_report_is_kept_once_and_read_back(tmp_path) -> None:
     assert not record_resume(store, replace(resume, cause="another"))
     store.put("attempts/000003.start.json", b"no report")
 
-    assert resumes(store, [1, 2, 3]) == {2: resume}
+    assert read_resumes(store, [1, 2, 3]) == {2: resume}
     assert load_resume(store.get("attempts/000002.start.json").data, what="it") == resume
 
 

@@ -40,8 +40,8 @@ def trained(uri: str, steps: int = 6) -> None:
 def damage(store: Store, step: int, tensor: str) -> str:
     """Flip a bit of a tensor. Returns the checkpoint's name."""
     checkpoint = raycheck.open_run(store.uri).at_step(step)
-    manifest = checkpoint.manifest()
-    index = checkpoint.index(manifest)
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
     chunk = next(chunk for chunk in index.chunks if index.tensors[chunk.tensor].name == tensor and chunk.payload_size)
     key = manifest.prefixes()[chunk.component] + object_keys.shard_file(chunk.rank)
     data = bytearray(store.get(key).data)

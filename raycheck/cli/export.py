@@ -1,0 +1,57 @@
+"""`raycheck export-hf`: writes a checkpoint of a run as a Hugging Face directory."""
+
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of, size
+
+
+def export_hf(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    dest: Annotated[str, typer.Argument(help="A new or empty folder, or the URI of a free place in a bucket.")],
+    step: Step = None,
+    entry: Annotated[str | None, typer.Option(help="The model's name in the state, when there are several.")] = None,
+    files: Annotated[
+        list[str] | None,
+        typer.Option(help="A tokenizer or processor to write too, by its name in the state; default: all. Repeatable."),
+    ] = None,
+    merge_lora: Annotated[
+        bool, typer.Option("--merge-lora", help="Merge a LoRA adapter into its model; default: write the adapter only.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="Convert floating-point weights, e.g. to bfloat16.")] = None,
+    config_from: Annotated[
+        str | None, typer.Option(help="A folder with the config.json of a model that was saved without one.")
+    ] = None,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Write a checkpoint (the head, or --step) as a Hugging Face directory."""
+    from raycheck.run import export_hf as export
+
+    began = time.monotonic()
+    written = export(
+        uri,
+        dest,
+        storage=settings_of(storage),
+        step=step,
+        entry=entry,
+        files=files or None,
+        merge_lora=merge_lora,
+        dtype=dtype,
+        config_from=config_from,
+    )
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({"dest": written.uri, "files": dict(written.files), "bytes": written.size_bytes, "seconds": seconds})
+        return
+    table = Table("file", "size", box=None, pad_edge=False)
+    for name, count in written.files.items():
+        table.add_row(Text(name), Text(size(count)))
+    out.print(table)
+    out.print(Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"))
+
+
+COMMANDS = (export_hf,)
