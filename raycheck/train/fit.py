@@ -20,17 +20,10 @@ from raycheck.train.driver_signals import saves_on_signals
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_api.calls import call
+from raycheck.train.ray_api.controller_callbacks import RunGuard, guarded
+from raycheck.train.ray_api.failure_causes import causes_of, final_error, mistake_behind
 from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage, storage_uri
-from raycheck.train.ray_api.train_context import (
-    RunGuard,
-    causes_of,
-    final_error,
-    guarded,
-    keep_collectives_whole,
-    mistake_behind,
-    refuse_unsupported,
-    release_nodes_of,
-)
+from raycheck.train.ray_api.trainer_checks import keep_collectives_whole, refuse_unsupported, release_nodes_of
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
@@ -59,7 +52,7 @@ def fit(
     started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume and for a
     place that Ray's own file system does not reach, where Ray would hang; FencedError when another driver has taken the
     run over, and Ray's TrainingFailedError for everything else that ends a run; but a mistake in the program
-    (`train_context.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as it is and at once when
+    (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as it is and at once when
     this call has not completed a step by then, since another try would end alike.
     """
     show_log()

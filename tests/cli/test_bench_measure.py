@@ -14,7 +14,6 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.cli.bench import measurement
 from raycheck.cli.bench.measurement import MIB, WAYS, Direction, Series, Way, measure
 from raycheck.shards.transfer import reader
-from tests.bucket.conftest import share_cloud
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.memory_store import DictStore
 from tests.support.s3_engines import by_s3fs_alone
@@ -54,9 +53,8 @@ def test_a_store_is_measured_and_left_as_it_was(store):
     assert_measures_and_leaves_all_as_it_was(store)
 
 
-def test_a_cloud_is_measured_and_left_as_it_was(cloud_uri, request):
+def test_a_cloud_is_measured_and_left_as_it_was(cloud_uri):
     store = open_store(cloud_uri)
-    share_cloud(store, request)
 
     assert_measures_and_leaves_all_as_it_was(store)
 
