@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import dump
-from raycheck.bucket.format.object_keys import CheckpointName, pointer_prefix
+from raycheck.bucket.format.object_keys import CheckpointName, pointer_key, pointer_prefix
 from raycheck.bucket.format.ray_pointer import Pointer
 from raycheck.errors import RaycheckError
 from raycheck.train.group import Group
@@ -93,7 +92,7 @@ class RayPointers:
             return False
         pointer = Pointer(uri=self._group.uri, key=commit.key)
         try:
-            self._group.store.put(object_keys.pointer_key(commit.key), dump(pointer))
+            self._group.store.put(pointer_key(commit.key), dump(pointer))
         except RaycheckError as error:
             text = "a checkpoint is committed, but Ray cannot be told: its pointer was not written"
             logger.warning(event(text, checkpoint=commit.key, cause=error, run=self._group.uri))

@@ -114,7 +114,7 @@ def test_what_was_not_restored_begins_where_training_is():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 7), st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12), st.booleans()), max_size=8))
-def test_however_often_a_run_was_hurt_no_turn_that_stands_is_taken_twice_and_none_is_left_out(every, lives):
+def test_however_often_a_run_failed_no_turn_that_stands_is_taken_twice_and_none_is_left_out(every, lives):
     """lives: steps until the crash, the last of them that is saved, and whether it is saved before its turn is taken."""
     saved: tuple[int, dict | None, list[int]] = (0, None, [])
     starts = set()
@@ -214,7 +214,7 @@ def test_a_logger_hears_of_no_step_twice_and_evaluation_is_done_again_only_where
                         told.write(f"log {step}\n")
                 if at.attempt == 1 and step == 8:
                     wait_for_step_5(config["uri"])
-                    raise RuntimeError("hurt")
+                    raise RuntimeError("failed")
 
     def wait_for_step_5(uri: str) -> None:
         deadline = time.monotonic() + 60
