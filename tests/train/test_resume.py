@@ -185,4 +185,4 @@ def test_settings_that_were_changed_hold_and_are_named(cluster: None, tmp_path: 
     train(every_steps=2, keep_last=5, exports=None)
 
     assert [entry.step for entry in raycheck.open_run(uri).latest.live] == [3, 4, 6, 8]
-    assert "now every_steps=2, before every_steps=3\n" in caplog.text
+    assert "now=every_steps=2 before=every_steps=3 run=" in caplog.text

@@ -93,7 +93,7 @@ def test_a_rank_that_has_heard_of_a_failed_save_before_is_told_like_the_others(u
     on_all(ranks, "save")
     ranks[1].end_step()
     go.set()
-    while ranks[0].standing.busy_s is not None:
+    while ranks[0].save_status.busy_s is not None:
         time.sleep(0.01)
     ranks[0].end_step()  # here rank 0 hears of it
     on_all(ranks, "save")
