@@ -31,11 +31,12 @@ from raycheck.train.worker.group_restore import (
     restore_together,
 )
 from raycheck.train.worker.heartbeat import FencingWatch
-from raycheck.train.worker.live_attempt import NOTHING_SAVED, LiveAttempt
+from raycheck.train.worker.live_attempt import LiveAttempt, StartingPoint
 from raycheck.train.worker.periodic import periodics_of, start_alone
 from raycheck.train.worker.restore_notices import (
     say_what_begins_anew,
     say_what_changed,
+    warn_of_differences,
     warn_of_other_position,
     warn_of_rays_checkpoint,
 )
@@ -235,8 +236,7 @@ class Checkpointer:
             text = "starting fresh: there is no checkpoint to restore from"
             logger.warning(event(text, selection=str(selection), run=self._group.uri))
         self._counter.start_at(self._counter.progress)
-        lineage = (str(selection),) if selection != EVERYTHING else ()
-        self._attempt = self._begin(state, claim, export_wait, lineage=lineage)
+        self._begin(state, StartingPoint.fresh(claim, selection), export_wait)
         if not self._has_data_position(state):
             say_what_begins_anew(self._group, None)
         warn_of_rays_checkpoint(self._group, None)
@@ -270,62 +270,36 @@ class Checkpointer:
         state.check_memory()
         rng = apply_random_state(done, group, self._counter.data)
         self._counter.start_at(done.progress)
-        progress = self._counter.progress
-        kind: SaveKind = "roll" if done.manifest.rolling else "keep"
         # Only now: what a failed restore left behind must never be saved.
-        self._attempt = self._begin(
-            state,
-            claim,
-            export_wait,
-            lineage=done.lineage,
-            trained_s=done.trained_s,
-            began_at=done.manifest.began_at,
-            begun=(progress.step, kind) if done.is_whole else NOTHING_SAVED,  # no checkpoint holds a partial restore
-        )
+        self._begin(state, StartingPoint.restored(claim, done), export_wait)
+        progress = self._counter.progress
         say_what_changed(group, done.manifest, self.settings)
         warn_of_rays_checkpoint(group, done.manifest)
         self._furthest = _furthest_of(resume)
         if not self._has_data_position(state):
             say_what_begins_anew(group, progress)
         result = RestoreResult.of(done, progress, claim=claim, resume=resume, seconds=time.monotonic() - began, rng=rng)
-        if result.report.missing or result.report.unexpected:
-            text = "the checkpoint and the state differ"
-            logger.warning(event(text, report=result.report, rank=group.rank, run=group.uri))
+        warn_of_differences(group, result.report)
         if self._preview is not None:
             warn_of_other_position(group, self._preview, progress)
         return result
 
-    def _begin(
-        self,
-        state: TrainState,
-        claim: Claim,
-        export_wait: ExportWait,
-        *,
-        lineage: tuple[str, ...],
-        trained_s: float = 0.0,
-        began_at: float | None = None,
-        begun: tuple[int, SaveKind] = NOTHING_SAVED,
-    ) -> LiveAttempt:
-        """Begin to save. The arguments are those of LiveAttempt."""
+    def _begin(self, state: TrainState, start: StartingPoint, export_wait: ExportWait) -> None:
+        """Let the attempt live: from now on steps are counted and saved."""
         self._is_restored = True
-        attempt = LiveAttempt(
+        self._attempt = LiveAttempt(
             state,
             self.settings,
             self._group,
-            claim=claim,
+            start=start,
             counter=self._counter,
             triggers=self._triggers,
             watch=self._watch,
             export_wait=export_wait,
-            lineage=lineage,
-            trained_s=trained_s,
-            began_at=began_at,
-            begun=begun,
         )
         for periodic in self._periodics:
             periodic.start(lambda: (self._counter.progress, self._triggers.clock_s))
         self._watch.start()
-        return attempt
 
     def _has_data_position(self, state: TrainState) -> bool:
         return bool(self._counter.data) or state.has_loader

@@ -6,12 +6,15 @@ which everything happens.
 
 import time
 from collections.abc import Mapping
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import NoReturn, Self
 
 from ray.exceptions import RayError
 
 from raycheck.errors import SaveFailedError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
+from raycheck.shards.state.restore_result import Restored
+from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.state.train_state import TrainState
 from raycheck.train.coordinator.messages import Claim, HeartbeatMessage
 from raycheck.train.group import Group, ask_until_decided
@@ -28,6 +31,38 @@ LAST_WORDS_S = 30.0
 NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingPoint:
+    """Describes how an attempt begins: in a fresh run, or with the state that a restore has filled.
+
+    lineage: the partial restores that the state has gone through. trained_s: seconds of training in the state.
+    began_at: when the run began, in unix seconds by the store's clock. saved_as: the kind of the checkpoint that holds
+    this very state, None when no checkpoint does.
+    """
+
+    claim: Claim
+    lineage: tuple[str, ...] = ()
+    trained_s: float = 0.0
+    began_at: float
+    saved_as: SaveKind | None = None
+
+    @classmethod
+    def fresh(cls, claim: Claim, selection: Selection) -> Self:
+        lineage = (str(selection),) if selection != EVERYTHING else ()
+        return cls(claim=claim, lineage=lineage, began_at=claim.claims[0])
+
+    @classmethod
+    def restored(cls, claim: Claim, done: Restored) -> Self:
+        kind: SaveKind = "roll" if done.manifest.rolling else "keep"
+        return cls(
+            claim=claim,
+            lineage=done.lineage,
+            trained_s=done.trained_s,
+            began_at=done.manifest.began_at or claim.claims[-1],
+            saved_as=kind if done.is_whole else None,
+        )
+
+
 class LiveAttempt:
     """Counts, decides, saves and reports on one rank, from the restore to the end of its attempt."""
 
@@ -37,18 +72,13 @@ class LiveAttempt:
         settings: SaveSettings,
         group: Group,
         *,
-        claim: Claim,
+        start: StartingPoint,
         counter: ProgressCounter,
         triggers: SaveTriggers,
         watch: FencingWatch,
         export_wait: ExportWait,
-        lineage: tuple[str, ...] = (),
-        trained_s: float = 0.0,
-        began_at: float | None = None,
-        begun: tuple[int, SaveKind] = NOTHING_SAVED,
     ) -> None:
-        """lineage: which partial restores the state has gone through. trained_s, began_at: as the restored manifest has
-        them. begun: step and kind of the checkpoint that was restored whole."""
+        """counter: has the counts from which training goes on."""
         self._state = state
         self._settings = settings
         self._group = group
@@ -58,24 +88,24 @@ class LiveAttempt:
         self._export_wait = export_wait
         self._clock = TrainingClock()
         self._heartbeat = Heartbeat(group)
-        self._began_at = began_at or (claim.claims[-1] if claim.restore else claim.claims[0])
+        self._began_at = start.began_at
         self._queue = SaveQueue(
             state,
             settings,
             group,
-            attempt=claim.attempt,
-            restored_from=None if claim.restore is None else claim.restore.key,
-            partial=lineage,
+            attempt=start.claim.attempt,
+            restored_from=None if start.claim.restore is None else start.claim.restore.key,
+            partial=start.lineage,
             saved_step=counter.step,
-            began_at=self._began_at,
+            began_at=start.began_at,
         )
         self._is_prepared = False
         self._metrics: dict[str, object] = {}  # of the newest step
-        self._begun = begun  # step and kind of the newest save
+        self._begun = (counter.step, start.saved_as) if start.saved_as else NOTHING_SAVED  # the newest save
         self._begun_name = (-1, "")  # step and name of the newest save of this attempt
         self._blocked_s = 0.0
-        triggers.start_at(counter.progress, claim.claims)
-        self._clock.go(trained_s)
+        triggers.start_at(counter.progress, start.claim.claims)
+        self._clock.go(start.trained_s)
 
     @property
     def save_status(self) -> SaveStatus:

@@ -10,6 +10,7 @@ from raycheck.bucket.format.object_keys import pointed_by
 from raycheck.bucket.format.progress import Progress
 from raycheck.settings import SaveSettings
 from raycheck.shards.state.preview import Preview
+from raycheck.shards.state.restore_result import RestoreReport
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger
 from raycheck.train.ray_api import train_context
@@ -44,6 +45,13 @@ def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
         f"raycheck {ours}, while ray.train.get_checkpoint() {theirs}: take step, epoch and weights from restore() alone"
     )
     logger.warning(event(text, run=group.uri))
+
+
+def warn_of_differences(group: Group, report: RestoreReport) -> None:
+    """Warn when only one of the checkpoint and the live state has an entry or tensor."""
+    if report.missing or report.unexpected:
+        text = "the checkpoint and the state differ"
+        logger.warning(event(text, report=report, rank=group.rank, run=group.uri))
 
 
 def warn_of_other_position(group: Group, preview: Preview, restored: Progress) -> None:
