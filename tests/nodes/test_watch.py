@@ -25,7 +25,7 @@ class Machine:
         self.drained: list[float] = []
         self.watch = NodeWatch(self, self.drain, rebalance_deadline_s=rebalance_deadline_s, clock=lambda: self.now)
 
-    def is_here(self) -> bool:
+    def detect(self) -> bool:
         return True
 
     def notices(self, now: float) -> tuple[Notice, ...]:

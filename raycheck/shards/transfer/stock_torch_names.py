@@ -27,7 +27,7 @@ class Named(Protocol):
 
 
 class StockNames:
-    """Names the state of one entry's optimizers, a single one or a list or dict of them, as stock torch does."""
+    """Finds names for the state of one entry's optimizers, a single one or a list or dict of them, as stock torch does."""
 
     def __init__(self, entry: str, optimizers: Sequence[Named]) -> None:
         self._entry = entry
