@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ConflictError,
         CorruptError,
         DamagedError,
+        DeniedError,
         FencedError,
         NotFoundError,
         RaycheckError,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     )
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
-    from raycheck.shards.entries.per_rank_entry import PerRank
+    from raycheck.shards.entries.per_rank_entries import PerRank
     from raycheck.storage_settings import StorageSettings
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
@@ -40,6 +41,7 @@ _HOMES = {
         "ConflictError",
         "CorruptError",
         "DamagedError",
+        "DeniedError",
         "FencedError",
         "NotFoundError",
         "RaycheckError",
@@ -50,7 +52,7 @@ _HOMES = {
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("ExportSettings", "SaveSettings"),
-    "raycheck.shards.entries.per_rank_entry": ("PerRank",),
+    "raycheck.shards.entries.per_rank_entries": ("PerRank",),
     "raycheck.storage_settings": ("StorageSettings",),
     "raycheck.train.actors.actor_state": ("ActorState",),
     "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
@@ -71,6 +73,7 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "DamagedError",
+    "DeniedError",
     "ExportSettings",
     "FencedError",
     "Group",

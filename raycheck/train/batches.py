@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.entries.generator_entry import generators_in, kind_of_generator, seed_generator
+from raycheck.shards.entries.random_generators import generators_in, kind_of_generator, seed_generator
 from raycheck.train.log import logger
 from raycheck.train.ray_api.train_context import rank_and_world_size
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raycheck.bucket.store import open_store
 from raycheck.run import open_run
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.train_state import Progress
 from tests.support.fsdp_training import Tensors
 from tests.support.gloo_ranks import mesh_of

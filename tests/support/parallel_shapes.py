@@ -89,8 +89,8 @@ def settled(state: State, rank: int, world_size: int) -> TrainState:
     """This rank's state after all ranks agreed on who writes what."""
     saver = TrainState(state, rank=rank, world_size=world_size)
     holdings: list[Any] = [None] * world_size
-    dist.all_gather_object(holdings, saver.holdings())
-    saver.settle(agree(holdings))
+    dist.all_gather_object(holdings, saver.replica_checksums())
+    saver.use_agreement(agree(holdings))
     return saver
 
 

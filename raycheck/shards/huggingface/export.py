@@ -13,11 +13,11 @@ from typing import Any
 
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, export_key
-from raycheck.bucket.protocol.commit import put_once
 from raycheck.bucket.protocol.exported_directories import ExportRecord, check_not_being_pruned
+from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError
 from raycheck.settings import ExportOptions
@@ -26,7 +26,7 @@ from raycheck.shards.huggingface.destination import check_free, destination
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, contents, json_text
 from raycheck.shards.huggingface.server_side_copy import assembled
 from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 
 INDEX_FILE = EXPORT_ENDS[0]
 MAX_FILE_BYTES, MIN_FILE_BYTES, SHARES = 5_000_000_000, 256_000_000, 16

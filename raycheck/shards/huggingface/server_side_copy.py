@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from raycheck.bucket.format.checksum import SUB_BLOCK, combined, sub_block_lengths
 from raycheck.bucket.format.index import Chunk
-from raycheck.bucket.store.buffer_loan import CUTS, MAX_COPIED_BYTES, MIN_PART_BYTES
 from raycheck.bucket.store.interface import Range
+from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES, PART_SIZES
 from raycheck.shards.huggingface.weight_stream import Span, Weight, WeightSource
 
 FETCHED_BYTES = 32 * 1024 * 1024
@@ -25,7 +25,7 @@ def assembled(source: WeightSource, weights: Sequence[Weight], head: bytes) -> I
     sizes = [sum((stop - start) * weight.dtype.itemsize for weight, start, stop in part) for part in fetched]
     if (
         len(parts) == len(fetched)
-        or len(parts) > (CUTS["s3"].max_parts or 0)
+        or len(parts) > (PART_SIZES["s3"].max_parts or 0)
         or max(sizes, default=0) > 4 * FETCHED_BYTES
     ):
         return None

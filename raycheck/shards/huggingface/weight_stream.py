@@ -15,7 +15,7 @@ from raycheck.bucket.format.checksum import SUB_BLOCK
 from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import shard_file
-from raycheck.bucket.reading import Checkpoint, missing
+from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, RaycheckError
 from raycheck.shards.transfer.local_box import LocalBox, box_of
 from raycheck.shards.transfer.reader import read_into
@@ -167,7 +167,7 @@ class WeightSource:
             try:
                 yield self._fill(block, spans)
             except NotFoundError as error:
-                self.failure = missing(self._checkpoint.store, self._checkpoint.entry.key, str(error))
+                self.failure = missing_error(self._checkpoint.store, self._checkpoint.entry.key, str(error))
                 raise self.failure from None
             except RaycheckError as error:
                 self.failure = error

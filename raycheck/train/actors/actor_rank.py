@@ -7,7 +7,7 @@ from typing import Any, Literal
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries.rank_zero_entry import RankZero
+from raycheck.shards.entries.per_rank_entries import RankZero
 from raycheck.train.group import Group
 from raycheck.train.ray_api.calls import this_node
 from raycheck.train.worker.checkpointer import Checkpointer

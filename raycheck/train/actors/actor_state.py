@@ -5,7 +5,7 @@ from typing import Any
 import ray
 
 from raycheck.errors import ConfigError, StoreError
-from raycheck.shards.entries.rank_zero_entry import RankZero
+from raycheck.shards.entries.per_rank_entries import RankZero
 
 TIMEOUT_S = 120.0
 

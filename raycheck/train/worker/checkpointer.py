@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from raycheck.errors import ConfigError, SaveFailedError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
-from raycheck.shards.entries.make_entries import Given, entries_of
+from raycheck.shards.entries.make_entries import ChainedState, objects_by_name
 from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored
@@ -24,7 +24,7 @@ from raycheck.train.coordinator.messages import Claim, HeartbeatMessage, OnCorru
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.train.log import event, logger, name_of, show_log
 from raycheck.train.ray_api import train_context
-from raycheck.train.ray_api.train_context import is_turned_off
+from raycheck.train.ray_api.controller_callbacks import is_turned_off
 from raycheck.train.worker.export_wait import ExportWait
 from raycheck.train.worker.group_restore import (
     RestoreResult,
@@ -73,7 +73,7 @@ class Checkpointer:
         self.settings = settings or SaveSettings()
         self._is_off = not self.settings.enabled or (group is None and is_turned_off())
         group = self._group = group or (Group.alone() if self._is_off else Group.of_ray_train())
-        self._given = Given()
+        self._given = ChainedState()
         self._state: TrainState | None = None
         self._position = position or ProgressCounter(())
         self._take(state or {})
@@ -109,11 +109,11 @@ class Checkpointer:
         self._take(MappingProxyType({name: value}))
 
     def _take(self, more: Mapping[str, object]) -> None:
-        given = Given(*self._given.sources, more)  # bare values are read from the caller's own dict
+        given = ChainedState(*self._given.sources, more)  # bare values are read from the caller's own dict
         rank, world_size = self._group.rank, self._group.world_size
         if given and not self._is_off:
             self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
-        entries = self._state.entries if self._state else entries_of(given)
+        entries = self._state.objects if self._state else objects_by_name(given)
         self._position.watch(entries.values())
         self._periodics = periodics_of(entries, self._group, is_led=not self._position.decides)
         self._given = given

@@ -12,13 +12,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from raycheck.bucket.assembly.assemble import Report
 from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.ray_pointer import Pointer
-from raycheck.bucket.store.deadline import ends_by
+from raycheck.bucket.store.retry import ends_by
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.state.train_state import TrainState
@@ -299,7 +299,7 @@ class SaveQueue:
 
     def _agree(self, report: Report) -> None:
         """Have the ranks settle who writes what they all hold, and find out whether it is the same on all of them."""
-        holdings = self._state.holdings()
+        holdings = self._state.replica_checksums()
         deadline = time.monotonic() + self._settings.save_timeout_s
         self._has_agreed = False
         what = f"agreement before the save of step {report.progress.step}"
@@ -312,7 +312,7 @@ class SaveQueue:
             what=what,
             late=lambda missing: SaveFailedError(f"rank {report.rank}: {what}: {missing}"),
         )
-        self._state.settle(agreement)
+        self._state.use_agreement(agreement)
         self._has_agreed = True
 
     def _upload_and_report(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.train.batches import Batches
 
 

@@ -1,4 +1,4 @@
-"""Random generators of the script's own are entries of the state: each draws on after a restore as it would have."""
+"""Random generators of the script's own are entries of the state: after a restore each draws what it would have drawn."""
 
 import random
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_generators_that_differ_between_ranks_are_refused_by_name_and_kept_by_pe
     for state in after:
         state.apply(checkpoint)
 
-    drawn = [[torch.rand((), generator=state.entries["chance"].value) for state in ranks] for ranks in (before, after)]
+    drawn = [[torch.rand((), generator=state.objects["chance"].value) for state in ranks] for ranks in (before, after)]
     assert drawn[0] == drawn[1]
 
 

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: each rank's accumulation comes back, or it is said by name that it would not."""
+"""Metrics of torchmetrics keep each rank's accumulation over a restore, or an error names the metric that would not."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.train_state import TrainState
 from tests.support.save_without_ray import save, save_state
 
@@ -156,7 +156,7 @@ def test_another_metric_under_the_name_is_a_mismatch(memory: Store) -> None:
 
 
 class Net(nn.Module):
-    """As a LightningModule has them."""
+    """Holds metrics as attributes, as a LightningModule does."""
 
     def __init__(self) -> None:
         super().__init__()

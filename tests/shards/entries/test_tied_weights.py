@@ -17,7 +17,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import StateMismatchError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.local_box import TRAIN
@@ -67,7 +67,9 @@ def test_fsdp2_ties_a_weight_with_fewer_rows_than_ranks(tmp_path: Path, files: S
         fsdp_training.assert_same(found, expected)
     assert one["model"].head.weight is one["model"].embed.weight
     written = [chunk for chunk in index_of(checkpoint).chunks if chunk.payload_size]
-    assert len({(chunk.rank, chunk.record_offset) for chunk in written}) == len(written) - 3  # rows, on three ranks
+    assert (
+        len({(chunk.rank, chunk.record_offset) for chunk in written}) == len(written) - 3
+    )  # the number of rows, on three ranks
 
 
 @no_group

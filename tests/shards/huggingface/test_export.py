@@ -30,6 +30,7 @@ from raycheck.bucket.format.object_keys import exports_prefix
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import settings_in_query
 from raycheck.bucket.store.interface import Buffer
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
@@ -39,7 +40,6 @@ from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES
 from raycheck.shards.huggingface.lora import as_saved
 from raycheck.shards.huggingface.weight_stream import WeightSource, _boxes
 from raycheck.shards.state.train_state import TrainState
-from raycheck.storage_settings import StorageSettings
 from tests.support import hf_models
 from tests.support.gloo_ranks import mesh_of
 from tests.support.invariants import assert_invariants
@@ -233,7 +233,7 @@ def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):
 
 def test_storage_settings_open_a_destination_of_the_same_kind_only(s3: str, tmp_path: Path):
     base, _, query = s3.partition("?")
-    storage = StorageSettings.from_query("s3", dict(parse_qsl(query)))
+    storage = settings_in_query("s3", dict(parse_qsl(query)))
     root = f"{base}/{uuid4().hex}"
     checkpoint = save_state(open_store(root, storage), {"model": hf_models.llama()})
 

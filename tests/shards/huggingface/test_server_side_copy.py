@@ -25,8 +25,8 @@ from raycheck.bucket.format.object_keys import exports_prefix
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, MAX_COPIED_BYTES, MIN_PART_BYTES, PartSizes
 from raycheck.bucket.store.interface import Range
+from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES, PART_SIZES, PartSizes
 from raycheck.settings import ExportOptions
 from raycheck.shards.huggingface.export import export_hf
 from raycheck.shards.huggingface.server_side_copy import FETCHED_BYTES, _parts
@@ -42,7 +42,7 @@ PARTS = "/exports/.*partNumber"
 @pytest.fixture
 def checkpoint(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """Of a model with large and small weights, some of odd sizes, one in another type."""
-    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=5 * MIB))
+    monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=5 * MIB))
     torch.manual_seed(0)
     sizes = {"a_norm": 100, "b_large": 6 * MIB, "c_bias": 3, "d_large": 5 * MIB + 7, "e_small": MIB // 8}
     tensors = {name: torch.randn(size) for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""A restore of a part: what was asked for and nothing else, with an account of all the rest."""
+"""A partial restore takes what was asked for and nothing else, and reports all the rest."""
 
 import copy
 from typing import Any
@@ -11,7 +11,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, StateMismatchError
-from raycheck.shards.entries.per_rank_entry import PerRank
+from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
@@ -75,7 +75,7 @@ def restore(checkpoint: Checkpoint, state: State, *, strict: bool = True, only: 
 
 
 def snapshot(state: State) -> Any:
-    return copy.deepcopy({name: part.state_dict() for name, part in state.items()})
+    return copy.deepcopy({name: entry.state_dict() for name, entry in state.items()})
 
 
 def assert_same(found: Any, expected: Any, at: str = "it") -> None:

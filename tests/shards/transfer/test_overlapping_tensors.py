@@ -56,7 +56,7 @@ def test_a_single_element_of_any_stride_comes_back(
     one, two = Holding(shared=make(base(1))), Holding(shared=make(base(50)))
     for module, start in ((one, 2), (two, 60)):
         module.odd = nn.Parameter(make(base(start)), requires_grad=requires_grad)
-    TrainState({"model": one}, rank=0, world_size=2).holdings()
+    TrainState({"model": one}, rank=0, world_size=2).replica_checksums()
 
     restore_state(save_state(memory, {"model": one}), {"model": two})
 

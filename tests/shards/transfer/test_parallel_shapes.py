@@ -116,10 +116,10 @@ def test_a_tensor_over_two_of_three_ranks_is_written_by_these(memory: Store):
             with playing(rank, 3):
                 state = TrainState({"model": build(rank, 1.0)}, rank=rank, world_size=3)
                 if is_settled:
-                    state.settle(agree(holdings))
+                    state.use_agreement(agree(holdings))
                     staged.append(state.stage(Progress(step=1)))
                 else:
-                    holdings.append(state.holdings())
+                    holdings.append(state.replica_checksums())
 
     checkpoint = save(memory, staged)
     plain = nn.Linear(3, 5)

@@ -1,0 +1,1 @@
+"""Saves and restores optimizers by the names of their parameters."""

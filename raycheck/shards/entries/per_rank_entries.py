@@ -1,0 +1,188 @@
+"""Makes entries of what belongs to single ranks: each rank's own value, each rank's data loader, or rank 0's alone.
+
+Each kind has its rule for a restore with another world size:
+
+- `PerRankEntry`: a rank that existed takes its own value; a new rank keeps what it was created with; the values of
+  ranks that are gone are dropped. The restore report says which it was.
+- `LoaderEntry`, for foreign loaders that report their position, such as torchdata's StatefulDataLoader: another number
+  of ranks is refused, because the saved positions would mean other samples there. raycheck.Batches has one position for
+  all ranks.
+- `RankZeroEntry`, for an object that exists once beside the ranks, such as the state of an actor or of the driver: rank
+  0 saves and restores it. A checkpoint from before it was in the state leaves it as it is, and the restore report lists
+  it under `fresh`.
+"""
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from raycheck.errors import ConfigError
+from raycheck.shards.entries.fill_in_place import filled
+from raycheck.shards.entries.object_entry import ObjectEntry
+from raycheck.shards.entries.random_generators import GeneratorState, is_generator
+from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
+from raycheck.shards.entries.state_entry import StateEntry
+from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
+
+
+class PerRank:
+    """Wraps an entry of the state whose value differs from rank to rank: `{"counters": raycheck.PerRank(counters)}`.
+
+    value: an object with state_dict/load_state_dict, a random generator, or plain data (numbers, strings, lists,
+    dicts, tensors). A restore fills containers and tensors in place where it can, and replaces what it cannot: read it
+    from `.value`.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class PerRankEntry(StateEntry):
+    """Saves tensors into this rank's shard under its own number, and values into its section of the index.
+
+    The value is wrapped in a list there: it may be None, and no other kind of entry with per-rank values saves a list.
+    """
+
+    is_per_rank = True
+
+    def __init__(self, name: str, wrapped: PerRank, *, rank: int) -> None:
+        super().__init__(name)
+        self._wrapped = wrapped
+        self._name_on_rank = f"{name}.rank{rank}"
+
+    def tree(self) -> dict[str, Any]:
+        return {}
+
+    def values(self, tree: dict[str, Any], tensors: Named) -> Any:
+        del tree
+        values = [self.encode(self._state(), self._name_on_rank, tensors)]
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                raise ConfigError(
+                    f"state at {name} is a DTensor, which is one tensor of all ranks; keep its to_local()"
+                )
+        return values
+
+    def match(self, saved: SavedEntry) -> Named:
+        if saved.values is None:
+            (saved.fresh if saved.rank_values else saved.missing).append(self._name_on_rank)
+            return {}
+        names: list[str] = []
+        (value,) = self.compared(saved, saved.values, names.append)
+        self.check_by_object(_stateful(self._wrapped.value), saved, value)
+        return {name: empty_for(saved.tensors[name]) for name in names}
+
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
+        if saved.values is None:
+            return
+        (value,) = self.decoded(saved.values, tensors.__getitem__)
+        obj = _stateful(self._wrapped.value)
+        if obj is not None:
+            obj.load_state_dict(value)
+        else:
+            self._wrapped.value = filled(self._wrapped.value, value)
+
+    def _state(self) -> Any:
+        if isinstance(self._wrapped.value, torch.nn.Module):
+            raise ConfigError(f"state[{self.name!r}] is PerRank of a module; give modules to the state directly")
+        obj = _stateful(self._wrapped.value)
+        if obj is None:
+            return self._wrapped.value
+        state = obj.state_dict()
+        if isinstance(state, dict) and not state:
+            refuse_unsaved(self.name, obj)
+        return state
+
+
+def _stateful(value: Any) -> Any:
+    """Returns an object with state_dict and load_state_dict for `value`; None for plain data."""
+    if is_generator(value):
+        return GeneratorState(value)
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return value if all(map(callable, methods)) else None
+
+
+class LoaderEntry(PerRankEntry):
+    """Saves each rank's position in a loader that has state_dict and load_state_dict."""
+
+    def __init__(self, name: str, loader: Any, *, rank: int, world_size: int) -> None:
+        super().__init__(name, PerRank(loader), rank=rank)
+        self._loader = loader
+        self._world_size = world_size
+
+    def match(self, saved: SavedEntry) -> Named:
+        if saved.rank_values and len(saved.rank_values) != self._world_size:
+            saved.mismatched.append(
+                f"{self.name}: the positions of {len(saved.rank_values)} loaders were saved, one per rank, and there "
+                f"are {self._world_size} ranks now. restore(skip=[{self.name!r}]) starts the loaders anew; "
+                "raycheck.Batches goes on at any world size"
+            )
+            return {}
+        return super().match(saved)
+
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
+        begun: Any = getattr(self._loader, "_iterator", None)
+        super().load(saved, tensors)
+        if saved.values is not None and begun is not None:
+            # The loader has dropped this iterator. A script that still holds it would train on from the old position,
+            # while the next save would store the position of the loader, which nobody iterates.
+            begun._next_data = partial(_refuse_old_iterator, self.name)  # noqa: SLF001  called by torch's iterators for each batch
+
+
+def _refuse_old_iterator(name: str) -> NoReturn:
+    raise ConfigError(
+        f"state[{name!r}]: this iterator was begun before restore(), so its batches are not those that come next. "
+        "Iterate the loader after restore(): `for batch in loader`, or iter(loader)"
+    )
+
+
+def is_loader(name: str, value: object) -> bool:
+    """Returns whether `value` delivers data and reports its position. Raises ConfigError when it only delivers data."""
+    is_ray = any(base.__module__.startswith("ray.data.") for base in type(value).__mro__)
+    if not isinstance(value, DataLoader) and not is_ray:
+        return False
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return True
+    advice = (
+        "raycheck.Batches(dataset, global_batch=..., seed=...) and its loader(epoch) can, for every world size, and "
+        "torchdata's StatefulDataLoader can for the same one"
+    )
+    if is_ray:
+        advice += ". Without it in the state, an epoch that was cut off is begun anew"
+    raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__}, which cannot report its position; {advice}")
+
+
+class RankZero:
+    """Wraps an object with state_dict and load_state_dict that is called on rank 0 only."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+
+class RankZeroEntry(ObjectEntry):
+    """Saves and restores the wrapped object on rank 0, and nothing on the other ranks."""
+
+    compares_values = False
+
+    def __init__(self, name: str, wrapped: RankZero, *, rank: int) -> None:
+        super().__init__(name, wrapped.obj)
+        self._is_mine = rank == 0
+
+    def tree(self) -> dict[str, Any]:
+        return super().tree() if self._is_mine else {}
+
+    def match(self, saved: SavedEntry) -> Named:
+        if saved.values is None:
+            saved.fresh.append(f"{self.name} (not in this checkpoint)")
+            return {}
+        if not self._is_mine:
+            return {}
+        self.compared(saved, saved.values, lambda _name: None)
+        return {name: empty_for(tensor) for name, tensor in saved.tensors.items()}
+
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
+        if self._is_mine:
+            super().load(saved, tensors)
