@@ -27,7 +27,7 @@ class Named(Protocol):
 
 
 class StockNames:
-    """Finds names for the state of one entry's optimizers, a single one or a list or dict of them, as stock torch does."""
+    """Finds stock torch's names for the state of one entry's optimizers: a single one, or a list or dict of them."""
 
     def __init__(self, entry: str, optimizers: Sequence[Named]) -> None:
         self._entry = entry
