@@ -1,4 +1,4 @@
-"""From notice to drain: the loop, by its own clock."""
+"""A notice becomes a drain: tests of the loop, by a clock of their own."""
 
 import logging
 
