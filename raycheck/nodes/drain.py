@@ -123,7 +123,7 @@ def _in_child(request: Mapping[str, Any]) -> RayNode:
 
 
 def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] | None = None) -> RayNode:
-    """Find the node, in the child process. drain: have it drained, with this deadline in unix milliseconds and reason."""
+    """Find the node, in the child process. drain: drain it too, with this deadline in unix milliseconds and reason."""
     services = import_module("ray._private.services")
     gcs = _reachable(services, address)
     try:
