@@ -1,4 +1,4 @@
-"""On a bad network a save commits or fails, a restore is right or an error, and nothing is in between."""
+"""A save on a bad network commits or fails, and a restore is right or an error; nothing is in between."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,7 +38,7 @@ def wire(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
 
 
 class Trainer:
-    """One rank and its coordinator, which share a store; the model holds the number of the step everywhere."""
+    """Plays one rank and its coordinator, which share a store; the model holds the number of the step everywhere."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -94,7 +94,7 @@ def test_with_many_requests_failing_each_save_commits_or_fails_and_each_restore_
 
 
 def restores(store: Store) -> bool:
-    """Whether the head has the values of its step, all of them; anything else but an error is a silent wrong."""
+    """Returns whether the head has the values of its step, all of them; anything else but an error is a silent wrong."""
     body = read_latest(store)
     live = {"weights": torch.full(SHAPE, -1.0)}
     entry = body.entry(body.head)
