@@ -3,8 +3,8 @@
 Names, metrics, notes and servers' answers are whatever somebody has written into the bucket. A terminal obeys escape
 sequences and C1 codes in them, bidirectional and zero-width characters make one name look like another, and a new line
 makes one message look like two. So all that is printed for people passes here: every error's text (errors.py), every
-log line (`PrintableFilter`), and every cell and line of the command line (cli/common.py). `--json` prints exact values:
-JSON escapes what it must.
+log line (`PrintableFilter`), and every cell and line of the command line (cli/options.py). `--json` prints exact
+values: JSON escapes what it must.
 """
 
 import logging
