@@ -1,7 +1,7 @@
-"""Documents as they come from a store: bounded in size while they are read, and read again before they are damaged.
+"""Reads documents from a store: bounded in size, and a second time before they count as damaged.
 
-Bytes can change on their way, and then the object in the bucket is whole. So nobody is told to repair anything, no run
-ends and nothing is written before the same complaint has come twice.
+Bytes can change on their way although the object in the bucket is whole. So nobody is told to repair anything, no run
+ends and nothing is written before two readings in a row have failed.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,10 @@ class Load(Protocol[D_co]):
 
 
 def read_document(store: Store, key: str, load: Load[T], *, max_bytes: int) -> tuple[T, Got]:
-    """The document at `key`, and the answer that it came in. Raises NotFoundError, and CorruptError when it cannot be
-    read twice in a row."""
+    """Read the document at `key`; returns it with the store's answer.
+
+    Raises NotFoundError, and CorruptError when two readings in a row fail.
+    """
 
     def read() -> tuple[T, Got]:
         got = store.get(key, max_bytes)
@@ -33,7 +35,10 @@ def read_document(store: Store, key: str, load: Load[T], *, max_bytes: int) -> t
 
 
 def again_if_corrupt(read: Callable[[], T]) -> T:
-    """What `read` returns, which must ask the store anew each time. Raises CorruptError when it does so twice."""
+    """Call `read`, and once more when it raises CorruptError. Raises the second CorruptError.
+
+    read: must ask the store anew each time.
+    """
     for _ in range(READS - 1):
         try:
             return read()

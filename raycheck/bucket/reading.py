@@ -1,7 +1,7 @@
-"""The read side of a run: what is in the bucket, and is it whole. Never writes (I8), imports neither torch nor ray.
+"""Reads a run: `latest`, and a checkpoint's documents and objects. Never writes (I8), imports neither torch nor ray.
 
-A reader needs no lease: on a missing object it reads `latest` again. Gone from the live list means evicted (start
-again on the head), still listed means damage.
+A reader needs no lease: on a missing object it reads `latest` again. A checkpoint that is gone from the live list was
+evicted, and the reader starts again on the head. One that is still listed is damaged.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from raycheck.bucket.document_reading import again_if_corrupt, read_document
+from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Index
@@ -19,7 +19,7 @@ from raycheck.bucket.format.latest import Entry, Latest, load_latest
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.bucket.verify import Finding, verify
 from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreError
@@ -27,7 +27,7 @@ from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreErro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """Manifest and index of a checkpoint, as bytes."""
+    """Holds the manifest and the index of a checkpoint, as bytes."""
 
     manifest: bytes
     index: bytes
@@ -35,8 +35,11 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint: its entry in `latest`, and what lies behind it. documents: as somebody else has read
-    them, checked all the same."""
+    """Reads a committed checkpoint.
+
+    entry: its entry in `latest`. documents: its manifest and index as another rank has read them; their checksums are
+    checked here too. None: they are read from the store.
+    """
 
     store: Store
     entry: Entry
@@ -44,17 +47,22 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps completed in it."""
+        """Returns the number of optimizer steps completed in the checkpoint."""
         return self.entry.step
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics that `latest` repeats: the first 32, and of older checkpoints fewer when it grows full. The
-        manifest has all of them."""
+        """Returns the metrics that `latest` repeats: the first 32, or fewer for older checkpoints when it grows full.
+
+        The manifest has all of them.
+        """
         return self.entry.metrics
 
     def read_documents(self) -> Documents:
-        """For others. Not checked. Raises DamagedError, or NotFoundError when evicted."""
+        """Read manifest and index to hand them to other ranks, unchecked.
+
+        Raises DamagedError, or NotFoundError when the checkpoint was evicted.
+        """
         keys = {
             object_keys.manifest_key(self.entry.key): MAX_MANIFEST,
             object_keys.index_key(self.entry.key): MAX_WHOLE_BYTES,
@@ -63,20 +71,27 @@ class Checkpoint:
         return Documents(manifest=manifest, index=index)
 
     def read_manifest(self) -> Manifest:
-        """Read and checked against the checksum in `latest`. Raises DamagedError, or NotFoundError when evicted."""
+        """Read the manifest and check it against the checksum in `latest`.
+
+        Raises DamagedError, or NotFoundError when the checkpoint was evicted.
+        """
         key = object_keys.manifest_key(self.entry.key)
-        handed = self.documents.manifest if self.documents else None
-        data = self._right(key, handed, None, self.entry.manifest_crc32, who="latest")
+        given = self.documents.manifest if self.documents else None
+        data = self._checked(key, given, size=None, crc=self.entry.manifest_crc32, said_by="latest")
         manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
         if manifest.key != self.entry.key:
             raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
         return manifest
 
     def read_index(self, manifest: Manifest, *, values: bool = True) -> Index:
-        """Read and checked against size and checksum in the manifest. values: False leaves them out."""
+        """Read the index and check it against size and checksum in the manifest.
+
+        values: False leaves out the values, for callers that need only the tensors' places. Raises as read_manifest.
+        """
         key = object_keys.index_key(self.entry.key)
-        handed = self.documents.index if self.documents else None
-        data = self._right(key, handed, manifest.index.size_bytes, manifest.index.crc32, who="the manifest")
+        given = self.documents.index if self.documents else None
+        size, crc = manifest.index.size_bytes, manifest.index.crc32
+        data = self._checked(key, given, size=size, crc=crc, said_by="the manifest")
         return load_index(data, what=f"{self.store.uri}: {key}", values=values)
 
     def verify(self, *, reads: bool = True) -> Iterator[Finding]:
@@ -92,9 +107,12 @@ class Checkpoint:
             reads=reads,
         )
 
-    def _right(self, key: str, handed: bytes | None, size: int | None, crc: int, *, who: str) -> bytes:
-        """The bytes of a document. size: None when it is not known."""
-        at_hand = [] if handed is None else [handed]
+    def _checked(self, key: str, given: bytes | None, *, size: int | None, crc: int, said_by: str) -> bytes:
+        """Return the bytes of a document, checked: those that were given, or else (or when they are wrong) read.
+
+        size: None when it is not known. said_by: the document that states size and checksum, for the error.
+        """
+        at_hand = [] if given is None else [given]
         most = MAX_MANIFEST if size is None else min(max(size, 0), MAX_WHOLE_BYTES)
 
         def read() -> bytes:
@@ -102,24 +120,34 @@ class Checkpoint:
             if size in (None, len(data)) and crc32(data) == crc:
                 return data
             what = "checksum" if size is None or size == len(data) else f"size ({len(data)})"
-            raise DamagedError(f"{self.store.uri}: {key} has another {what} than {who} says")
+            raise DamagedError(f"{self.store.uri}: {key} has another {what} than {said_by} says")
 
         return again_if_corrupt(read)
 
 
 def read_latest(store: Store) -> Latest:
-    """`latest` as it stands. Raises NotFoundError when there is no run here."""
+    """Read the body of `latest`. Raises NotFoundError, which says what is there instead, when there is no run."""
     try:
-        return read_document(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)[0]
+        return again_if_corrupt(lambda: get_latest(store))[0]
     except NotFoundError:
-        raise no_run(store) from None
+        raise no_run_error(store) from None
 
 
-def no_run(store: Store) -> NotFoundError:
-    """The error for a missing `latest`, which also says whether checkpoints lie there without it."""
+def get_latest(store: Store) -> tuple[Latest, Got]:
+    """GET `latest` once and parse it; returns body and answer.
+
+    All reads of `latest` come here, but that of a repair, which goes on with a body that cannot be read. Raises
+    NotFoundError, and CorruptError, which no caller may act on before a second reading (again_if_corrupt).
+    """
+    got = store.get(object_keys.LATEST_KEY, MAX_LATEST)
+    return load_latest(got.data, what=f"{store.uri}: {object_keys.LATEST_KEY}"), got
+
+
+def no_run_error(store: Store) -> NotFoundError:
+    """Make the error for a missing `latest`. It also says whether checkpoints lie there without it."""
     names: list[CheckpointName] = []
-    with suppress(StoreError):  # who may not list is told the rest
-        names = directories(store)
+    with suppress(StoreError):  # without the right to list, the error says only that `latest` is missing
+        names = list_directories(store)
     if names:
         return NotFoundError(
             f"{store.uri}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
@@ -129,8 +157,8 @@ def no_run(store: Store) -> NotFoundError:
     return NotFoundError(f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name")
 
 
-def directories(store: Store) -> list[CheckpointName]:
-    """The checkpoints that have a directory, listed by `latest` or not, in the order of their saves."""
+def list_directories(store: Store) -> list[CheckpointName]:
+    """List the checkpoints that have a directory, whether or not `latest` names them, in the order of their saves."""
     return sorted(
         name for text in store.list_names(object_keys.CHECKPOINTS_PREFIX) if (name := CheckpointName.parse(text))
     )
@@ -140,13 +168,13 @@ def _get_live(store: Store, name: str, key: str, max_bytes: int) -> bytes:
     try:
         return store.get(key, max_bytes).data
     except NotFoundError:
-        raise missing(store, name, key) from None
+        raise missing_error(store, name, key) from None
     except CorruptError as error:
         raise DamagedError(str(error)) from None
 
 
-def missing(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
-    """Step 25: what it means that `key` of checkpoint `name` is not there: dropped meanwhile, or damage."""
+def missing_error(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
+    """Make the error for a missing object `key` of checkpoint `name`: it was dropped, or it is damaged. Step 25."""
     if read_latest(store).entry(name) is None:
         return NotFoundError(f"{store.uri}: checkpoint {name} was dropped by retention; open the run again")
     return DamagedError(f"{store.uri}: {key} is missing although latest lists its checkpoint")

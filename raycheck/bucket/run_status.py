@@ -1,8 +1,8 @@
-"""How a run stands, as far as its bucket can prove it: finished, given up by its driver, or going on, perhaps.
+"""Tells whether a run has finished, was given up by its driver, or is going on, as far as its bucket proves it.
 
-An end is a fact in `latest` (step 33), and so is a driver's word that it gave up, in the attempt's record. Nothing says
-that a driver was killed; then there is only the time since the last claim or commit, by the store's clock. Never writes
-(I8).
+`latest` says that a run has finished (step 33), and the attempt's record says that its driver gave up. Nothing says
+that a driver was killed; then there is only the time since the last claim or commit, by the store's clock. This module
+never writes (I8).
 """
 
 from dataclasses import dataclass
@@ -10,26 +10,30 @@ from itertools import pairwise
 from typing import Literal
 
 from raycheck.bucket.attempt_records import AttemptRecord, read_record
-from raycheck.bucket.document_reading import read_document
-from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import MAX_BYTES, Latest, load_latest
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.reading import get_latest
 from raycheck.bucket.store import Store
 
 SILENT_S = 1800.0
 SILENT_GAPS = 3
-"""No commit for longer than both of these, the second in longest gaps between commits so far, is worth saying."""
+"""A run counts as silent when it has not committed for longer than SILENT_S, and for longer than SILENT_GAPS times the
+longest gap between its commits so far."""
 
 State = Literal["finished", "died", "running", "silent", "idle"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """finished: the live attempt came to the end of training. died: its driver gave the run up, is_final: because
-    another start would end alike. running: there was a claim or commit lately. silent: there was none for long: it
-    died, or is between commits. idle: no worker group has claimed it since it was rewound, repaired or copied.
+    """Describes the state of a run.
 
-    at: when that was, or the newest sign of life. now: when it was asked. text: all of it in words."""
+    state: "finished": the live attempt came to the end of training. "died": its driver gave the run up. "running":
+    there was a claim or commit lately. "silent": there was none for long; it died, or is between commits. "idle": no
+    worker group has claimed the run since it was rewound, repaired or copied.
+    is_final: the driver gave up because another start would end in the same way. at: the time of the end, or of the
+    newest sign of life. now: the time of the question. text: all of it in words.
+    """
 
     state: State
     text: str
@@ -39,13 +43,13 @@ class Status:
 
 
 def read_status(store: Store) -> Status:
-    """Of the run in `store`. Raises NotFoundError when there is none."""
-    body, got = read_document(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_BYTES)
+    """Read the state of the run in `store`. Raises NotFoundError when there is none."""
+    body, got = again_if_corrupt(lambda: get_latest(store))
     return status_of(body, read_record(store, body.attempt.number), now=got.at)
 
 
 def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Status:
-    """record: of the live attempt. now: by the store's clock."""
+    """Judge a body of `latest`. record: that of the live attempt. now: the time by the store's clock."""
     attempt = body.attempt
     if body.finished is not None and body.is_finished:
         head = body.entry(body.head or "")
@@ -74,7 +78,7 @@ def _attempt_of(key: str) -> int | None:
 
 
 def ago(seconds: float) -> str:
-    """Whole units are enough for people."""
+    """Say a duration in its largest unit, which is enough for people."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

@@ -1,6 +1,6 @@
-"""Is a checkpoint whole: every object is read and compared, and what is damaged is named down to the sub-block.
+"""Verifies that a checkpoint is whole: reads and compares every object, and names damage down to the sub-block.
 
-Writes nothing (I8), and needs no torch.
+It writes nothing (I8), and needs no torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,11 @@ READ_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One object that was verified. `problem` is empty when size and checksum are right; else `where` names, for a
-    shard, rank and component with the tensors and sub-blocks that are not what they were."""
+    """Describes one object that was verified.
+
+    problem: empty when size and checksum are right. where: for a damaged shard its rank and component, with the tensors
+    and sub-blocks that have changed.
+    """
 
     key: str
     size_bytes: int
@@ -47,7 +50,7 @@ def verify(
     index = cache(partial(read_index, manifest))
     for key, record in manifest.objects():
         try:
-            there, problem = _looked_at(store, key, record.size_bytes, record.crc32 if reads else None)
+            there, problem = _compare(store, key, record.size_bytes, record.crc32 if reads else None)
         except CorruptError as error:  # no file, or one that has shrunk meanwhile
             there, problem = None, str(error)
         where: tuple[str, ...] = ()
@@ -56,9 +59,12 @@ def verify(
         yield Finding(key=key, size_bytes=record.size_bytes, problem=problem, where=where)
 
 
-def _looked_at(store: Store, key: str, size: int, crc: int | None) -> tuple[int | None, str]:
-    """Size of an object, None when it is missing, and what is wrong with it. crc: None when only its size counts. Each
-    answer is asked for again before it counts: it may have been changed on its way."""
+def _compare(store: Store, key: str, size: int, crc: int | None) -> tuple[int | None, str]:
+    """Compare an object with its size and checksum. Returns its size, None when it is missing, and the problem.
+
+    Each wrong answer is asked for again before it counts, since it may have changed on its way. crc: None to compare
+    sizes only.
+    """
     there = next((there for _ in range(READS - 1) if (there := _size(store, key)) == size), None)
     there = _size(store, key) if there is None else there
     if there is None:
@@ -85,7 +91,7 @@ def _size(store: Store, key: str) -> int | None:
 def _where(
     store: Store, index_of: Callable[[], Index], key: str, shard: ShardRecord, size_bytes: int
 ) -> tuple[str, ...]:
-    """Which tensors of that shard are damaged, in the order in which they lie there."""
+    """Name the damaged tensors of a shard, in the order in which they lie there."""
     whose = f"rank {shard.rank}, component {shard.component}"
     try:
         index = index_of()
@@ -101,7 +107,7 @@ def _where(
 
 
 def _chunks(index: Index, shard: ShardRecord) -> list[Chunk]:
-    """Those that lie in the shard, each place once."""
+    """Return the chunks that lie in the shard, each place once."""
     found: dict[int, Chunk] = {}
     for number in range(len(index.tensors)):
         for chunk in index.chunks_of(number):

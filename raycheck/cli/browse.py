@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from raycheck.bucket.attempt_records import ResumeRecord, resumes
+from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
@@ -58,7 +58,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     """Show a run, its attempts, and one checkpoint (the head, or --step)."""
     run = open_run(uri, settings_of(storage))
     checkpoint = run.head if step is None else run.at_step(step)
-    began = resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
+    began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
     attempts = [
         {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
         | {"resume": _fields(began[item.number]) if item.number in began else None}

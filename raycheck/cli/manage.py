@@ -13,17 +13,17 @@ from raycheck.bucket.protocol import exported_directories, pin_and_evict
 from raycheck.bucket.protocol import prune_and_sweep as deletes
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion
 from raycheck.bucket.protocol.repair import repair as repair_run
-from raycheck.bucket.protocol.retention import judge
+from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.rewind import rewind as rewind_run
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 
 To = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
@@ -63,7 +63,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
     without it they stay. The head and pinned checkpoints always stay. A running training goes on.
     """
     register = Register(open_store(uri, settings_of(storage)))
-    body, got = register.look()
+    body, got = register.read_existing()
     rules = Retention(
         keep_last=keep_last,
         keep_every_steps=keep_every_steps,
@@ -71,7 +71,9 @@ def prune(  # noqa: PLR0917  typer makes options of them
         keep_best=_best(body, keep_best),
         rolling_keep_last=rolling_keep_last,
     )
-    kept = {verdict.entry.key: verdict.reason for verdict in judge(body, rules, now=got.at) if verdict.is_kept}
+    kept = {
+        verdict.entry.key: verdict.reason for verdict in decide_retention(body, rules, now=got.at) if verdict.is_kept
+    }
     found = deletes.plan_prune(register, rules, grace_s=grace)
     gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
     _print_deletions(found, gone, kept, dry_run=dry_run, as_json=as_json)
@@ -96,7 +98,7 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
     body = read_latest(open_store(uri, settings))
     is_alike = to is None or kind_of(to) == kind_of(uri)
     place, prefix = open_store(to or uri, settings if is_alike else None), "" if to else object_keys.EXPORTS_PREFIX
-    verdicts = exported_directories.judge_exports(
+    verdicts = exported_directories.decide_exports(
         exported_directories.find_exports(place, prefix), body, keep_last=keep_last
     )
     if not verdicts and not as_json:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from uuid import uuid4
 
-from raycheck.bucket.assembly.assemble import Report
 from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Chunk, Index, Leaf, Object, Tensor, index_of
 from raycheck.bucket.format.index_codec import load_index

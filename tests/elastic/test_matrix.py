@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import raycheck
-from raycheck.bucket.attempt_records import resumes
+from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.support.http_fault_proxy import fault_proxy
@@ -277,7 +277,7 @@ def test_a_node_whose_clock_is_an_hour_off(nodes: Arena, drive: Drive, row: Row,
     ends_well(driver, steps=60)
 
     assert_invariants(open_store(driver.uri))
-    assert 0 <= resumes(open_store(driver.uri), [2])[2].since_commit_s < BOUND_S
+    assert 0 <= read_resumes(open_store(driver.uri), [2])[2].since_commit_s < BOUND_S
 
 
 @pytest.mark.slow

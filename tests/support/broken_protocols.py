@@ -6,6 +6,7 @@ changes, making the mutant fails, and so does its test.
 
 import importlib
 import inspect
+import sys
 import textwrap
 from dataclasses import dataclass
 
@@ -34,13 +35,10 @@ class Mutant:
         names: dict[str, object] = {}
         exec(compile(source.replace(self.old, self.new), f"<{self.lacks}>", "exec"), vars(module), names)
         patch.setattr(holder, name, names[name])
-        for user in ("commit", "rewind", "prune_and_sweep", "pin_and_evict"):
-            other = importlib.import_module(f"raycheck.bucket.protocol.{user}")
-            if not owner and getattr(other, name, None) is function:
-                patch.setattr(other, name, names[name])
-        histories = importlib.import_module("tests.support.history_rules")
-        if getattr(histories, name, None) is function:
-            patch.setattr(histories, name, names[name])
+        if not owner:
+            for user in [it for key, it in sys.modules.items() if key.startswith(("raycheck.", "tests."))]:
+                if vars(user).get(name) is function:
+                    patch.setattr(user, name, names[name])
 
 
 MUTANTS = (
@@ -76,25 +74,25 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a claim does not know its own group again",
-        where="commit:claim",
+        where="claim:claim",
         old="if current.group == group:",
         new="if False:",
     ),
     Mutant(
         lacks="a fenced owner may claim",
-        where="commit:check_owner",
+        where="claim:check_owner",
         old="if body.attempt.owner != me.owner and me.owner in body.owners:",
         new="if False:",
     ),
     Mutant(
         lacks="a group that was replaced may claim",
-        where="commit:claim",
+        where="claim:claim",
         old="if any(known.group == group for known in body.attempts):",
         new="if False:",
     ),
     Mutant(
         lacks="a claim does not look for checkpoints of a lost latest",
-        where="commit:refuse_lost",
+        where="claim:refuse_lost",
         old="if not names or",
         new="if True or",
     ),
@@ -115,7 +113,8 @@ MUTANTS = (
         where="commit:commit",
         old='register.swap(decide, what=f"commit of {manifest.key}")',
         new=(
-            "found = register.read()\n"
+            "from raycheck.errors import StoreError\n"
+            "        found = register.read()\n"
             "        new = decide(found[0], found[1].at) if found else None\n"
             "        try:\n"
             "            if new is not None:\n"
@@ -165,7 +164,7 @@ MUTANTS = (
     Mutant(
         lacks="a rewind fences nobody",
         where="rewind:rewind",
-        old="attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),",
+        old="attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),",
         new="attempts=body.attempts,",
     ),
     Mutant(
@@ -176,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         lacks="a repair leaves the references out",
-        where="repair:_verified",
+        where="repair:_entry",
         old="refs=manifest.refs,",
         new="",
     ),

@@ -19,10 +19,12 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index_codec import dump_index
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
-from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, FencedError, NotFoundError, RaycheckError, SupersededError
@@ -92,7 +94,7 @@ class Coordinator(Process):
 
     def claim(self, group: str) -> tuple[Attempt, Entry | None]:
         before = self.register.read()
-        attempt, entry = protocol.claim(
+        attempt, entry = claims.claim(
             self.register,
             self.me,
             group=group,
@@ -107,7 +109,7 @@ class Coordinator(Process):
 
     def adopt(self, group: str) -> None:
         if group not in self.claims and group not in self.adopted:
-            self.adopted[group] = protocol.take_over(self.register, self.me, group=group).last_save
+            self.adopted[group] = claims.take_over(self.register, self.me, group=group).last_save
 
     def go_back(self, group: str, key: str) -> Entry:
         """A rank has found damage in what the group is to restore."""
@@ -221,8 +223,8 @@ class Save:
             )
         metadata = f"metadata of {self.key}".encode()
         index = _index(self.component)
-        protocol.put_once(store, object_keys.metadata_key(self.key, self.component), metadata)
-        protocol.put_once(store, object_keys.index_key(self.key), index)
+        put_once(store, object_keys.metadata_key(self.key, self.component), metadata)
+        put_once(store, object_keys.index_key(self.key), index)
         own = Component(name=self.component, checkpoint=self.key, metadata=_blob(metadata), shards=tuple(shards))
         assert self.group.attempt is not None
         return Manifest(

@@ -135,6 +135,6 @@ class Ledger:
         self._deleted.setdefault(str(name), set()).add(key)
 
 
-def directories(world: World) -> set[str]:
+def list_directories(world: World) -> set[str]:
     """Every checkpoint's directory that has objects, committed or not."""
     return {str(name) for item in world.inner.list_objects("") if (name := object_keys.checkpoint_of(item.key))}

@@ -18,7 +18,7 @@ from raycheck.errors import ConfigError, ConflictError, NotFoundError
 from raycheck.settings import Retention
 from tests.support.fault_injection import Mode
 from tests.support.history_actors import WORLD_SIZE, Driver, Group, Save, read_one
-from tests.support.history_checks import directories
+from tests.support.history_checks import list_directories
 from tests.support.history_machine import RUNS, Fate, Job, Stage, only, picked
 
 KINDS = (
@@ -208,7 +208,7 @@ class Histories(RuleBasedStateMachine):
             self.lose(back)
 
     def lose(self, back: int) -> None:
-        newest = max(CheckpointName.parse(name) for name in directories(self.stage.world))
+        newest = max(CheckpointName.parse(name) for name in list_directories(self.stage.world))
         older = [data for data in self.ledger.past if load_latest(data, what="past").attempt.number < newest.attempt]
         if back and older:
             self.stage.stop_everybody()
@@ -277,7 +277,7 @@ class Histories(RuleBasedStateMachine):
             self.person("sweep", 0, NO_RULES, GRACE_S, RUNS)
         self.ledger.check()
         body = self.ledger.body
-        left = directories(self.stage.world) - body.held() - {item.key for item in body.evicted}
+        left = list_directories(self.stage.world) - body.held() - {item.key for item in body.evicted}
         assert not left, f"nobody deletes {sorted(left)}"
 
     # --- below: from whom a number picks ---

@@ -13,7 +13,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import MAX_BYTES, Entry, Latest, load_latest
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.reading import Checkpoint, directories, read_latest
+from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.errors import NotFoundError
 from tests.support.fault_injection import World, Write
@@ -43,7 +43,7 @@ def assert_body(body: Latest) -> None:
     assert numbers == sorted(set(numbers)), "attempts are numbered upwards"
     order = [CheckpointName.parse(entry.key) for entry in body.live]
     assert body.proven is None or body.proven <= body.attempt.number
-    assert all(body.knows(name) for name in order), "I4: committed before its claim was answered"
+    assert all(body.has_answered(name) for name in order), "I4: committed before its claim was answered"
     assert [(n.attempt, n.save) for n in order] == sorted((n.attempt, n.save) for n in order), "order of commit"
     assert not {entry.key for entry in body.live} & {item.key for item in body.evicted}, "I4: evicted and live"
     assert body.attempt.owner in body.owners
@@ -263,7 +263,7 @@ def assert_repaired(store: Store, before: Latest, after: Latest) -> None:
     Pins and evictions may be."""
     missing = {entry.key for entry in before.live} - {entry.key for entry in after.live}
     assert not missing, f"repair lost {sorted(missing)}"
-    names = directories(store)
+    names = list_directories(store)
     assert all(name.attempt < after.attempt.number for name in names), "an attempt before a repair goes on"
     assert after.attempt.owner not in before.owners
     assert after.attempt.restore_key == after.head is not None

@@ -17,10 +17,12 @@ from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.index_codec import dump_index
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
+from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit
-from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.exported_directories import ExportRecord
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
@@ -104,7 +106,7 @@ def tiny_index(component: str = "train", world_size: int = 1) -> Index:
 
 
 def _put(store: Store, key: str, data: bytes) -> Blob:
-    commit.put_once(store, key, data)
+    put_once(store, key, data)
     return Blob(size_bytes=len(data), crc32=crc32(data))
 
 
@@ -117,12 +119,12 @@ class Driver:
         self.me = Identity(owner=owner, coordinator=f"{owner}-{coordinator}")
 
     def claim(self, group: str, *, resume: str | int = "auto", world_size: int = 1) -> tuple[Attempt, Entry | None]:
-        return commit.claim(
+        return claims.claim(
             self.register, self.me, group=group, world_size=world_size, resume=resume, run_id="run-of-a-test"
         )
 
     def take_over(self, group: str) -> Attempt:
-        return commit.take_over(self.register, self.me, group=group)
+        return claims.take_over(self.register, self.me, group=group)
 
     def commit(self, manifest: Manifest, *, keep_last: int | None = 10, **rules: Any) -> bool:
         """`dump` is pure, so these are the bytes that write_checkpoint left in the bucket."""

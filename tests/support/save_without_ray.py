@@ -4,14 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache, Section
 from raycheck.bucket.assembly.replica_agreement import agree
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
-from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
@@ -36,7 +38,7 @@ class Uploaded:
 def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> str:
     """Claim the run with the first save of a group, and name the save that may be uploaded now."""
     group = f"group-of-{world_size}"
-    attempt, _ = protocol.claim(Register(store), ME, group=group, world_size=world_size, resume="auto", run_id="run")
+    attempt, _ = claims.claim(Register(store), ME, group=group, world_size=world_size, resume="auto", run_id="run")
     return str(object_keys.CheckpointName(step=step, attempt=attempt.number, save=save))
 
 

@@ -14,7 +14,7 @@ from uuid import UUID
 
 import pytest
 
-from raycheck.bucket.protocol import commit, preflight, prune_and_sweep, repair, rewind, swap
+from raycheck.bucket.protocol import preflight, prune_and_sweep, repair, rewind, swap, write_once
 from raycheck.errors import RaycheckError
 from tests.support.fault_injection import Call, Crashed, Mode, Wire, World
 
@@ -157,7 +157,7 @@ def simulated() -> Iterator[Clock]:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "time", clock)
-        patch.setattr(commit, "time", clock)
+        patch.setattr(write_once, "time", clock)
         for module in (preflight, rewind, repair):
             patch.setattr(module, "uuid4", clock.uuid4)
         patch.setattr(prune_and_sweep, "ThreadPoolExecutor", InOrder)

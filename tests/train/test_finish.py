@@ -17,7 +17,7 @@ from ray._private.state import state as ray_state
 from ray.train import TrainingFailedError
 
 import raycheck
-from raycheck.bucket.attempt_records import resumes
+from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import open_store
@@ -77,7 +77,7 @@ def test_a_run_that_is_submitted_again_after_its_end_does_nothing_and_says_so(jo
     body = assert_invariants(store)
     assert read_status(store).text.startswith("finished at step 12")
     assert body.finished.attempt == 3
-    assert resumes(store, [2])[2].lost_steps == 0
+    assert read_resumes(store, [2])[2].lost_steps == 0
 
 
 def train_badly(config: dict[str, Any]) -> None:

@@ -4,67 +4,19 @@ Every byte written here is a pure function of the reports sorted by rank, and of
 did not upload: no clock, no chance, no host. A coordinator that died half-way and its successor write the same.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from raycheck.bucket.assembly.plan_cache import PlanCache, Section
+from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
-from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.commit import put_once
-from raycheck.bucket.protocol.verified_copy import copy_object
+from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord
+from raycheck.bucket.protocol.write_once import copy_object, put_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.errors import CorruptError, SaveFailedError
-from raycheck.settings import ExportSettings, Retention
-
-SAVE_ALIKE = "every rank must call end_step and save equally often"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What one rank hands in when its shards are durable, or why they are not (`failure`).
-
-    section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
-    exports: how it is to be exported, None: not at all. node: where the rank runs.
-    partial, trained_s, began_at, is_rolling, settings: see Manifest.
-    """
-
-    group: str
-    rank: int
-    world_size: int
-    attempt: int
-    save: int
-    progress: Progress
-    failure: str = ""
-    shards: tuple[ShardRecord, ...] = ()
-    kept: Mapping[str, str] = field(default_factory=dict)
-    section: Section | None = None
-    restored_from: str | None = None
-    partial: tuple[str, ...] = ()
-    trained_s: float = 0.0
-    began_at: float | None = None
-    is_rolling: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-    blocked_s: float = 0.0
-    staged_s: float = 0.0
-    upload_s: float = 0.0
-    retention: Retention = field(default_factory=Retention)
-    settings: tuple[str, ...] = ()
-    exports: ExportSettings | None = None
-    node: str = ""
-
-    @property
-    def checkpoint(self) -> str:
-        """The name of the checkpoint that this save will be."""
-        return str(object_keys.CheckpointName(step=self.progress.step, attempt=self.attempt, save=self.save))
-
-    @property
-    def written(self) -> tuple[ShardRecord, ...]:
-        """The shards that were uploaded."""
-        return tuple(shard for shard in self.shards if shard.component not in self.kept)
 
 
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> tuple[Manifest, bool]:
@@ -92,7 +44,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
             )
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
-    whole = plans.whole(sections, sorted({shard.component for report in reports for shard in report.shards}))
+    whole = plans.merge(sections, sorted({shard.component for report in reports for shard in report.shards}))
     holes = whole.holes
     if holes:
         raise SaveFailedError(
@@ -100,7 +52,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
             f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
         )
     components = [_component(store, reports, part, blob, plans) for part, blob in whole.metadata.items()]
-    index = whole.index(sections)
+    index = whole.index_bytes(sections)
     _put(store, object_keys.index_key(name), index)
     manifest = Manifest(
         key=name,

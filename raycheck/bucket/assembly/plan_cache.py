@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from threading import Lock
 
 from raycheck.bucket.assembly.dcp_metadata import dcp_metadata
-from raycheck.bucket.assembly.plan_merge import Merged, merge_plans, uncovered
-from raycheck.bucket.format.bounded_inflate import MAX_DECODED_BYTES
+from raycheck.bucket.assembly.plan_merge import MergedPlan, merge_plans, uncovered
 from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.decompression import MAX_DECODED_BYTES
 from raycheck.bucket.format.index import Index, Plan
 from raycheck.bucket.format.index_codec import IndexParts, join_parts, parts_of
 from raycheck.bucket.format.manifest import Blob, Component
@@ -51,16 +51,16 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MergedPlan:
+class CachedPlan:
     """What all ranks' plans became together. metadata: `.metadata` by component, with size and checksum. holes: names
     of tensors that are not covered exactly once."""
 
     plan: bytes
-    merged: Merged
+    merged: MergedPlan
     holes: tuple[str, ...]
     metadata: Mapping[str, tuple[bytes, Blob]]
 
-    def index(self, sections: Sequence[Section]) -> bytes:
+    def index_bytes(self, sections: Sequence[Section]) -> bytes:
         """The bytes of the index. Raises CorruptError when a rank gives more or fewer checksums than its plan says, and
         ConfigError for values that no reader would take."""
         decoded = sum(section.decoded_bytes for section in sections)
@@ -90,9 +90,9 @@ class PlanCache:
         self._lock = Lock()  # reports come in while a save is concluded in a thread
         self._named: dict[bytes, bytes] = {}  # since the last save was concluded
         self._known: dict[bytes, bytes] = {}
-        self._whole: tuple[object, MergedPlan] | None = None
+        self._whole: tuple[object, CachedPlan] | None = None
 
-    def knows(self, section: Section) -> bool:
+    def remember(self, section: Section) -> bool:
         """Whether its plan is here, or comes with it."""
         with self._lock:
             plan = section.plan or self._plan(section.plan_hash)
@@ -103,7 +103,7 @@ class PlanCache:
     def _plan(self, digest: bytes) -> bytes:
         return self._named.get(digest) or self._known.get(digest, b"")
 
-    def whole(self, sections: Sequence[Section], components: Sequence[str]) -> MergedPlan:
+    def merge(self, sections: Sequence[Section], components: Sequence[str]) -> CachedPlan:
         """sections: of all ranks, in order, each known. Raises ConfigError when ranks disagree on a tensor."""
         form = (tuple(section.plan_hash for section in sections), tuple(components))
         before = self._whole
@@ -117,14 +117,14 @@ class PlanCache:
         return before[1]
 
 
-def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> MergedPlan:
+def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> CachedPlan:
     known = Known()
     plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
     merged = merge_plans(plans)
     if len(components) > 1:
         _refuse_split(merged.plan)
     metadata = {component: dcp_metadata(merged.plan, component) for component in components}
-    return MergedPlan(
+    return CachedPlan(
         plan=dump_plan(merged.plan),
         merged=merged,
         holes=tuple(uncovered(merged.plan)),

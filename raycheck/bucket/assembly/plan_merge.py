@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise, repeat
 
 from raycheck.bucket.format.checksum import SUB_BLOCK
-from raycheck.bucket.format.columns import spread
 from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Rows, Tensor
+from raycheck.bucket.format.plan_codec import spread
 from raycheck.errors import ConfigError
 
 Box = tuple[tuple[int, int], ...]
@@ -22,7 +22,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Merged:
+class MergedPlan:
     """num_crcs: checksums of each rank. cuts: what is kept of them, as slices. has_copies: ranks wrote the same box."""
 
     plan: Plan
@@ -31,7 +31,7 @@ class Merged:
     has_copies: bool
 
 
-def merge_plans(plans: Sequence[Plan]) -> Merged:
+def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
     """The whole plan from each rank's, in order of rank; of a box that several ranks wrote, the first one's.
     Raises ConfigError that names a tensor which two ranks describe differently."""
     tensors, numbers = _numbered(plans)
@@ -60,7 +60,7 @@ def merge_plans(plans: Sequence[Plan]) -> Merged:
         starts=array("q", starts),
         **{item.name: getattr(rows, item.name) for item in fields(rows)},
     )
-    return Merged(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
+    return MergedPlan(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
 
 
 def _each(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) -> Rows:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycheck.bucket.format.bounded_inflate import Allowance, deflate
-from raycheck.bucket.format.columns import little_endian
+from raycheck.bucket.format.decompression import DecompressionBudget, deflate
 from raycheck.bucket.format.document import FORMAT_VERSION, check_format_version
 from raycheck.bucket.format.index import Column, Index, Plan
-from raycheck.bucket.format.plan_codec import CRC_BYTES, MALFORMED, cut, dump_plan, load_plan
+from raycheck.bucket.format.plan_codec import CRC_BYTES, MALFORMED, cut, dump_plan, little_endian, load_plan
 from raycheck.errors import CorruptError
 
 MAGIC = b"RCIX"
@@ -109,7 +108,7 @@ def _split(data: bytes, what: str) -> IndexParts:
 
 def _load_values(streams: Sequence[bytes], what: str) -> list[dict[str, Any]]:
     trees = []
-    allowance = Allowance(sum(map(len, streams)), what=what)
+    allowance = DecompressionBudget(sum(map(len, streams)), what=what)
     for stream in streams:
         tree = allowance.parse(allowance.inflate(stream))
         if not isinstance(tree, dict):

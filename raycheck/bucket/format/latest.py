@@ -138,7 +138,7 @@ class Latest(Document):
         """This body with `changed` for the live entry of its key."""
         return replace(self, live=tuple(changed if entry.key == changed.key else entry for entry in self.live))
 
-    def knows(self, name: CheckpointName) -> bool:
+    def has_answered(self, name: CheckpointName) -> bool:
         """Whether a directory of that name may be there. A body that lists checkpoints and nothing proven was written
         before there was `proven`."""
         proven = self.attempt.number if self.proven is None and self.live else self.proven
@@ -170,7 +170,7 @@ def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[
     return {name: metrics[name] for name in names[:MAX_METRICS_LISTED]}
 
 
-def fitted(body: Latest, *, needed: str | None) -> Latest:
+def shrink_metrics(body: Latest, *, needed: str | None) -> Latest:
     """`body`, when it grows full with fewer metrics in its oldest entries; their manifests hold them all.
 
     Raises ConfigError that says how to make room when that is not enough.

@@ -10,13 +10,12 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import add, le
+from itertools import accumulate, chain, repeat
+from operator import add, le, sub
 from typing import Any
 
-from raycheck.bucket.format.bounded_inflate import MAX_DECODED_BYTES, Allowance, deflate
 from raycheck.bucket.format.checksum import SUB_BLOCK
-from raycheck.bucket.format.columns import packed, spread, unpacked
+from raycheck.bucket.format.decompression import MAX_DECODED_BYTES, DecompressionBudget, deflate
 from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Tensor
 from raycheck.errors import ConfigError, CorruptError
 
@@ -27,6 +26,8 @@ TENSORS_PER_CHECKSUM = 16
 """A tensor with elements has a checksum in the index for each of its chunks, but for names that share their bytes. So
 there are not many more tensors and chunks than checksums, which nothing makes smaller."""
 CRC_BYTES = 4
+MAX_ITEM = (1 << 63) - 1
+_CODE_OF_WIDTH = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
 def dump_plan(plan: Plan) -> bytes:
@@ -114,7 +115,9 @@ def load_plan(data: bytes, *, what: str, known: Known | None = None, num_crcs: i
     """
     came = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
     try:
-        return _load_plan(data, what, known or Known(), Allowance(came, what=what, room=PLAN_ROOM_BYTES), num_crcs)
+        return _load_plan(
+            data, what, known or Known(), DecompressionBudget(came, what=what, room=PLAN_ROOM_BYTES), num_crcs
+        )
     except CorruptError:
         raise
     except MALFORMED as error:
@@ -128,7 +131,7 @@ def cut(data: bytes, at: int, size: int, what: str) -> bytes:
     return part
 
 
-def _load_plan(data: bytes, what: str, known: Known, allowance: Allowance, num_crcs: int | None) -> Plan:
+def _load_plan(data: bytes, what: str, known: Known, allowance: DecompressionBudget, num_crcs: int | None) -> Plan:
     raw = allowance.inflate(data)
     (length,) = struct.unpack_from("<Q", raw)
     header = allowance.parse(cut(raw, 8, length, what))
@@ -205,7 +208,9 @@ def _path(value: object) -> tuple[str | int, ...]:
     return tuple(value)
 
 
-def _tensors(lines: bytes, number: object, known: Known, allowance: Allowance, what: str) -> tuple[Tensor, ...]:
+def _tensors(
+    lines: bytes, number: object, known: Known, allowance: DecompressionBudget, what: str
+) -> tuple[Tensor, ...]:
     """One JSON line each. A line that was seen before is not parsed again."""
     if lines in known.lines:
         return known.lines[lines]
@@ -270,3 +275,33 @@ def _refuse_outside(plan: Plan, dim: int, wholes: Sequence[int]) -> None:
     for tensor, whole, (first, end) in zip(plan.tensors, wholes, plan.rows(), strict=True):
         if any(map(whole.__lt__, map(add, plan.offsets[dim][first:end], plan.sizes[dim][first:end]))):
             raise CorruptError(f"a chunk of {tensor.name} lies outside its shape {tensor.shape}")
+
+
+def packed(column: "array[int]", *, as_steps: bool, top: int = MAX_ITEM) -> tuple[int, bytes]:
+    """Width in bytes of one number, and all of them, signed and little-endian. as_steps: each as the difference to the
+    one before it, the first one to 0. top: no number is larger. Raises OverflowError for what 64 bits do not hold."""
+    low, high = 0, top
+    if as_steps:
+        column = array("q", map(sub, column, chain((0,), column)))
+        low, high = min(column, default=0), max(column, default=0)
+    width = next(width for width in _CODE_OF_WIDTH if -(1 << 8 * width - 1) <= low and high < 1 << 8 * width - 1)
+    return width, little_endian(array(_CODE_OF_WIDTH[width], column)).tobytes()
+
+
+def unpacked(data: bytes, width: int, *, as_steps: bool) -> "array[int]":
+    """The column behind `packed`. Raises ValueError, KeyError or OverflowError for what is none."""
+    numbers = array(_CODE_OF_WIDTH[width])
+    numbers.frombytes(data)
+    return array("q", accumulate(little_endian(numbers)) if as_steps else little_endian(numbers))
+
+
+def little_endian(column: "array[int]") -> "array[int]":
+    """To or from little-endian: the very column, unless this machine is a big-endian one."""
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+def spread(values: Iterable[int], counts: Iterable[int]) -> Iterator[int]:
+    """Each value as often as its count says."""
+    return chain.from_iterable(map(repeat, values, counts))

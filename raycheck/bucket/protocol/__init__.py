@@ -1,4 +1,17 @@
-"""What may become of `latest` and of a run's objects: claim, commit, retention, deletes, repair.
+"""Implements the protocol of FORMAT.md: all that writes `latest`, commits a checkpoint, or deletes. In its order:
 
-The step numbers are those of FORMAT.md.
+- swap.py: the compare-and-swap of `latest`, steps 1 to 5. The only writer of `latest`, but for repair.py.
+- preflight.py: the proof on a scratch object that the store honours conditional writes, step 6.
+- claim.py: a group becomes the live attempt and fences the older ones, steps 8 to 12 and 28.
+- write_once.py: objects that never change: put-if-absent, and copies verified on the way, step 16.
+- commit.py: THE commit point, step 17; the manifest before it, step 16; the end of the run, step 33.
+- retention.py: which checkpoints stay, a pure decision, step 19.
+- pin_and_evict.py: pin, unpin, evict and forget, steps 19, 21 and 29.
+- prune_and_sweep.py: the only deletes of checkpoints, steps 19 to 23.
+- damage.py: going back from a damaged checkpoint, step 26.
+- fork.py, rewind.py, repair.py: a new run from another's head, step 30; going back by hand, step 31; rebuilding a lost
+  `latest`, step 32.
+- exported_directories.py: which exported directories are the run's own, and their deletion, step 34.
+
+Other modules take steps 7, 13 to 15 and 18 (train/coordinator/), 16 (assembly/), 24, 25 and 27 (reading.py, train/).
 """

@@ -1,9 +1,9 @@
-"""What becomes of a checkpoint that proved to be damaged when the group restored it: step 26.
+"""Goes back from a checkpoint that proved to be damaged when the group restored it. Step 26.
 
 One swap marks it, moves head to the newest checkpoint that training came through on its way there, and has the attempt
-restore that one. What the run went back behind, or rewound past, is not taken, as far as `latest` still lists the
-attempts that tell: that would undo somebody's decision.
-Only proof counts: a checksum, a size, or an object that is missing although `latest` lists its checkpoint.
+restore that one. A checkpoint that the run went back behind, or rewound past, is not taken, as far as `latest` still
+lists the attempts that tell: taking it would undo somebody's decision. Only proof counts as damage: a checksum, a size,
+or an object that is missing although `latest` lists its checkpoint.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.commit import Identity, check_current
+from raycheck.bucket.protocol.claim import Identity, check_current
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import DamagedError, SupersededError
 
@@ -19,10 +19,11 @@ MAX_PROBLEM = 300
 
 
 def go_back(register: Register, me: Identity, *, group: str, key: str, problem: str) -> Entry:
-    """Mark `key`, which `group` was to restore, and return what it restores instead. May be repeated.
+    """Mark `key`, which `group` tried to restore, as damaged, and return what the group restores instead.
 
-    The marked one is pinned, so that it is kept for inspection. Raises DamagedError when there is nothing to go back
-    to, and then changes nothing; FencedError or SupersededError when the attempt is over or saves already.
+    May be repeated. The marked checkpoint is pinned, so that it is kept for inspection. problem: what was found. Raises
+    DamagedError when there is nothing to go back to, and then changes nothing; FencedError or SupersededError when the
+    attempt is over or saves already.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:
@@ -53,9 +54,9 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
 
 
 def ancestors(body: Latest, key: str) -> Iterator[Entry]:
-    """The live checkpoints, not marked, that training came through on its way to `key`: the newest first.
+    """Yield the unmarked live checkpoints that training came through on its way to `key`, the newest first.
 
-    Before the attempts that `latest` still lists, all earlier ones count.
+    Before the attempts that `latest` still lists, all earlier checkpoints count.
     """
     source_of = {attempt.number: attempt.restore_key for attempt in body.attempts}
     entries = {name: entry for entry in body.live if (name := CheckpointName.parse(entry.key))}

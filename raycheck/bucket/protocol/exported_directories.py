@@ -1,8 +1,8 @@
-"""Exported directories: what proves that one is this run's own, and which of them may be deleted on request.
+"""Finds the exported directories that are this run's own, and deletes old ones on request. Step 34.
 
-A directory is ours only by the record in it, `raycheck.json`, which is written before the index, without which no
-reader starts: it names the run, the checkpoint, and every file with its size. A delete marks the record, by a condition
-on its version, then removes the index, the other files of the record, and the record last. So a reader never finds half
+Only its record, `raycheck.json`, proves that a directory is this run's. It names run, checkpoint, and every file with
+its size, and is written before the index, without which no reader starts. A delete marks the record, on condition
+of its version, then removes the index, the other files of the record, and the record last. So a reader never finds half
 a model, a crash anywhere leaves a record by which the next prune goes on, and until then nobody exports to that place.
 Nothing that a record does not list is ever deleted.
 """
@@ -23,9 +23,12 @@ MAX_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRecord(Document):
-    """What an exported directory is. files: the size in bytes of every other file, `last` among them, which was written
-    last. by_training: a training wrote it by its ExportSettings, and nobody gave it a name by hand. is_pruned: it is
-    being deleted."""
+    """Describes an exported directory: its `raycheck.json`.
+
+    files: the size in bytes of every other file. last: the one of them that was written last, the index. by_training: a
+    training wrote the directory by its ExportSettings; False when somebody exported it by hand. is_pruned: it is being
+    deleted.
+    """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"is_pruned"})
 
@@ -46,7 +49,7 @@ class ExportRecord(Document):
 
     @property
     def name(self) -> CheckpointName:
-        """The checkpoint's, which has an order."""
+        """Returns the checkpoint's name, by which exports are ordered."""
         name = CheckpointName.parse(self.checkpoint)
         assert name is not None, "checked at construction"
         return name
@@ -54,8 +57,11 @@ class ExportRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedDirectory:
-    """A directory as it was found. place: its prefix in the store. sizes: of all that lies in it, by file name. record:
-    None where there is none that can be read."""
+    """Describes a directory as it was found.
+
+    place: its prefix in the store. sizes: the bytes of each file in it, by name. record: None when there is none, or
+    none that can be read. version: that of the record's object.
+    """
 
     place: str
     sizes: Mapping[str, int]
@@ -64,13 +70,13 @@ class ExportedDirectory:
 
     @property
     def size_bytes(self) -> int:
-        """What a delete would free."""
+        """Returns the bytes that a delete would free."""
         return sum(self.sizes.get(name, 0) for name in (self.record.files if self.record else ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportVerdict:
-    """What becomes of a directory, and why."""
+class ExportDecision:
+    """Says whether an exported directory stays, and why."""
 
     directory: ExportedDirectory
     is_kept: bool
@@ -78,7 +84,7 @@ class ExportVerdict:
 
 
 def find_exports(store: Store, prefix: str) -> tuple[ExportedDirectory, ...]:
-    """Whatever below `prefix` has the index or the record of an export, in order of the places."""
+    """Find the directories below `prefix` that have the index or the record of an export, in order of their places."""
     by_place: dict[str, dict[str, int]] = {}
     for item in store.list_objects(prefix):
         place, slash, file = item.key.rpartition("/")
@@ -91,11 +97,14 @@ def find_exports(store: Store, prefix: str) -> tuple[ExportedDirectory, ...]:
     return tuple(found)
 
 
-def judge_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last: int) -> tuple[ExportVerdict, ...]:
-    """One verdict per directory. Those of the newest so many checkpoints of the run stay, and all that is not proven to
-    be one of its own, whole and unchanged."""
+def decide_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last: int) -> tuple[ExportDecision, ...]:
+    """Decide on each directory.
+
+    The exports of the newest `keep_last` checkpoints stay, those of pinned checkpoints, and every directory that is not
+    proven to be this run's own, whole and unchanged. body: the run's `latest`.
+    """
     doubts = [_doubt(directory, body) for directory in found]
-    mine = {  # what an earlier prune has begun to delete is none of those that stay
+    mine = {  # without those that an earlier prune has begun to delete
         one.record.name
         for one, doubt in zip(found, doubts, strict=True)
         if one.record and doubt is None and not one.record.is_pruned
@@ -103,20 +112,25 @@ def judge_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last
     newest = set(sorted(mine)[-keep_last:])
     pinned = {entry.key for entry in body.live if entry.pinned}
     return tuple(
-        _verdict(directory, doubt, newest, pinned, keep_last) for directory, doubt in zip(found, doubts, strict=True)
+        _decision(directory, doubt, newest, pinned, keep_last) for directory, doubt in zip(found, doubts, strict=True)
     )
 
 
 def prune_exports(store: Store, prefix: str, body: Latest, *, keep_last: int) -> tuple[str, ...]:
-    """Delete what `judge_exports` lets go; returns the places. body: `latest` of the run, read before."""
-    verdicts = judge_exports(find_exports(store, prefix), body, keep_last=keep_last)
-    going = [verdict.directory for verdict in verdicts if not verdict.is_kept]
+    """Delete the directories that `decide_exports` does not keep. Returns their places.
+
+    body: the run's `latest`, read before.
+    """
+    decisions = decide_exports(find_exports(store, prefix), body, keep_last=keep_last)
+    going = [item.directory for item in decisions if not item.is_kept]
     return tuple(directory.place for directory in going if _delete(store, directory))
 
 
 def check_not_being_pruned(store: Store, place: str) -> None:
-    """Raise ConfigError where a delete has begun and not ended: it would take a new export's files along. Raises
-    NewerFormatError where only a newer raycheck knows whether one has."""
+    """Raise ConfigError when a delete of this place has begun and not ended: it would delete a new export's files, too.
+
+    Raises NewerFormatError when only a newer raycheck can read the record.
+    """
     try:
         record, _ = read_document(store, export_key(place, EXPORT_RECORD), load_export_record, max_bytes=MAX_BYTES)
     except NewerFormatError:
@@ -129,23 +143,23 @@ def check_not_being_pruned(store: Store, place: str) -> None:
         )
 
 
-def _verdict(
+def _decision(
     directory: ExportedDirectory, doubt: str | None, newest: set[CheckpointName], pinned: set[str], keep_last: int
-) -> ExportVerdict:
+) -> ExportDecision:
     record = directory.record
     if record is None or doubt is not None:
-        return ExportVerdict(directory=directory, is_kept=True, reason=doubt or "not proven to be raycheck's")
+        return ExportDecision(directory=directory, is_kept=True, reason=doubt or "not proven to be raycheck's")
     if record.is_pruned:
-        return ExportVerdict(directory=directory, is_kept=False, reason="an earlier prune did not end")
+        return ExportDecision(directory=directory, is_kept=False, reason="an earlier prune did not end")
     if record.checkpoint in pinned:
-        return ExportVerdict(directory=directory, is_kept=True, reason="its checkpoint is pinned")
+        return ExportDecision(directory=directory, is_kept=True, reason="its checkpoint is pinned")
     if record.name in newest:
-        return ExportVerdict(directory=directory, is_kept=True, reason=f"among the newest {keep_last}")
-    return ExportVerdict(directory=directory, is_kept=False, reason=f"not among the newest {keep_last}")
+        return ExportDecision(directory=directory, is_kept=True, reason=f"among the newest {keep_last}")
+    return ExportDecision(directory=directory, is_kept=False, reason=f"not among the newest {keep_last}")
 
 
 def _doubt(directory: ExportedDirectory, body: Latest) -> str | None:
-    """Why a directory is not to be touched, None for one that is this run's, written by a training, and whole."""
+    """Say why a directory must not be touched. Returns None for one that is this run's, by a training, and whole."""
     record, sizes = directory.record, directory.sizes
     if record is None:
         return "it has no record of raycheck's" if EXPORT_RECORD not in sizes else "its record cannot be read"
@@ -163,9 +177,9 @@ def _doubt(directory: ExportedDirectory, body: Latest) -> str | None:
 
 
 def _delete(store: Store, directory: ExportedDirectory) -> bool:
-    """Whether it is gone; not when somebody else has changed its record meanwhile."""
+    """Delete a directory. Returns False when somebody else has changed its record meanwhile."""
     record, key = directory.record, export_key(directory.place, EXPORT_RECORD)
-    assert record is not None, "what has no record is kept"
+    assert record is not None, "a directory without a record is kept"
     if not record.is_pruned:
         try:
             store.put_if_match(key, dump(replace(record, is_pruned=True)), directory.version)
@@ -197,5 +211,5 @@ def load_export_record(data: bytes, *, what: str) -> ExportRecord:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether it names a file in the record's own directory and nowhere else."""
+    """Return whether this names a file in the record's own directory and nowhere else."""
     return name.isprintable() and name not in ("", ".", "..") and not {"/", "\\"} & set(name)

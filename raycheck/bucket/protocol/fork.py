@@ -1,4 +1,4 @@
-"""Begin a run from another run's checkpoint: step 30. Bytes are copied, so that no run ever refers to another.
+"""Begins a run from another run's checkpoint. Step 30. Bytes are copied, so that no run ever refers to another.
 
 The copy gets a name of attempt 0, which no live attempt can have. `latest` is created last; a crash before that leaves
 a run that does not exist yet, and the next try takes the next save number.
@@ -12,26 +12,27 @@ from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.swap import Register, lost
-from raycheck.bucket.protocol.verified_copy import copy_object
-from raycheck.bucket.reading import Checkpoint, directories, read_latest
+from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.protocol.write_once import copy_object
+from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError
 
 
 def fork(source: Store, target: Store, *, run_id: str) -> None:
-    """Copy the head of the run at `source` into a new run at `target`. Does nothing when that run exists already, so
-    that the same script may be submitted again.
+    """Copy the head of the run at `source` into a new run at `target`.
 
-    Raises NotFoundError when the source has no checkpoint, CorruptError when its bytes are not what they should be.
+    Does nothing when that run exists already, so that a script may be submitted twice. run_id: the new run's. Raises
+    NotFoundError when the source has no checkpoint, CorruptError when its bytes differ from their checksums, and
+    ConfigError when the new run has begun without a checkpoint.
     """
     register = Register(target)
 
     def look() -> tuple[Latest | None, list[CheckpointName]]:
         there = register.read()
-        ours = directories(target)
+        ours = list_directories(target)
         if there is None and ours and ours[-1].attempt > 0:
-            raise lost(target.uri, f"is gone, but there is {ours[-1]}")
+            raise lost_error(target.uri, f"is gone, but there is {ours[-1]}")
         return (there[0] if there else None), ours
 
     there, ours = again_if_corrupt(look)
@@ -61,12 +62,12 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
             damaged=None,
             rolling=False,
         )
-        return _born(copied, manifest, run_id=run_id, now=now)
+        return _first_body(copied, manifest, run_id=run_id, now=now)
 
     register.swap(create, what=f"fork of {source.uri}")
 
 
-def _born(entry: Entry, manifest: Manifest, *, run_id: str, now: float) -> Latest:
+def _first_body(entry: Entry, manifest: Manifest, *, run_id: str, now: float) -> Latest:
     owner = f"fork-{run_id[:11]}"
     attempt = Attempt(
         number=0,
@@ -95,7 +96,7 @@ def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manife
         trained_s=0.0,
         began_at=None,
         rolling=False,
-        components=tuple(replace(part, checkpoint=str(name)) for part in old.components),
+        components=tuple(replace(component, checkpoint=str(name)) for component in old.components),
     )
     for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):
         copy_object(checkpoint.store, old_key, record, target, new_key)

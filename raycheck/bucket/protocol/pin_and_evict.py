@@ -1,20 +1,24 @@
-"""Changes to the list of checkpoints that no attempt makes: pin, unpin, evict, forget. Step 29.
+"""Pins, unpins, evicts and forgets checkpoints, without an attempt. Step 29.
 
-Each is a swap that keeps owner, attempt, coordinator, head and last save as it finds them, so a running coordinator
-goes on undisturbed: its next commit is computed afresh from the changed body. Anybody may make them at any time.
+Each change is a swap that keeps owner, attempt, coordinator, head and last save as it finds them, so a running
+coordinator goes on undisturbed: its next commit is computed afresh from the changed body. Anybody may make these
+changes at any time.
 """
 
 from dataclasses import replace
 
 from raycheck.bucket.format.latest import Evicted, Latest
-from raycheck.bucket.protocol.retention import dropped
+from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import NotFoundError
 from raycheck.settings import Retention
 
 
 def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
-    """Keep the live checkpoint `key` whatever retention and expiry say, or no longer. Raises NotFoundError."""
+    """Keep the live checkpoint `key` whatever retention and expiry say. pinned=False ends that.
+
+    Raises NotFoundError when it is not live.
+    """
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
@@ -29,18 +33,20 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
 
 
 def evict(register: Register, rules: Retention) -> Latest:
-    """Step 19, outside of a commit: move what no rule keeps to `evicted`, for ever."""
+    """Move the checkpoints that no rule keeps to `evicted`, for ever. Step 19, outside of a commit."""
 
     def change(body: Latest, now: float) -> Latest | None:
-        new = without(body, dropped(body, rules, now=now), now=now)
+        new = with_evicted(body, dropped_keys(body, rules, now=now), now=now)
         return None if new == body else new
 
     return register.edit(change, what="eviction")
 
 
-def without(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
-    """`body` with the live entries `keys` evicted. What only they referred to is evicted anew: a reader of theirs has
-    the whole grace for it."""
+def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
+    """Return `body` with the live entries `keys` evicted.
+
+    Evicted checkpoints that only they referred to are evicted anew, so that a reader of `keys` has the whole grace.
+    """
     new = replace(body, live=tuple(entry for entry in body.live if entry.key not in keys))
     released = body.held() - new.held()
     left = tuple(item for item in body.evicted if item.key not in released)
@@ -49,8 +55,10 @@ def without(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
 
 
 def forget(register: Register, keys: frozenset[str]) -> Latest:
-    """Step 21: take names off `evicted` whose objects are all deleted. They cannot come back: a save number is
-    committed once per attempt, and an older attempt commits nothing."""
+    """Take names whose objects are all deleted off `evicted`. Step 21.
+
+    They cannot come back: a save number is committed once per attempt, and an older attempt commits nothing.
+    """
 
     def change(body: Latest, now: float) -> Latest | None:
         del now

@@ -1,6 +1,7 @@
-"""Questions to a store on scratch objects, before anything depends on the answers.
+"""Tests a store on scratch objects before anything depends on it.
 
-Does it honour conditional writes? Asked once per coordinator. May this node do all that a run needs? Asked on each.
+Each coordinator tests once that the store honours conditional writes. Each node tests that it has all rights that a run
+needs.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ _CREATES_OVER = "creates over an existing object"
 
 
 def probe(store: Store) -> None:
-    """Step 6: prove on a scratch object that conditional writes are conditional. It cannot prove atomicity.
+    """Prove on a scratch object that conditional writes are conditional. Step 6. This cannot prove atomicity.
 
     Raises ConfigError when a stale swap or a second create is accepted, or the right swap is refused.
     """
@@ -32,7 +33,7 @@ def probe(store: Store) -> None:
                 f"{store.uri}: the store refuses the right If-Match; raycheck cannot commit here"
             ) from None
         _must_refuse(store, lambda: store.put_if_match(key, b"four", first.version), "swaps a stale version")
-        if all(store.get(key).data != b"three" for _ in range(READS)):  # it may have been changed on its way
+        if all(store.get(key).data != b"three" for _ in range(READS)):  # an answer may have changed on its way
             raise ConfigError(f"{store.uri}: the store refused a conditional write and applied it all the same")
     finally:
         store.delete(key)
@@ -50,7 +51,7 @@ def _must_refuse(store: Store, write: Callable[[], None], what: str) -> None:
 
 
 def probe_node(store: Store, *, node: str) -> None:
-    """Prove on a scratch object that `node` may do all that a run needs, before anything depends on it.
+    """Prove on a scratch object that `node` may do all that a run needs.
 
     Raises ConfigError that names node, verb and missing permission, or what is wrong with the settings there, and
     StoreError when the network or the store failed.
@@ -79,5 +80,5 @@ def _on_node(node: str, verb: str, call: Callable[[], object]) -> None:
         kind = ConfigError if error.is_denied else StoreError
         raise kind(f"node {node}: {verb}: {error}") from error
     except RaycheckError as error:
-        # A right that is missing can look like this, too: an object just written that is not found.
+        # A missing right can look like this, too: an object that was just written is not found.
         raise ConfigError(f"node {node}: {verb}: {error}") from error

@@ -1,11 +1,12 @@
-"""Deletes: the only module that removes anything of a checkpoint.
+"""Deletes checkpoints: the only module that removes an object of one. Steps 19 to 23.
 
 A delete cannot be fenced, so only what is dead for ever is deleted (I6), and then it does not matter who deletes it,
-how late, or how often. Two things are dead for ever: an evicted checkpoint, less what a live entry holds (a commit may
-refer only to what an entry of the body it replaces holds, so what nobody holds is never held again); and what an
-attempt lower than that of `latest` wrote and `latest` does not name (an older attempt cannot commit, I4).
+how late, or how often. Two kinds of objects are dead for ever. First, an evicted checkpoint, without the directories
+that a live entry holds: a commit may refer only to what an entry of the body it replaces holds, so what nobody holds is
+never held again. Second, what an attempt lower than that of `latest` wrote and `latest` does not name: an older attempt
+cannot commit (I4).
 
-Nothing outside `checkpoints/` and nothing whose name is not exactly a checkpoint's is ever touched.
+Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
 """
 
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
-from raycheck.bucket.protocol.retention import judge
-from raycheck.bucket.protocol.swap import Register, lost
-from raycheck.bucket.reading import directories, read_latest
+from raycheck.bucket.protocol.retention import decide_retention
+from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.reading import list_directories, read_latest
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
 from raycheck.errors import CorruptError, StoreError
@@ -33,7 +34,10 @@ NO_RULES = Retention()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deletion:
-    """What a prune or sweep would delete, and why. wait_s: until readers' grace is over, by the bucket's clock."""
+    """Describes what a prune or sweep deletes of one checkpoint or upload, and why.
+
+    name: the checkpoint's name, or the upload's key. wait_s: seconds until readers' grace ends, by the bucket's clock.
+    """
 
     name: str
     num_objects: int
@@ -49,21 +53,22 @@ def prune(
     grace_s: float = GRACE_S,
     spare: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
-    """Steps 19 to 21: evict what `rules` do not keep or what has expired, and delete evicted checkpoints after the
-    grace for readers, except those of `spare`, which the caller is still reading itself.
+    """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
 
-    Returns the names that are gone. A crash anywhere: the next prune goes on. Raises NotFoundError without a run.
+    grace_s: seconds that readers have before a delete. spare: checkpoints to leave, since the caller is still reading
+    them. Returns the names that are gone. After a crash anywhere the next prune goes on. Raises NotFoundError without
+    a run.
     """
-    crowded = _crowded(register.look()[0])
+    crowded = _crowded(register.read_existing()[0])
     evict(register, rules)
-    body, got = register.look()
+    body, got = register.read_existing()
     held = body.held()
     gone, failures = [], []
     for name, wait_s in _waits(body, got.at, grace_s, crowded):
         if not wait_s and name not in spare:
             try:
                 _delete_checkpoint(register.store, name, is_held=name in held)
-            except (StoreError, CorruptError) as error:  # one object that cannot go must not keep the others
+            except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not keep the others
                 failures.append(error)
                 continue
             if name not in held:
@@ -76,25 +81,25 @@ def prune(
 
 
 def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Deletion, ...]:
-    """What `prune` would delete now or after the grace. Writes nothing."""
-    body, got = register.look()
-    verdicts = judge(body, rules, now=got.at)
-    held = {name for item in verdicts if item.is_kept for name in (item.entry.key, *item.entry.refs)}
+    """List what `prune` would delete now or after the grace. Writes nothing."""
+    body, got = register.read_existing()
+    decisions = decide_retention(body, rules, now=got.at)
+    held = {name for item in decisions if item.is_kept for name in (item.entry.key, *item.entry.refs)}
     due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
-    due += [(item.entry.key, item.reason, grace_s) for item in verdicts if not item.is_kept]
+    due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
     return tuple(
-        _waste(register.store, name, f"{why}; others refer to its objects" if name in held else why, wait_s, held)
+        _deletion(register.store, name, f"{why}; others refer to its objects" if name in held else why, wait_s, held)
         for name, why, wait_s in due
     )
 
 
 def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
-    """Steps 22 and 23: delete what saves of earlier attempts left without becoming a checkpoint, and abort their
-    uploads. Returns what is gone; a crash anywhere: the next sweep goes on.
+    """Delete what failed saves of earlier attempts left, and abort their uploads. Steps 22 and 23.
 
-    also_whole: directories that have a manifest, too. They could be restored, so should `latest` ever have been put
-    back to an older state unseen, only a person can tell what they are. Raises NotFoundError without a run,
-    CorruptError when `latest` is older than a directory: nothing is deleted then.
+    Returns what is gone. After a crash anywhere the next sweep goes on. also_whole: delete directories that have a
+    manifest, too. They could be restored; if `latest` was put back to an older state unseen, only a person can tell
+    whether they are checkpoints. Raises NotFoundError without a run, CorruptError when `latest` is older than a
+    directory; nothing is deleted then.
     """
     swept, uploads = _garbage(store, also_whole=also_whole)
     for item in swept:
@@ -106,31 +111,37 @@ def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
 
 
 def plan_sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
-    """What `sweep` would delete. Writes nothing."""
+    """List what `sweep` would delete. Writes nothing."""
     swept, uploads = _garbage(store, also_whole=also_whole)
     return (*swept, *(_unfinished(store, upload) for upload in uploads))
 
 
 def _crowded(body: Latest) -> set[str]:
-    """What is evicted beyond the newest: `latest` has a size bound, and a reader's grace ends before a run does."""
+    """Return the evicted checkpoints beyond the newest MAX_EVICTED, which get no grace.
+
+    `latest` has a size bound, and a full one would end the run: that matters more than a reader's grace.
+    """
     return {item.key for item in body.evicted[:-MAX_EVICTED]}
 
 
 def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Iterator[tuple[str, float]]:
-    """Evicted checkpoints, and how long readers still have each."""
+    """Yield each evicted checkpoint, and for how many seconds readers still have it."""
     for item in body.evicted:
         yield item.key, 0.0 if item.key in crowded else max(0.0, grace_s - (now - item.at))
 
 
 def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Upload]]:
-    """Listed first, judged by the `latest` read after it: else a claim in between would look like a lost `latest`."""
+    """Find the directories and uploads to sweep.
+
+    `latest` is read after the listing: else a claim in between would look like a lost `latest`.
+    """
     uploads = _uploads(store)
 
     def look() -> tuple[list[CheckpointName], Latest]:
-        names = directories(store)
+        names = list_directories(store)
         body = read_latest(store)
-        if names and not body.knows(names[-1]):
-            raise lost(store.uri, f"does not know the checkpoint {names[-1]}")
+        if names and not body.has_answered(names[-1]):
+            raise lost_error(store.uri, f"does not know the checkpoint {names[-1]}")
         return names, body
 
     names, body = again_if_corrupt(look)
@@ -155,7 +166,7 @@ def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Up
 
 
 def _uploads(store: Store) -> list[Upload]:
-    """None where listing them needs a permission that is not there: the rest can be swept all the same."""
+    """List the unfinished uploads, none without the right to do so: directories can be swept all the same."""
     try:
         return list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX))
     except StoreError as error:
@@ -169,7 +180,7 @@ def _unfinished(store: Store, upload: Upload) -> Deletion:
     return Deletion(name=upload.key, num_objects=0, size_bytes=size_bytes, reason="an upload that never ended")
 
 
-def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Deletion:
+def _deletion(store: Store, name: str, reason: str, wait_s: float, held: set[str]) -> Deletion:
     sizes = _sizes(store, name)
     if name in held:
         sizes = {key: size for key, size in sizes.items() if key == object_keys.manifest_key(name)}
@@ -177,13 +188,16 @@ def _waste(store: Store, name: str, reason: str, wait_s: float, held: set[str]) 
 
 
 def _sizes(store: Store, name: str) -> dict[str, int]:
-    """The bytes of each object of a checkpoint, by key. Nothing else is deleted, whatever a listing says."""
+    """Return the size in bytes of each object of a checkpoint, by key.
+
+    Keys outside of it are left out, whatever a listing says: nothing else may be deleted.
+    """
     prefix = object_keys.checkpoint_prefix(name)
     return {item.key: item.size_bytes for item in store.list_objects(prefix) if item.key.startswith(prefix)}
 
 
 def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:
-    """Manifest first: from then on no reader takes the rest for a checkpoint."""
+    """Delete a checkpoint's objects, the manifest first: from then on no reader takes the rest for a checkpoint."""
     store.delete(object_keys.manifest_key(name))
     if is_held:
         return

@@ -1,7 +1,7 @@
-"""Rebuild a `latest` that was lost, rolled back or damaged, from what the manifests say. Only ever by command.
+"""Rebuilds a `latest` that was lost, rolled back or damaged, from the manifests. Only ever by command. Step 32.
 
 A manifest proves that all ranks' shards were durable (I1), so what it describes is whole, whether or not its commit
-was the last thing that happened. Objects are looked at again all the same, and the head is read in full.
+was the last thing that happened. The sizes of all objects are checked all the same, and the head is read in full.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ from raycheck.bucket.format.latest import (
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
-from raycheck.bucket.protocol.rewind import by_hand
-from raycheck.bucket.reading import Checkpoint, directories
+from raycheck.bucket.protocol.rewind import attempt_by_hand
+from raycheck.bucket.reading import Checkpoint, list_directories
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
@@ -38,22 +38,22 @@ COUNTER_STRIDE = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repaired:
-    """The new `latest`, and the directories that could not be listed in it: name and reason."""
+    """Holds the new `latest`, and the directories that could not be listed in it, each with its reason."""
 
     latest: Latest
     left_out: tuple[tuple[str, str], ...]
 
 
 def repair(store: Store) -> Repaired:
-    """Step 32. Stop the run first: its deletes carry no condition.
+    """Rebuild `latest` from the manifests. Step 32. Stop the run first: its deletes carry no condition.
 
     Raises ConfigError when `latest` is sound, NotFoundError when there is nothing to rebuild it from, ConflictError
     when somebody wrote it meanwhile.
     """
     old, got = _old(store)
-    one, other = set(directories(store)), set(directories(store))  # a name could have been changed on its way
+    one, other = set(list_directories(store)), set(list_directories(store))  # a name may have changed on its way
     names = sorted(one | other)
-    if old is not None and all(old.knows(name) for name in one & other) and _has_its_head(store, old):
+    if old is not None and all(old.has_answered(name) for name in one & other) and _has_its_head(store, old):
         raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
     live: list[Entry] = []
@@ -67,7 +67,7 @@ def repair(store: Store) -> Repaired:
             live.insert(0, entry)
         except NewerFormatError:
             raise
-        except (NotFoundError, CorruptError) as error:  # nothing else is proof: a store that is away says nothing
+        except (NotFoundError, CorruptError) as error:  # a store that fails proves nothing
             left_out.append((str(name), str(error)))
     if not live:
         raise NotFoundError(f"{store.uri}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
@@ -78,11 +78,12 @@ def repair(store: Store) -> Repaired:
     head = _head(live, records)
     new = Latest(
         run_id=old.run_id if old else uuid4().hex,
-        # Unknown when the body is: far above any that an old coordinator may have seen, so that it reads on.
+        # Without an old body its counter is unknown. This one is far above any that a coordinator can have seen, so
+        # that a coordinator that still runs does not take the new body for a rolled back one.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
         proven=number,
         owners=tuple(owners),
-        attempts=(by_hand(owner, number, restore_key=head, now=now),),
+        attempts=(attempt_by_hand(owner, number, restore_key=head, now=now),),
         head=head,
         finished=old.finished if old and old.ends_with(head) else None,
         live=tuple(live),
@@ -99,7 +100,7 @@ def repair(store: Store) -> Repaired:
 
 
 def _old(store: Store) -> tuple[Latest | None, Got | None]:
-    """What is there now, and its answer: nothing, something unreadable, or a body that may be too old."""
+    """Read what is there now: nothing, an unreadable body, or a body that may be too old. Returns body and answer."""
     answers: list[Got | None] = []
 
     def read() -> Latest | None:
@@ -120,14 +121,19 @@ def _old(store: Store) -> tuple[Latest | None, Got | None]:
 
 
 def _has_its_head(store: Store, old: Latest) -> bool:
-    """Put back to an older state of the same attempt it would name what was deleted since."""
+    """Return whether the head's objects are there.
+
+    A `latest` that was put back to an older state of the same attempt names checkpoints that were deleted since.
+    """
     head = old.entry(old.head) if old.head else None
     return head is None or not any(finding.problem for finding in Checkpoint(store, head).verify(reads=False))
 
 
 def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
-    """The entry behind a directory, pinned and expiring as the old body said, and the bucket's time. Raises for one
-    that is not whole."""
+    """Verify a directory. Returns its entry, pinned and expiring as the old body said, and the bucket's time.
+
+    Raises NotFoundError or CorruptError when it is not whole.
+    """
     entry, now = again_if_corrupt(lambda: _entry(store, name, old, is_head=is_head))
     for finding in Checkpoint(store, entry).verify(reads=is_head):
         if finding.problem:
@@ -136,7 +142,7 @@ def _verified(store: Store, name: CheckpointName, old: Latest | None, *, is_head
 
 
 def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: bool) -> tuple[Entry, float]:
-    """The entry behind a directory, and the bucket's time. Of its objects only the manifest is looked at, twice."""
+    """Make a directory's entry from its manifest, which is read twice. Returns it with the bucket's time."""
     key = object_keys.manifest_key(str(name))
     try:
         got = store.get(key, MAX_MANIFEST)
@@ -155,7 +161,7 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
         rolling=manifest.rolling,
         pinned=before.pinned if before else False,
         expires_at=before.expires_at if before else None,
-        damaged=before.damaged if before and not is_head else None,  # the newest one's objects are all read
+        damaged=before.damaged if before and not is_head else None,  # all objects of the newest one are read
     )
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")
@@ -164,24 +170,27 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
 
 
 def _committed_at(manifest: Manifest, now: float) -> float:
-    """The earliest moment at which it can have been committed, where nobody knows more. With the moment of the repair
-    for all of them, keep_every_seconds would see one span, and drop the others at the next commit."""
+    """Return the earliest time at which a checkpoint can have been committed, when no old body tells.
+
+    If all got the time of the repair, keep_every_seconds would see them in one span, and drop all but one of them at
+    the next commit.
+    """
     return now if manifest.began_at is None else min(now, manifest.began_at + manifest.trained_s)
 
 
 def _ended_attempts(store: Store) -> Iterator[Attempt]:
-    """The attempts that left a record: an owner that was fenced must stay fenced."""
+    """Yield the attempts that left a record: an owner that was fenced must stay fenced."""
     for item in store.list_objects(object_keys.ATTEMPTS_PREFIX):
         if not object_keys.is_attempt_key(item.key):
             continue
         try:
             yield read_document(store, item.key, load_record, max_bytes=MAX_RECORD)[0].attempt
         except (CorruptError, NotFoundError):
-            continue  # a record is for people; what it cannot tell, the directories' names do
+            continue  # the record is for people; the directories' names also tell the attempt's number
 
 
 def _head(live: list[Entry], records: list[Attempt]) -> str:
-    """The newest checkpoint; or what the run was rewound to since, if nothing was saved after that."""
+    """Choose the head: the newest checkpoint, or the one that the run was rewound to, if nothing was saved since."""
     newest = live[-1].key
     name = CheckpointName.parse(newest)
     last = max(records, key=lambda record: record.number, default=None)
@@ -191,7 +200,7 @@ def _head(live: list[Entry], records: list[Attempt]) -> str:
 
 
 def _crowded(body: Latest) -> list[str]:
-    """The oldest entries that have to go for `latest` to stay within its bound. Never the head."""
+    """Return the oldest entries that must go for `latest` to stay within its bound. The head never goes."""
     excess = len(dump(body)) - COMMIT_BYTES
     found = []
     for entry in body.live:

@@ -1,9 +1,9 @@
-"""What to keep: a pure decision on a body of `latest`, taken inside the very swap that acts on it.
+"""Decides which checkpoints stay: a pure function of a body of `latest`, part of the swap that acts on it. Step 19.
 
-Entries stand in the order of their commits, which is the only order that counts here: after a rewind steps repeat.
-The head and pinned entries are never dropped, not even by the clock; the head is also what the live attempt restores,
-until its first commit moves it. What a kept entry refers to may leave the list; its objects stay as long as somebody
-holds them (prune_and_sweep.py).
+Entries are in the order of their commits, which is the only order that counts here: after a rewind steps repeat. The
+head and pinned entries are never dropped, not even by the clock; the head is also what the live attempt restores, until
+its first commit moves it. A checkpoint that a kept entry refers to may leave the list; its objects stay as long as an
+entry holds them (prune_and_sweep.py).
 """
 
 import math
@@ -17,29 +17,31 @@ from raycheck.settings import Retention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepDecision:
-    """What becomes of one entry, and why."""
+    """Says whether one entry stays, and why."""
 
     entry: Entry
     is_kept: bool
     reason: str
 
 
-def judge(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
-    """One verdict per live entry, in their order. now: bucket time, for what expires. Damaged ones take nobody's place:
-    they stay for as long as they are pinned."""
+def decide_retention(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
+    """Decide on each live entry, in their order.
+
+    Damaged entries stay while they are pinned, and no rule counts them. now: the bucket's time, for expiry.
+    """
     protected = dict(_protected(body))
     whole = [entry for entry in body.live if not entry.damaged]
     kept = dict(_kept([entry for entry in whole if not entry.rolling], _left_behind(body), rules))
     kept |= _rolling([entry.key for entry in whole if entry.rolling], rules.rolling_keep_last)
-    return tuple(_verdict(entry, protected, kept, now) for entry in body.live)
+    return tuple(_decision(entry, protected, kept, now) for entry in body.live)
 
 
-def dropped(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
-    """The keys to evict."""
-    return tuple(verdict.entry.key for verdict in judge(body, rules, now=now) if not verdict.is_kept)
+def dropped_keys(body: Latest, rules: Retention, *, now: float) -> tuple[str, ...]:
+    """Return the keys of the entries to evict."""
+    return tuple(item.entry.key for item in decide_retention(body, rules, now=now) if not item.is_kept)
 
 
-def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> KeepDecision:
+def _decision(entry: Entry, protected: dict[str, str], kept: dict[str, str], now: float) -> KeepDecision:
     if entry.key in protected:
         return KeepDecision(entry=entry, is_kept=True, reason=protected[entry.key])
     if entry.expires_at is not None and now >= entry.expires_at:
@@ -50,7 +52,7 @@ def _verdict(entry: Entry, protected: dict[str, str], kept: dict[str, str], now:
 
 
 def _protected(body: Latest) -> Iterator[tuple[str, str]]:
-    """(key, reason) whatever the rules say; a later reason stands over an earlier one."""
+    """Yield (key, reason) of the entries that stay whatever the rules say. Of several reasons the last one counts."""
     for entry in body.live:
         if entry.pinned:
             yield entry.key, "pinned"
@@ -65,7 +67,7 @@ def _kept(live: Sequence[Entry], left: set[str], rules: Retention) -> Iterator[t
         best = _best(live, metric, mode, count)
         yield from ((entry.key, f"among the best {count} by {metric}") for entry in best)
     counted = (rules.keep_last, rules.keep_every_steps, rules.keep_every_seconds)
-    if counted == (None, None, None) and not best:  # a metric that is nowhere is no rule
+    if counted == (None, None, None) and not best:  # a metric that no entry has is no rule
         yield from ((entry.key, "no rule applies") for entry in live)
     if rules.keep_every_steps is not None:
         every = rules.keep_every_steps
@@ -86,7 +88,7 @@ def _rolling(keys: list[str], count: int | None) -> dict[str, str]:
 
 
 def _left_behind(body: Latest) -> set[str]:
-    """What a later attempt went back behind: it restored an earlier checkpoint than these."""
+    """Return the keys that a later attempt left behind: it restored an earlier checkpoint than these."""
     sources = [(CheckpointName.parse(attempt.restore_key or ""), attempt.number) for attempt in body.attempts]
     return {
         entry.key
@@ -97,7 +99,10 @@ def _left_behind(body: Latest) -> set[str]:
 
 
 def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
-    """The newer of equals first: it is the one that training went on from. Without a finite value: never."""
+    """Return the best `count` entries by a metric, never one without a finite value.
+
+    Of equal ones the newer counts as better: training went on from it.
+    """
     sign = -1.0 if mode == "max" else 1.0
     scored = [
         (sign * entry.metrics[metric], -place, entry)
@@ -108,9 +113,11 @@ def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Ent
 
 
 def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry]:
-    """Of each span [k x every, (k + 1) x every) from k = 1 on the lowest step, and of equal steps the newest commit;
-    what was left behind only where nothing else is. A save that the clock or a notice asked for may stand in for a
-    missing multiple."""
+    """Return the lowest step of each span [k x every, (k + 1) x every) from k = 1 on, of equal steps the newest commit.
+
+    An entry that was left behind counts only where its span has no other. So a save that the clock or a preemption
+    notice asked for takes the place of a missing multiple.
+    """
     found: dict[int, Entry] = {}
     for entry in sorted(live, key=lambda entry: entry.key not in left):  # left behind first
         span = entry.step // every
@@ -121,8 +128,11 @@ def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry
 
 
 def _first_by_time(live: Iterable[Entry], every_s: float, left: set[str]) -> list[Entry]:
-    """Of each span [k x every_s, (k + 1) x every_s) of the bucket's time its first commit, so that the choice for a
-    span stays as it is however many commits follow; what was left behind only where nothing else is."""
+    """Return the first commit of each span [k x every_s, (k + 1) x every_s) of the bucket's time.
+
+    The first one, so that the choice for a span stays as it is however many commits follow. An entry that was left
+    behind counts only where its span has no other.
+    """
     found: dict[float, Entry] = {}
     for entry in sorted(live, key=lambda entry: entry.key in left):  # left behind last; else in order of commit
         found.setdefault(entry.committed_at // every_s, entry)

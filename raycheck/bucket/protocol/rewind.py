@@ -1,7 +1,7 @@
-"""Going back on purpose, from outside of any training: one swap that moves head to an earlier checkpoint.
+"""Rewinds a run by hand: one swap, outside of any training, moves head to an earlier checkpoint. Step 31.
 
-It is a claim like a driver's: a run that is still going is fenced by it, since its next commit would undo the rewind
-unseen. The branch that is left stays listed until retention takes it, so that one can go forward again.
+It is a claim like a driver's: it fences a run that is still going, since that run's next commit would undo the rewind
+unseen. The branch that is left stays listed until retention drops it, so that one can go forward again.
 """
 
 from dataclasses import replace
@@ -10,35 +10,36 @@ from uuid import uuid4
 
 from raycheck.bucket.attempt_records import record_end
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Latest
-from raycheck.bucket.protocol.commit import refuse_lost
+from raycheck.bucket.protocol.claim import refuse_lost
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import DamagedError, NotFoundError
 
 
 def rewind(register: Register, key: str) -> Latest:
-    """Step 31: make the live checkpoint `key` the head, as a new attempt without ranks. The next start restores it.
+    """Make the live checkpoint `key` the head, by a new attempt without ranks. The next start restores it. Step 31.
 
-    One that was found damaged is read through first; when it is whole again it loses that mark. Raises NotFoundError
-    when it is not live, DamagedError when it is still damaged, CorruptError when `latest` was lost or rolled back.
+    A checkpoint that was marked as damaged is read through first; when it is whole again it loses the mark. Raises
+    NotFoundError when it is not live, DamagedError when it is still damaged, CorruptError when `latest` was lost or
+    rolled back.
     """
     owner = f"rewind-{uuid4().hex[:12]}"
 
     def change(body: Latest, now: float) -> Latest | None:
-        if owner in body.owners:  # applied, whoever may have come after it
+        if owner in body.owners:  # the rewind was applied, even if others have claimed since
             return None
         entry = body.entry(key)
         if entry is None:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
         if entry.damaged and entry.damaged != verified:
             raise DamagedError(f"{register.store.uri}: {key} was found damaged just now: {entry.damaged}")
-        number = body.attempt.number + 1
+        mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=key, now=now)
         return replace(
             body.with_entry(replace(entry, damaged=None)),
             owners=(*body.owners, owner),
             head=key,
-            finished=None,  # whoever rewinds means to train on from there, be it the run's end
-            attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], by_hand(owner, number, restore_key=key, now=now)),
+            finished=None,  # a rewind means to train on from there, even from the run's end
+            attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
         )
 
     refuse_lost(register)
@@ -52,8 +53,11 @@ def rewind(register: Register, key: str) -> Latest:
 
 
 def _verified(register: Register, key: str) -> str | None:
-    """The mark of damage that no longer holds, after reading all of the checkpoint."""
-    body, _ = register.look()
+    """Read all of a checkpoint that is marked as damaged. Returns the mark, which no longer holds; None without one.
+
+    Raises DamagedError when it is still damaged.
+    """
+    body, _ = register.read_existing()
     entry = body.entry(key)
     if entry is None or not entry.damaged:
         return None
@@ -63,8 +67,8 @@ def _verified(register: Register, key: str) -> str | None:
     return entry.damaged
 
 
-def by_hand(owner: str, number: int, *, restore_key: str | None, now: float) -> Attempt:
-    """An attempt that no worker group holds: it only fences what was before."""
+def attempt_by_hand(owner: str, number: int, *, restore_key: str | None, now: float) -> Attempt:
+    """Make an attempt that no worker group holds: it only fences the earlier ones."""
     return Attempt(
         number=number,
         owner=owner,

@@ -1,8 +1,7 @@
-"""`latest` as a register: read, and replaced by compare-and-swap only. The one place that writes it, but for a repair,
-which no register can read.
+"""Replaces `latest` by compare-and-swap. Steps 1 to 5.
 
-Steps 1 to 5 of FORMAT.md. What the new body is, and whether the wanted effect stands already, is the caller's to
-decide, afresh from each body it is shown.
+`latest` is a register: this is the one place that writes it, but for a repair, whose body no register can read. The
+caller decides what the new body is, and whether its effect is there already, afresh from each body it is shown.
 """
 
 import threading
@@ -12,18 +11,19 @@ from dataclasses import replace
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import MAX_BYTES, Latest, dump_latest, load_latest
-from raycheck.bucket.reading import no_run
+from raycheck.bucket.format.latest import Latest, dump_latest
+from raycheck.bucket.reading import get_latest, no_run_error
 from raycheck.bucket.store import Got, Store
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
 
 SWAP_DEADLINE_S = 60.0
 Decide = Callable[[Latest | None, float], Latest | None]
-"""From the body and the bucket's time to the new body; None when the effect stands there already. Raises to stop."""
+"""Computes the new body from the present one and the bucket's time. Returns None when the effect is there already, and
+raises to stop the swap."""
 
 
 class Register:
-    """`latest` of one run, as this process sees it. One swap at a time."""
+    """Reads and swaps the `latest` of one run. Remembers what this process has seen of it; makes one swap at a time."""
 
     def __init__(self, store: Store, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.store = store
@@ -33,40 +33,43 @@ class Register:
         self._run_id: str | None = None
 
     def read(self) -> tuple[Latest, Got] | None:
-        """Body and response, or None when there is no `latest` and this process never saw one.
+        """Read body and answer. Returns None when there is no `latest` and this process never saw one.
 
-        Raises CorruptError when it was there before, went back to an older attempt, or is another run's: it was lost or
-        rolled back, and nothing may be built on that (FORMAT.md, step 4). All of it only at a second reading.
+        Raises CorruptError when `latest` was there before and is gone, went back to an older attempt, or is another
+        run's: it was lost or rolled back, and nothing may be built on that (step 4). Each error needs two readings.
         """
         return again_if_corrupt(self._read)
 
     def _read(self) -> tuple[Latest, Got] | None:
         seen = self._seen  # before the request: an answer may be older than a swap that went on meanwhile
         try:
-            got = self.store.get(object_keys.LATEST_KEY, MAX_BYTES)
+            body, got = get_latest(self.store)
         except NotFoundError:
             if seen[1]:
-                raise lost(self.store.uri, "is gone") from None
+                raise lost_error(self.store.uri, "is gone") from None
             return None
-        body = load_latest(got.data, what=f"{self.store.uri}: latest")
         now = (body.attempt.number, body.counter)
         if now[0] < seen[0] or now[1] < seen[1]:
-            raise lost(self.store.uri, f"went back to attempt {now[0]}, write {now[1]}")
+            raise lost_error(self.store.uri, f"went back to attempt {now[0]}, write {now[1]}")
         if self._run_id not in (None, body.run_id):
-            raise lost(self.store.uri, f"is that of another run ({body.run_id}, not {self._run_id})")
+            raise lost_error(self.store.uri, f"is that of another run ({body.run_id}, not {self._run_id})")
         self._run_id = body.run_id
         self._seen = max(self._seen, now)
         return body, got
 
-    def look(self) -> tuple[Latest, Got]:
-        """`read`, of a run that must be there. Raises NotFoundError when it is not."""
+    def read_existing(self) -> tuple[Latest, Got]:
+        """Read body and answer like `read`. Raises NotFoundError when there is no run."""
         found = self.read()
         if found is None:
-            raise no_run(self.store)
+            raise no_run_error(self.store)
         return found
 
     def swap(self, decide: Decide, *, what: str) -> Latest:
-        """Steps 1 to 5. Returns the body in which the effect of `decide` stands."""
+        """Replace the body by what `decide` makes of it. Returns the body that has the effect. Steps 1 to 5.
+
+        Raises what `decide` raises, and StoreError when the outcome is still unknown after SWAP_DEADLINE_S, or when
+        a right is missing. what: the purpose, for errors.
+        """
         deadline = self._monotonic() + SWAP_DEADLINE_S
         pause, is_unknown = 0.05, False
         with self._lock:
@@ -75,13 +78,13 @@ class Register:
                     body, got = self.read() or (None, None)  # 1
                     new = decide(body, got.at if got else time.time())  # 2; also judges by effect, 4
                     if new is None:
-                        assert body is not None, "an effect can only stand in a body"
+                        assert body is not None, "only a body can have the effect already"
                         return body
                     new = replace(new, counter=body.counter + 1 if body else 1)
                     self._write(new, got)  # 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
                     if isinstance(error, StoreError) and error.is_denied and not is_unknown:
-                        raise  # it would be again
+                        raise  # a missing right would be refused again
                     is_unknown = True
                     if self._monotonic() > deadline:
                         raise StoreError(
@@ -96,11 +99,11 @@ class Register:
                     return new
 
     def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str) -> Latest:
-        """`swap`, of a run that must be there. Raises NotFoundError when it is not."""
+        """Swap like `swap`, but raise NotFoundError when there is no run."""
 
         def decide(body: Latest | None, now: float) -> Latest | None:
             if body is None:
-                raise no_run(self.store)
+                raise no_run_error(self.store)
             return change(body, now)
 
         return self.swap(decide, what=what)
@@ -117,11 +120,11 @@ class Register:
 
 
 class _NotSwappedError(Exception):
-    """The condition was refused: by a rival's write, or by our own repeated one."""
+    """Signals that the condition was refused, after a rival's write or our own repeated one."""
 
 
-def lost(uri: str, what: str) -> CorruptError:
-    """The error for a `latest` that is not what it must be. Restarting would not bring it back."""
+def lost_error(uri: str, what: str) -> CorruptError:
+    """Make the error for a `latest` that was lost or rolled back. A restart would not bring it back."""
     return CorruptError(
         f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "
         "checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck repair'; "

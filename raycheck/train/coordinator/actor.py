@@ -9,11 +9,11 @@ import asyncio
 from dataclasses import replace
 from uuid import uuid4
 
-from raycheck.bucket.assembly.assemble import SAVE_ALIKE, Report
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings, agree
+from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, DamagedError, SaveFailedError, SupersededError
@@ -123,7 +123,7 @@ class Coordinator:
         await self._adopt(report.group)
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._protocol.past_outcome, report)
-        if report.section is not None and not self._plans.knows(report.section):
+        if report.section is not None and not self._plans.remember(report.section):
             return PlanWanted()
         if (claim := self._claims.get(report.group)) and claim.documents:
             # The restore is long over: a rank that still asks reads the documents itself.

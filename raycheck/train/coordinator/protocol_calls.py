@@ -1,4 +1,4 @@
-"""The coordinator's calls of the bucket protocol: what it reads from and writes to the bucket.
+"""Makes the coordinator's calls of the bucket protocol: all that it reads from and writes to the bucket.
 
 Each call blocks, so the coordinator makes it in a thread. What may become of `latest` is decided in bucket/protocol;
 this module reads what a call needs besides, and tells the run log, the exports and the deletes what came of it.
@@ -10,11 +10,13 @@ from uuid import uuid4
 
 import ray
 
-from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.latest import COMMIT_BYTES, Entry
+from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
-from raycheck.bucket.protocol.commit import Identity
+from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.swap import Register
@@ -58,12 +60,12 @@ class ProtocolCalls:
         """Steps 8 to 11: makes `group` the live attempt and names the checkpoint that all its ranks restore."""
         self._probe()
         before = self._register.read()
-        attempt, entry = protocol.claim(
+        attempt, entry = claims.claim(
             self._register, self._me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
         )
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
-        body, _ = self._register.look()
+        body, _ = self._register.read_existing()
         had_finished = ended is not None and before is not None and before[0].is_finished
         self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
         if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
@@ -81,7 +83,7 @@ class ProtocolCalls:
 
         Returns the number of the attempt's last save that is committed.
         """
-        attempt = protocol.take_over(self._register, self._me, group=group)
+        attempt = claims.take_over(self._register, self._me, group=group)
         found = self._register.read()
         if found is not None:
             self._run_log.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
@@ -159,7 +161,7 @@ class ProtocolCalls:
         """Step 28: raises FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
         found = self._register.read()
         assert found is not None, "a group has claimed, so this process has seen latest"
-        protocol.check_current(self._register, found[0], self._me)
+        claims.check_current(self._register, found[0], self._me)
         if found[0].attempt.group != group:
             raise SupersededError(f"attempt {found[0].attempt.number} is live now")
 

@@ -12,13 +12,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from raycheck.bucket.assembly.assemble import Report
 from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.ray_pointer import Pointer
-from raycheck.bucket.store.deadline import ends_by
+from raycheck.bucket.store.retry import ends_by
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.state.train_state import TrainState

@@ -9,7 +9,14 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_record, load_resume, record_end, resumes
+from raycheck.bucket.attempt_records import (
+    AttemptRecord,
+    ResumeRecord,
+    load_record,
+    load_resume,
+    read_resumes,
+    record_end,
+)
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import Document, dump
 from raycheck.bucket.format.latest import load_latest
@@ -21,7 +28,7 @@ from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.verified_copy import copy_object
+from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Got, Listed, Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
@@ -268,8 +275,8 @@ def test_an_attempts_document_is_read_again_too(store: Store) -> None:
     data = dump(a_resume())
     store.put(object_keys.resume_key(2), data)
 
-    assert resumes(Flips(store), [2]) == {2: a_resume()}
-    assert resumes(Flips(store, times=99), [2]) == {}
+    assert read_resumes(Flips(store), [2]) == {2: a_resume()}
+    assert read_resumes(Flips(store, times=99), [2]) == {}
 
 
 def test_of_answers_that_are_always_changed_the_error_names_the_object_and_nothing_is_written(store: Store) -> None:
@@ -363,7 +370,7 @@ def test_one_changed_answer_of_a_real_server_disturbs_nobody(proxied: tuple[str,
     reader = open_store(uri)
     checkpoint = Checkpoint(reader, read_latest(reader).live[0])
     checkpoint.read_index(checkpoint.read_manifest())
-    assert resumes(reader, [1]) == {1: a_resume()}
+    assert read_resumes(reader, [1]) == {1: a_resume()}
 
     assert [rule.times for rule in rules] == [0, 0, 0, 0], "all four were changed once"
     proxy.rule("edit", "GET", OBJECT["latest"], edit=flip(at))

@@ -16,11 +16,11 @@ import pytest
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
-from raycheck.bucket.protocol.commit import put_once
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.errors import (

@@ -11,8 +11,8 @@ from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, EXPOR
 from raycheck.bucket.protocol.exported_directories import (
     ExportRecord,
     check_not_being_pruned,
+    decide_exports,
     find_exports,
-    judge_exports,
     load_export_record,
     prune_exports,
 )
@@ -40,7 +40,7 @@ def pruned(store: Store, ann: Driver, *, keep_last: int = 1) -> tuple[str, ...]:
 
 
 def reasons(store: Store, ann: Driver, *, keep_last: int = 1) -> dict[str, tuple[bool, str]]:
-    verdicts = judge_exports(find_exports(store, EXPORTS_PREFIX), ann.look(), keep_last=keep_last)
+    verdicts = decide_exports(find_exports(store, EXPORTS_PREFIX), ann.look(), keep_last=keep_last)
     return {verdict.directory.place: (verdict.is_kept, verdict.reason) for verdict in verdicts}
 
 

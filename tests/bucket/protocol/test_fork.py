@@ -8,7 +8,7 @@ import torch
 
 import raycheck
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.protocol.commit import Identity, claim
+from raycheck.bucket.protocol.claim import Identity, claim
 from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest

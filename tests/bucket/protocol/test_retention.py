@@ -16,13 +16,13 @@ from raycheck.bucket.format.latest import (
     Entry,
     Latest,
     dump_latest,
-    fitted,
     listed_metrics,
+    shrink_metrics,
 )
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.pin_and_evict import evict, pin
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, MAX_EVICTED, plan_prune, plan_sweep, prune, sweep
-from raycheck.bucket.protocol.retention import dropped, judge
+from raycheck.bucket.protocol.retention import decide_retention, dropped_keys
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Got, Store, Upload, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
@@ -134,7 +134,7 @@ rules = st.builds(
 
 def steps_kept(live: list[Entry], given: Retention, *, now: float = 0.0) -> list[int]:
     body = body_of(live, live[-1].key)
-    return [verdict.entry.step for verdict in judge(body, given, now=now) if verdict.is_kept]
+    return [verdict.entry.step for verdict in decide_retention(body, given, now=now) if verdict.is_kept]
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,7 +142,7 @@ def steps_kept(live: list[Entry], given: Retention, *, now: float = 0.0) -> list
 def test_the_newest_the_head_and_the_pinned_stay_and_the_rest_goes(live, keep_last, data):
     head = data.draw(st.sampled_from(live)).key
 
-    gone = set(dropped(body_of(live, head), Retention(keep_last=keep_last), now=0.0))
+    gone = set(dropped_keys(body_of(live, head), Retention(keep_last=keep_last), now=0.0))
 
     kept = {item.key for item in live if item.pinned or item.key == head} | set(keys(live[-keep_last:]))
     assert gone == set(keys(live)) - kept
@@ -152,11 +152,11 @@ def test_the_newest_the_head_and_the_pinned_stay_and_the_rest_goes(live, keep_la
 @given(entries, rules)
 def test_a_second_decision_by_the_same_rules_drops_nothing_more(live, given_rules):
     body = body_of(live, live[-1].key)
-    gone = dropped(body, given_rules, now=0.0)
+    gone = dropped_keys(body, given_rules, now=0.0)
 
     left = replace(body, live=tuple(item for item in body.live if item.key not in gone))
 
-    assert dropped(left, given_rules, now=0.0) == ()
+    assert dropped_keys(left, given_rules, now=0.0) == ()
 
 
 @settings(max_examples=200, deadline=None)
@@ -166,9 +166,9 @@ def test_an_entry_goes_only_when_every_rule_lets_it_go(live, given_rules):
     given_rules = given_rules if any("loss" in item.metrics for item in live) else replace(given_rules, keep_best=None)
     names = ["keep_last", "keep_every_steps", "keep_every_seconds", "keep_best"]
     names = [name for name in names if getattr(given_rules, name)]
-    alone = [dropped(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
+    alone = [dropped_keys(body, Retention(**{name: getattr(given_rules, name)}), now=0.0) for name in names]
 
-    gone = dropped(body, given_rules, now=0.0)
+    gone = dropped_keys(body, given_rules, now=0.0)
 
     assert set(gone) == (set.intersection(*map(set, alone)) if alone else set())
 
@@ -194,10 +194,12 @@ def test_a_run_that_prunes_at_every_commit_keeps_what_one_that_never_did_would(t
     commits = [replace(entry(save, save), committed_at=float(at)) for save, at in enumerate(times)]
     for new in commits:
         live.append(new)
-        gone = dropped(body_of(live, new.key), rule, now=0.0)
+        gone = dropped_keys(body_of(live, new.key), rule, now=0.0)
         live = [item for item in live if item.key not in gone]
 
-    assert live == [item for item in commits if item.key not in dropped(body_of(commits, commits[-1].key), rule, now=0)]
+    assert live == [
+        item for item in commits if item.key not in dropped_keys(body_of(commits, commits[-1].key), rule, now=0)
+    ]
     assert {at // every_s for at in times} == {item.committed_at // every_s for item in live}, "no span is without one"
 
 
@@ -206,7 +208,9 @@ def test_a_span_of_seconds_is_kept_on_the_new_branch_and_of_the_left_one_only_wh
     new = replace(entry(1, 20), key="step-000000020-a2-s1", committed_at=250.0)
     body = replace(gone_back([*old, new], to=old[0]), head=new.key)
 
-    kept = [item.entry.key for item in judge(body, Retention(keep_every_seconds=100), now=0.0) if item.is_kept]
+    kept = [
+        item.entry.key for item in decide_retention(body, Retention(keep_every_seconds=100), now=0.0) if item.is_kept
+    ]
 
     assert kept == keys([old[0], old[1], new])
 
@@ -216,7 +220,7 @@ def test_of_a_step_that_was_trained_twice_the_newer_branch_stays():
 
     kept = [
         item.entry.key
-        for item in judge(body_of(live, live[-1].key), Retention(keep_every_steps=100), now=0.0)
+        for item in decide_retention(body_of(live, live[-1].key), Retention(keep_every_steps=100), now=0.0)
         if item.is_kept
     ]
 
@@ -256,7 +260,7 @@ def test_what_a_run_went_back_to_stays_with_the_new_branch_and_not_only_what_it_
     new = replace(entry(1, 40), key="step-000000040-a2-s1")
     body = replace(gone_back([*old, new], to=old[0]), head=new.key)
 
-    kept = [item.entry.key for item in judge(body, Retention(keep_last=3), now=0.0) if item.is_kept]
+    kept = [item.entry.key for item in decide_retention(body, Retention(keep_last=3), now=0.0) if item.is_kept]
 
     assert kept == keys([*old, new])
 
@@ -266,7 +270,9 @@ def test_a_span_is_kept_on_the_new_branch_although_the_left_one_has_a_lower_step
     new = [replace(entry(save, step), key=f"step-{step:09d}-a2-s{save}") for save, step in ((1, 2010), (2, 2500))]
     body = replace(gone_back([*old, *new], to=old[0]), head=new[-1].key)
 
-    kept = [item.entry.step for item in judge(body, Retention(keep_every_steps=1000), now=0.0) if item.is_kept]
+    kept = [
+        item.entry.step for item in decide_retention(body, Retention(keep_every_steps=1000), now=0.0) if item.is_kept
+    ]
 
     assert kept == [1003, 3001, 2010, 2500]
 
@@ -382,13 +388,13 @@ def full_body(count: int) -> Latest:
 def test_old_entries_give_up_metrics_before_latest_grows_full_but_not_the_one_that_ranks():
     body = full_body(600)
 
-    slim = fitted(body, needed="metric/7")
+    slim = shrink_metrics(body, needed="metric/7")
 
     assert len(dump_latest(slim)) <= MAX_BYTES * 3 // 4
     assert slim.live[0].metrics == {"metric/7": 0.123456789 * 7}
     assert slim.live[-1] == body.live[-1]
     assert keys(slim.live) == keys(body.live)
-    assert fitted(full_body(20), needed=None) == full_body(20)
+    assert shrink_metrics(full_body(20), needed=None) == full_body(20)
 
 
 def test_an_entry_lists_the_metric_that_ranks_and_the_first_others():
@@ -403,7 +409,7 @@ def test_a_full_latest_refuses_the_commit_and_a_prune_beside_the_run_makes_room(
     store = open_store("memory://a-full-latest")
     ann = Driver(store)
     ann.claim("g1")
-    full = fitted(full_body(1000), needed=None)
+    full = shrink_metrics(full_body(1000), needed=None)
     ann.register.swap(lambda body, _: replace(body, live=full.live, head=full.head), what="fill")
     late = write_checkpoint(store, attempt=1, save=5000)
     room = COMMIT_BYTES - len(store.get(object_keys.LATEST_KEY).data)
@@ -614,7 +620,7 @@ def test_one_object_that_cannot_be_deleted_keeps_no_other_from_going(store):
 
 def test_a_prune_of_many_gives_all_readers_their_grace():
     store = open_store("memory://a-prune-of-many")
-    body = fitted(full_body(MAX_EVICTED + 50), needed=None)
+    body = shrink_metrics(full_body(MAX_EVICTED + 50), needed=None)
     ann = Driver(store)
     ann.claim("g1")
     ann.register.swap(lambda old, _: replace(old, live=body.live, head=body.head), what="fill")

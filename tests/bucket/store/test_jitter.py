@@ -10,7 +10,7 @@ import pytest
 import raycheck
 
 MAKE = {
-    "s3": "open_store('s3://bucket/run?region=us-east-1').through_s3fs",
+    "s3": "open_store('s3://bucket/run?region=us-east-1')",
     "gs": "open_store('gs://bucket/run?anonymous=true')._api._connect()",
     "az": "open_store('az://bucket/run?account_name=me&anonymous=true')",
 }

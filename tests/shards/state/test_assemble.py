@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.assemble import assemble
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
@@ -15,7 +16,7 @@ from tests.support.save_without_ray import upload
 
 
 def reports(store: Store, *states: dict[str, object]) -> list[Report]:
-    """One uploaded report per rank, all of step 5."""
+    """Returns one uploaded report per rank, all of step 5."""
     made = []
     for rank, state in enumerate(states):
         progress = Progress(step=5)

@@ -371,20 +371,20 @@ def test_a_tensor_that_only_some_ranks_have_frozen_is_refused() -> None:
         sections.append(Section.of(index_of([tensor], [chunk], rank_values=[{}])))
 
     with pytest.raises(ConfigError, match=r"tensor model\.a is frozen on some ranks only"):
-        PlanCache().whole(sections, [BASE, TRAIN])
+        PlanCache().merge(sections, [BASE, TRAIN])
 
 
 def test_values_that_no_reader_would_take_are_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = Tensor(name="model.a", dtype="float32", shape=(0,), path=("model", "a"))
     sections = [Section.of(index_of([tensor], [], values={}, rank_values=[{"own": "x" * 90}])) for _ in range(2)]
-    whole = PlanCache().whole(sections, [TRAIN])
+    whole = PlanCache().merge(sections, [TRAIN])
     decoded = sum(section.decoded_bytes for section in sections)
     monkeypatch.setattr(plan_cache, "MAX_DECODED_BYTES", decoded)
-    assert load_index(whole.index(sections), what="x").rank_values == ({"own": "x" * 90},) * 2
+    assert load_index(whole.index_bytes(sections), what="x").rank_values == ({"own": "x" * 90},) * 2
     monkeypatch.setattr(plan_cache, "MAX_DECODED_BYTES", decoded - 1)
 
     with pytest.raises(ConfigError, match=f"2 ranks have {decoded} bytes"):
-        whole.index(sections)
+        whole.index_bytes(sections)
 
 
 def test_what_another_object_changes_while_it_is_restored_is_not_taken_for_what_was_read(files: Store) -> None:

@@ -5,7 +5,8 @@ from uuid import uuid4
 import pytest
 import torch
 
-from raycheck.bucket.assembly.assemble import Report, assemble
+from raycheck.bucket.assembly.assemble import assemble
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol import prune_and_sweep
 from raycheck.bucket.protocol.swap import Register

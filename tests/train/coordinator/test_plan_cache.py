@@ -7,8 +7,8 @@ import sys
 from typing import Any
 from uuid import uuid4
 
-from raycheck.bucket.assembly.assemble import Report
 from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.bucket.format.object_keys import shard_key

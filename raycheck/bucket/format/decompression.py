@@ -18,7 +18,7 @@ OBJECTS = 1_000_000
 OBJECTS_PER_BYTE = 4
 
 
-class Allowance:
+class DecompressionBudget:
     """What the compressed parts of one object may unpack to, all of them together. came: bytes that were read."""
 
     def __init__(self, came: int, *, what: str, room: int = ROOM_BYTES) -> None:

@@ -1,0 +1,188 @@
+"""Makes a worker group the live attempt, fences the older ones, and recognises a fenced writer. Steps 8 to 12 and 28.
+
+A claim is one swap of `latest` that raises the attempt number, the fencing token. An owner whose attempt was replaced
+by another owner's is refused for good, since owners are never taken off the list. Safety uses no clock.
+"""
+
+from dataclasses import dataclass, replace
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
+from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.reading import list_directories
+from raycheck.errors import ConfigError, FencedError, SupersededError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Says who writes: the id of the driver's `fit` (owner), and that of this start of its coordinator."""
+
+    owner: str
+    coordinator: str
+
+
+def claim(
+    register: Register, me: Identity, *, group: str, world_size: int, resume: str | int, run_id: str
+) -> tuple[Attempt, Entry | None]:
+    """Make `group` the live attempt, and name the one checkpoint that all its ranks restore. Steps 8 to 11.
+
+    May be repeated for the same group. resume: "auto", "never", "must", or a step; only this owner's first claim obeys
+    it. Raises FencedError, SupersededError, ConfigError, CorruptError.
+    """
+
+    def attempt(number: int, restore_key: str | None, now: float) -> Attempt:
+        return Attempt(
+            number=number,
+            owner=me.owner,
+            coordinator=me.coordinator,
+            group=group,
+            world_size=world_size,
+            restore_key=restore_key,
+            claimed_at=now,
+        )
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        if body is None:
+            check_resume(register.store.uri, None, resume)
+            return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
+        current = body.attempt
+        check_owner(register, body, me)
+        if current.group == group:  # 8: this group holds the attempt already
+            return _with_coordinator(body, me)
+        if any(known.group == group for known in body.attempts):
+            raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
+        new_owner = me.owner not in body.owners
+        head = check_resume(register.store.uri, body, resume) if new_owner else body.head
+        return replace(
+            body,
+            owners=(*body.owners, me.owner) if new_owner else body.owners,
+            head=head,
+            finished=body.finished if head == body.head else None,
+            attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
+        )
+
+    refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
+    body = register.swap(decide, what=f"claim for group {group}")
+    if body.proven != body.attempt.number:
+        refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
+        body = _prove(register, body.attempt)
+    key = body.attempt.restore_key
+    entry = None
+    if key is not None:
+        entry = body.entry(key)
+        if entry is None and body.attempt.last_save:
+            raise SupersededError(f"attempt {body.attempt.number} was answered long ago; {key} is no longer needed")
+        if entry is None:
+            raise lost_error(register.store.uri, f"restores {key}, which it does not list")
+    return body.attempt, entry  # 11
+
+
+def take_over(register: Register, me: Identity, *, group: str) -> Attempt:
+    """Let a coordinator that Ray restarted go on with the attempt of the group that called it. Step 12.
+
+    Raises SupersededError when that group is not the live one, FencedError when its driver is fenced.
+    """
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        body = claimed_body(register, body)
+        check_owner(register, body, me)
+        if body.attempt.group != group:
+            raise SupersededError(f"group {group} is not the live one; attempt {body.attempt.number} is")
+        return _with_coordinator(body, me)
+
+    return register.swap(decide, what=f"take-over of group {group}").attempt
+
+
+def check_owner(register: Register, body: Latest, me: Identity) -> None:
+    """Refuse an owner that is listed but not current: it is fenced for good. Step 9. Raises FencedError."""
+    if body.attempt.owner != me.owner and me.owner in body.owners:
+        raise FencedError(
+            f"{register.store.uri}: another driver ({body.attempt.owner}) has taken over this run with attempt "
+            f"{body.attempt.number}. This driver commits nothing more; stop it, or give it another run name"
+        )
+
+
+def check_current(register: Register, body: Latest, me: Identity) -> None:
+    """Raise FencedError when another driver owns the run, SupersededError when another coordinator does. Step 28."""
+    check_owner(register, body, me)
+    if body.attempt.owner != me.owner or body.attempt.coordinator != me.coordinator:
+        raise SupersededError(f"{register.store.uri}: attempt {body.attempt.number} belongs to another coordinator")
+
+
+def claimed_body(register: Register, body: Latest | None) -> Latest:
+    """Return the body, which must exist because a claim came before. Raises CorruptError when it is gone."""
+    if body is None:
+        raise lost_error(register.store.uri, "is gone")
+    return body
+
+
+def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None:
+    """Return the key that a new owner's first attempt restores under `resume`, None to start fresh.
+
+    Raises ConfigError when the run does not allow what `resume` asks for.
+    """
+    live = () if body is None else body.live
+    head = None if body is None else body.head
+    if resume == "never" and live:
+        raise ConfigError(f"{uri}: resume='never', but the run has {len(live)} checkpoints. Use another run name")
+    if resume == "must" and head is None:
+        raise ConfigError(f"{uri}: resume='must', but the run has no committed checkpoint")
+    if isinstance(resume, int):
+        keys = [entry.key for entry in live if entry.step == resume and not entry.damaged]
+        if not keys:
+            steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
+            raise ConfigError(f"{uri}: resume={resume}, but there is no checkpoint of that step; there are: {steps}")
+        return keys[-1]
+    return head
+
+
+def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
+    """Refuse to go on when `latest` was lost or rolled back. Step 10.
+
+    That is so when `checkpoints/` holds a directory of an attempt whose claim, as far as `latest` knows, was never
+    answered. Raises CorruptError. mine: the attempt just claimed; SupersededError when it has been overtaken.
+    """
+
+    def look() -> None:
+        names = list_directories(register.store)
+        found = register.read()  # after the listing: a claim in between would look like a loss
+        if not names or (found and found[0].has_answered(names[-1])):
+            return
+        if found and mine:
+            _check_not_overtaken(register, found[0], mine)
+        what = "does not know" if found else "is missing beside"
+        raise lost_error(register.store.uri, f"{what} the checkpoint {names[-1]}")
+
+    again_if_corrupt(look)
+
+
+def _with_coordinator(body: Latest, me: Identity) -> Latest | None:
+    """Return the body with this coordinator in the live attempt, None when it is there already."""
+    current = body.attempt
+    if current.coordinator == me.coordinator:
+        return None
+    return replace(body, attempts=(*body.attempts[:-1], replace(current, coordinator=me.coordinator)))
+
+
+def _prove(register: Register, mine: Attempt) -> Latest:
+    """Note in `latest` that the claim is answered. Step 10, last part.
+
+    From now on the group may save, and whoever finds a directory of this attempt knows whose it is.
+    """
+
+    def decide(body: Latest | None, now: float) -> Latest | None:
+        del now
+        body = claimed_body(register, body)
+        _check_not_overtaken(register, body, mine)
+        return None if body.proven == mine.number else replace(body, proven=mine.number)
+
+    return register.swap(decide, what=f"answer to the claim of attempt {mine.number}")
+
+
+def _check_not_overtaken(register: Register, body: Latest, mine: Attempt) -> None:
+    """Raise FencedError or SupersededError when another claim came before `mine` was answered."""
+    check_owner(register, body, Identity(owner=mine.owner, coordinator=mine.coordinator))
+    live = body.attempt
+    if (live.number, live.coordinator) != (mine.number, mine.coordinator):
+        raise SupersededError(f"attempt {live.number} was claimed or taken over meanwhile")

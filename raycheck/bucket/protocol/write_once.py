@@ -1,0 +1,64 @@
+"""Writes objects that never change (I2): small ones by put-if-absent, shards by a copy that is verified on the way."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.checksum import READS, crc32
+from raycheck.bucket.format.manifest import Blob, ShardRecord
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.jitter import CHANCE
+from raycheck.errors import ConflictError, CorruptError, SaveFailedError, StoreError
+
+PUT_ONCE_ATTEMPTS = 4
+
+
+def put_once(store: Store, key: str, data: bytes) -> None:
+    """Create `key`, or accept that exactly these bytes are there. Raises SaveFailedError on other bytes (I2)."""
+    for attempt in range(1, PUT_ONCE_ATTEMPTS + 1):
+        try:
+            store.put_if_absent(key, data)
+        except ConflictError:
+            if not _holds(store, key, data):
+                raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up") from None
+        except StoreError:  # judged by effect: if it was applied, the next try finds these bytes
+            if attempt == PUT_ONCE_ATTEMPTS:
+                raise
+            time.sleep(CHANCE.uniform(0.1, 0.2) * 3**attempt)
+            continue
+        return
+
+
+def _holds(store: Store, key: str, data: bytes) -> bool:
+    """Return whether exactly these bytes are there. Others are read again: they may have changed on their way."""
+    for _ in range(READS):
+        with suppress(CorruptError):  # the object is longer than `data`
+            if store.get(key, len(data)).data == data:
+                return True
+    return False
+
+
+def copy_object(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
+    """Copy one object from checkpoint to checkpoint, in one bucket or across two, and verify it on the way.
+
+    record: its size and checksum. Raises CorruptError when the bytes differ from the record twice in a row,
+    NotFoundError when the object is missing.
+    """
+    again_if_corrupt(lambda: _copy(source, key, record, target, new_key))
+
+
+def _copy(source: Store, key: str, record: Blob | ShardRecord, target: Store, new_key: str) -> None:
+    size, step = record.size_bytes, target.part_bytes(record.size_bytes)
+    seen = 0
+
+    def parts() -> Iterator[memoryview]:
+        nonlocal seen
+        for start in range(0, size, step):
+            data = source.get_range(key, start, min(start + step, size))
+            seen = crc32(data, seen)
+            yield memoryview(data)
+
+    target.put_parts(new_key, parts(), size)
+    if seen != record.crc32:
+        raise CorruptError(f"{source.uri}: {key} has checksum {seen:08x}, its manifest says {record.crc32:08x}")
