@@ -7,7 +7,7 @@ import torch
 
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.reading import Checkpoint, missing
+from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.errors import NotFoundError
 from raycheck.shards.state.restore_matching import CheckpointMatch
 from raycheck.shards.transfer.local_box import LocalBox
@@ -45,7 +45,7 @@ def read_tensors(
         _synchronize(boxes)
         return fetched + read_again(overlapping(boxes), read)
     except NotFoundError as error:
-        raise missing(checkpoint.store, checkpoint.entry.key, str(error)) from None
+        raise missing_error(checkpoint.store, checkpoint.entry.key, str(error)) from None
 
 
 def load_objects(match: CheckpointMatch) -> None:
