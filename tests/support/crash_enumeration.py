@@ -120,7 +120,7 @@ def run(
     dies_at: int | None = None,
     arrives: tuple[int, int] | None = None,
 ) -> End:
-    """Run one process. fault: a call's number and its mode; None: the process dies there. dies_at: it dies at this call.
+    """Run one process. fault: a call's number and its mode; None: it dies there. dies_at: the call at which it dies.
 
     arrives: a call's number, and the number of the late write that arrives just before it.
     """
@@ -188,7 +188,7 @@ def restarts(scenario: Scenario, world: World, owner: str, tally: Tally, *, star
 
 
 def restart_twice(scenario: Scenario, world: World, owner: str, calls: list[Call], tally: Tally) -> None:
-    """Let the restart die, too, at each of its calls and with each of its writes still on its way; then restart again."""
+    """Let the restart die at each of its calls, and with each of its writes still on its way; then restart again."""
     for number, call in enumerate(calls):
         modes = (None, Mode.APPLY_LATE) if call.is_write else (None,)
         for mode in modes:

@@ -1,4 +1,4 @@
-"""Plays the drivers, coordinators and groups of a run's history. They act on the bucket by the protocol's functions only.
+"""Plays the drivers, coordinators and groups of a run's history. They act on the bucket by the protocol alone.
 
 All that a process remembers is a field here; a restart is a new object. A call is a function `work(wire)` for the
 scheduler of stepped_processes.py, so one process can be in the middle of several calls at once, as threads are.
@@ -36,7 +36,7 @@ WAITING = "probes/waiting"
 
 
 class _Mine:
-    """Passes store calls to the wire of the calling thread: each call has its own wire, the process has one register."""
+    """Passes store calls to the wire of the calling thread: a call has its own wire, a process has one register."""
 
     def __init__(self) -> None:
         self.of_thread = threading.local()
@@ -181,7 +181,7 @@ class Group(Process):
 
 @dataclass(eq=False)
 class Save:
-    """Acts as one save of a group. reports: each rank's "done" or "failed". told: the outcome, once the ranks have it."""
+    """Acts as one save of a group. reports: each rank's "done" or "failed". told: the outcome that the ranks got."""
 
     group: Group
     number: int

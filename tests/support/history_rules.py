@@ -123,7 +123,7 @@ class Histories(RuleBasedStateMachine):
         fate=FATES,
     )
     def ray(self, what: str, pick: int, older: int, fate: Fate) -> None:
-        """Let Ray start processes anew, repeat calls, or lose processes. A replaced one may be frozen, and go on later."""
+        """Let Ray start processes anew, repeat calls, or lose processes. A replaced one may go on later."""
         driver = picked(self.running(), pick)
         coordinator = picked(driver.coordinators, older)
         if what == "group":

@@ -20,7 +20,7 @@ from tests.support.fault_injection import World, Write
 
 
 def assert_invariants(store: Store, before: Latest | None = None) -> Latest | None:
-    """Assert I1 to I6 on the objects in `store`. before: an earlier body of `latest`, to assert that nothing went back."""
+    """Assert I1 to I6 on the objects in `store`. before: an earlier body, after which nothing may go back."""
     try:
         body = read_latest(store)
     except NotFoundError:
@@ -254,7 +254,7 @@ def assert_never_named_again(deleted: Iterable[str], body: Latest) -> None:
 
 
 def assert_same_bytes(store: Store, wrote: Mapping[str, bytes]) -> None:
-    """Assert I2: every object but `latest` has the bytes that were first put there, or after a torn upload their start."""
+    """Assert I2: each object but `latest` has the bytes first put there, or after a torn upload the first of them."""
     for item in store.list_objects(""):
         if item.key != object_keys.LATEST_KEY and item.key in wrote:
             data = store.get(item.key).data

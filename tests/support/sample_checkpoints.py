@@ -111,7 +111,7 @@ def _put(store: Store, key: str, data: bytes) -> Blob:
 
 
 class Driver:
-    """Acts as one start of a driver's coordinator: it has its own view of `latest`, and no memory of an earlier start."""
+    """Acts as one start of a driver's coordinator: with its own view of `latest`, and no memory of earlier starts."""
 
     def __init__(self, store: Store, owner: str = "ann", coordinator: str = "c1") -> None:
         self.store = store
@@ -127,12 +127,12 @@ class Driver:
         return claims.take_over(self.register, self.me, group=group)
 
     def commit(self, manifest: Manifest, *, keep_last: int | None = 10, **rules: Any) -> bool:
-        """Commit a checkpoint that write_checkpoint has written: `dump` is pure, so it gives the manifest's bytes again."""
+        """Commit what write_checkpoint has written: `dump` is pure, so it gives the manifest's bytes again."""
         rules = Retention(keep_last=keep_last, **rules)
         return commit.commit(self.register, self.me, manifest, dump(manifest), rules)
 
     def save(self, attempt: int, save: int, *, keep_last: int | None = 10, rules: Any = None, **more: Any) -> Manifest:
-        """Write and commit a checkpoint; the commit must be the first of this save. rules: other settings of Retention."""
+        """Write and commit a checkpoint; the commit must be this save's first. rules: other settings of Retention."""
         manifest = write_checkpoint(self.store, attempt=attempt, save=save, **more)
         assert self.commit(manifest, keep_last=keep_last, **rules or {})
         return manifest
