@@ -1,15 +1,15 @@
-"""Every error raycheck raises, by what the caller should do.
+"""Defines every error that raycheck raises, one class for each thing a caller may do about it.
 
-All take one message that names the object and says what to do, so that they survive pickling between Ray's
-processes unchanged. `ends_run` marks those which a restart cannot cure: `raycheck.fit` stops the run on them
-however many failures Ray may still retry. Their text may quote what lies in a bucket, so it is made fit for a terminal.
+Each takes one message, which names the object and says what to do. So it survives pickling between Ray's processes
+unchanged. `ends_run` marks the errors that a restart cannot cure: on these `raycheck.fit` stops the run, however many
+failures Ray may still retry. A message may quote what lies in a bucket, so it is made fit for a terminal.
 """
 
 from raycheck.terminal import printable_lines
 
 
 class RaycheckError(Exception):
-    """Root of all errors of raycheck."""
+    """The root of all errors that raycheck raises."""
 
     ends_run = False
 
@@ -29,7 +29,7 @@ class ConflictError(RaycheckError):
 
 
 class FencedError(ConflictError):
-    """Another driver owns the run now. Final for this driver: nothing more of it will be committed."""
+    """Another driver owns the run now. This is final for this driver: it will commit nothing more."""
 
     ends_run = True
 
@@ -39,21 +39,27 @@ class SupersededError(ConflictError):
 
 
 class CorruptError(RaycheckError):
-    """Bytes in the bucket are not what a manifest or `latest` says, or their format version is newer."""
+    """The bytes in the bucket are not what a manifest or `latest` says, or have a newer format version."""
 
     ends_run = True
 
 
 class DamagedError(CorruptError):
-    """It is proven that a committed checkpoint is not what was committed: an object of it is missing, or has another
-    size or checksum. A store that cannot be reached proves nothing."""
+    """A committed checkpoint is proven to be damaged: one of its objects is missing, or has another size or checksum. A
+    store that cannot be reached proves nothing."""
 
 
 class StoreError(RaycheckError):
-    """The store or the way to it failed; the same call may succeed later, unless `is_denied`."""
+    """The store, or the way to it, failed. The call may succeed later, unless this is a DeniedError."""
 
     is_denied = False
-    """Whether the store refused for want of a permission, which the message names."""
+    """True for a DeniedError, False for any other StoreError."""
+
+
+class DeniedError(StoreError):
+    """The store refused the request because the credentials lack a permission, which the message names."""
+
+    is_denied = True
 
 
 class ConfigError(RaycheckError, ValueError):

@@ -1,5 +1,7 @@
-"""A run as people see it: what is in the bucket, putting it into live objects outside of any training, and writing
-it as a Hugging Face directory."""
+"""Opens a run outside of any training: shows what is committed, restores it into live objects, and exports it.
+
+These are the public `open_run`, `open_checkpoint` and `export_hf`. None of them changes the run.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import is_same_place
 from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
+from raycheck.settings import ExportOptions
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -27,17 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommittedCheckpoint(Checkpoint):
-    """A committed checkpoint that can be put into live objects, outside of any training."""
+    """Describes a committed checkpoint, and restores it into live objects outside of any training."""
 
     def restore(
         self, *, into: Mapping[str, object], strict: bool = True, skip: Iterable[str] = (), cast: bool = False
     ) -> int:
-        """Put the entries that `into` names into its live objects; other entries of the checkpoint are left alone.
+        """Restore the entries that `into` names into its live objects, and ignore the checkpoint's other entries.
 
-        Needs torch, but neither Ray nor a process group. Tensors on the meta device get memory. strict, skip, cast: as
-        Checkpointer.restore has them; skip reaches into modules ("model.head"). Returns the step. Raises
-        StateMismatchError when an entry of `into` differs; nothing is changed then. Raises NotFoundError when retention
-        has dropped the checkpoint.
+        This needs torch, but neither Ray nor a process group. Tensors on the meta device get memory.
+
+        into: live objects (modules, optimizers and so on), by the name of their entry. strict, skip, cast: as for
+        Checkpointer.restore; skip reaches into modules ("model.head"). Returns the step. Raises StateMismatchError when
+        an entry of `into` differs, and changes nothing then. Raises NotFoundError when retention has dropped the
+        checkpoint.
         """
         from raycheck.shards.state.restore_selection import Selection
         from raycheck.shards.state.train_state import TrainState
@@ -56,23 +61,23 @@ class CommittedCheckpoint(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as `latest` had it at one moment."""
+    """Describes a run as its pointer `latest` had it at one moment. Open it again to see later commits."""
 
     store: Store
     latest: Latest
 
     @property
     def head(self) -> CommittedCheckpoint | None:
-        """What a resume would restore; None when nothing was committed yet."""
+        """Returns the checkpoint that a resume would restore; None when nothing was committed yet."""
         return None if self.latest.head is None else self.checkpoint(self.latest.head)
 
     @property
     def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
-        """All live checkpoints, oldest commit first."""
+        """Returns the live checkpoints, in the order of their commits."""
         return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
 
     def at_step(self, step: int) -> CommittedCheckpoint:
-        """The newest committed checkpoint of `step`. Raises NotFoundError that lists what there is."""
+        """Returns the newest committed checkpoint of `step`. Raises NotFoundError, which lists the steps there are."""
         found = [entry for entry in self.latest.live if entry.step == step]
         if not found:
             steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
@@ -80,7 +85,7 @@ class Run:
         return CommittedCheckpoint(self.store, found[-1])
 
     def checkpoint(self, key: str) -> CommittedCheckpoint:
-        """The live checkpoint with this name. Raises NotFoundError that says why there is none."""
+        """Returns the live checkpoint with this name. Raises NotFoundError, which says why there is none."""
         entry = self.latest.entry(key)
         if entry is not None:
             return CommittedCheckpoint(self.store, entry)
@@ -102,12 +107,14 @@ class Run:
         skip: Iterable[str] = (),
         cast: bool = False,
     ) -> int:
-        """Put those entries of a checkpoint (the head, or `step`) that `into` names into its live objects. See
-        CommittedCheckpoint.restore."""
+        """Restore entries of a checkpoint (the head, or that of `step`) into the live objects in `into`.
+
+        See CommittedCheckpoint.restore.
+        """
         return self.head_or(step).restore(into=into, strict=strict, skip=skip, cast=cast)
 
     def head_or(self, step: int | None) -> CommittedCheckpoint:
-        """The newest checkpoint of `step`, or the head for None. Raises NotFoundError when there is none."""
+        """Returns the newest checkpoint of `step`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if step is None else self.at_step(step)
         if checkpoint is None:
             raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
@@ -115,23 +122,28 @@ class Run:
 
 
 def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
-    """The run at `uri` (Ray's storage path and run name). Raises NotFoundError when there is none."""
+    """Open the run at `uri`, which is Ray's storage path and the run's name: "s3://bucket/runs/my-run".
+
+    storage: how the bucket is reached, when the environment and the URI do not say it. Raises NotFoundError when there
+    is no run.
+    """
     store = open_store(uri, storage)
     return Run(store, read_latest(store))
 
 
 def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
-    """What a Ray checkpoint of raycheck points to: `Result.checkpoint`, what a validation function is given, or any
-    other ray.train.Checkpoint of the run. It has `step`, all `metrics` of its save, and `restore(into=)`.
+    """Open the checkpoint that a ray.train.Checkpoint of a raycheck run points to.
 
-    Raises ConfigError when it is not one of raycheck's pointers, NotFoundError when retention has dropped it.
+    pointer: `Result.checkpoint`, the argument of a validation function, or any other ray.train.Checkpoint of the run.
+    The answer has `step`, all `metrics` of its save, and `restore(into=)`. Raises ConfigError when `pointer` is not one
+    of raycheck's, NotFoundError when retention has dropped the checkpoint.
     """
     found = _pointed_to(pointer)
     here = uri_of(pointer.filesystem, pointer.path.removesuffix(f"/ray/{found.key}"))
     if not is_same_place(found.uri, here):
         # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
         # settings are those the pointer was read with, not those it holds.
-        raise ConfigError(f"{pointer}: it points to {found.uri}, which is another run than the one it lies in")
+        raise ConfigError(f"{pointer}: it points to {found.uri}, which is not the run that it lies in")
     checkpoint = open_run(here).checkpoint(found.key)
     entry = replace(
         checkpoint.entry, metrics=checkpoint.read_manifest().metrics
@@ -140,7 +152,7 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
 
 
 def _pointed_to(pointer: Any) -> Pointer:
-    """What Ray's copy of a pointer says. Raises ConfigError when it cannot be read twice in a row."""
+    """Read the pointer behind a ray.train.Checkpoint. Raises ConfigError when that fails twice in a row."""
     path = f"{pointer.path}/pointer.json"
 
     def read() -> Pointer:
@@ -170,20 +182,29 @@ def export_hf(
 ) -> "Exported":
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
 
-    source: a run's URI (its head, or `step`), or a checkpoint, as `open_checkpoint` gives it. dest: a new or empty
-    folder, or the URI of a free place in a bucket. storage: how the source's bucket is reached, and a destination of
-    the same kind. The rest: see raycheck.shards.huggingface.export. Needs torch, but neither Ray nor transformers nor
-    an accelerator, and a bounded amount of memory. Returns the files with their sizes.
+    This needs torch, but neither Ray nor transformers nor an accelerator, and a bounded amount of memory. The directory
+    is whole or not there.
+
+    source: a run's URI, or a checkpoint such as `open_checkpoint` returns. step: which checkpoint of the run; None: the
+        head.
+    dest: a new or empty folder, or the URI of a free place in a bucket.
+    storage: how the source's bucket is reached, and a destination of the same kind of store.
+    entry: the model's name in the state. None: the one entry that has a Hugging Face configuration.
+    files: the tokenizers and processors that are written too, by their names in the state. None: all of them.
+    merge_lora: write a PEFT model as a plain model with its adapter merged. False: write the adapter alone.
+    dtype: the type that floating-point weights are converted to, such as torch.bfloat16 or "bfloat16". None: as saved.
+    config_from: a folder, or its URI, with the config.json of a model that was saved without one.
+    max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model.
+
+    Returns the files with their sizes in bytes. Raises NotFoundError when there is no such checkpoint, ConfigError,
+    before anything was written, for what cannot be done, and CorruptError for bytes that are not those saved.
     """
     from raycheck.shards.huggingface.export import export_hf as export
 
     if isinstance(source, Checkpoint) and step is not None:
         raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")
     checkpoint = source if isinstance(source, Checkpoint) else open_run(source, storage).head_or(step)
-    return export(
-        checkpoint,
-        dest,
-        storage=storage,
+    options = ExportOptions(
         entry=entry,
         files=files,
         merge_lora=merge_lora,
@@ -191,3 +212,4 @@ def export_hf(
         config_from=config_from,
         max_shard_bytes=max_shard_bytes,
     )
+    return export(checkpoint, dest, options, storage=storage)

@@ -1,23 +1,34 @@
-"""When a user's training saves and exports, and what stays: plain data, checked whole at construction."""
+"""Settings of a training: when it saves and exports, and which checkpoints and exports stay.
+
+They are plain data, checked as a whole when they are made. Each class documents its own fields.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from raycheck.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which committed checkpoints stay: one stays when any rule keeps it, and all stay when there is none.
+    """Says which committed checkpoints stay: those that any rule keeps, or all of them when there is no rule.
 
-    keep_last: the newest so many commits. keep_every_steps: the first at or after each multiple of so many steps.
-    keep_every_seconds: the first commit of each span of so many seconds by the store's clock, spans counted from 1970:
-    3600 keeps one per hour of the day.
-    keep_best: (metric, "min" or "max", how many), by the metrics given to `end_step`. rolling_keep_last: the newest so
-    many of those saved as rolling, None for all; other rules do not count these. expire_after_s: seconds after its
-    commit, by the store's clock, from which no rule keeps a checkpoint any more. The head and pinned ones always stay.
+    The head and pinned checkpoints always stay. Each field is a rule; None, the default, means that there is no such
+    rule.
+
+    keep_last: keep this many of the newest commits.
+    keep_every_steps: keep the first checkpoint at or after each multiple of this many steps.
+    keep_every_seconds: keep the first commit of each span of this many seconds, by the store's clock. Spans are counted
+        from 1970, so that 3600 keeps one per hour of the day.
+    keep_best: keep the best checkpoints by a metric given to `end_step`, as (metric, "min" or "max", how many).
+    expire_after_s: from this many seconds after its commit, by the store's clock, no rule keeps a checkpoint.
+    rolling_keep_last: of the checkpoints that were saved as rolling, keep this many of the newest; None keeps all. The
+        other rules neither keep nor count rolling checkpoints.
 
     Raises ConfigError when a value cannot work.
     """
@@ -44,25 +55,50 @@ class Retention:
 
     @property
     def metric(self) -> str | None:
-        """The metric that later decisions will need."""
+        """Returns the metric by which keep_best chooses; `latest` repeats it, since later decisions need it."""
         return self.keep_best[0] if self.keep_best else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportSettings:
-    """When training writes its model as a Hugging Face directory, from a checkpoint that it saves then: for evaluation
-    and for publishing, with the tokenizers and processors in the state.
+class ExportOptions:
+    """Says what an exported Hugging Face directory holds.
 
-    every_steps, every_seconds, every_epochs: as in SaveSettings, any of them. at_end: also the last step.
-    mode: training goes on meanwhile ("async"; one that has not begun when the next is due is given up), and waits when
-        the next is due before one has ended ("auto"), or always ("sync"). Its end waits for all. No wait is longer
-        than an hour.
-    name: of the directory, a format of `checkpoint` (step, attempt and save, so that it is never there already),
-        `step`, `epoch` and `epoch_step`: "epoch{epoch}/step{step:06d}". A whole one of that name stays as it is.
-    to: a URI below which the directories lie; None: `exports/` in the run.
-    keep_last: of those that trainings of this run wrote there, the ones of the newest so many checkpoints stay, and
-        those of pinned ones; the others are deleted after the next export. None: all stay.
-    entry, files, merge_lora, dtype, max_shard_bytes: see export_hf.
+    entry: the model's name in the state. None: the one entry that has a Hugging Face configuration.
+    files: the tokenizers and processors that are written too, by their names in the state. None: all of them.
+    merge_lora: write a PEFT model as a plain model with its adapter merged. False: write the adapter alone.
+    dtype: the type that floating-point weights are converted to, such as "bfloat16". None: as saved.
+    config_from: a folder, or its URI, with the config.json of a model that was saved without one.
+    max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model, so that there
+        are several files to share among writers.
+    """
+
+    entry: str | None = None
+    files: Sequence[str] | None = None
+    merge_lora: bool = False
+    dtype: "torch.dtype | str | None" = None
+    config_from: str | None = None
+    max_shard_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSettings:
+    """Says when training writes its model as a Hugging Face directory, for evaluation or for publishing.
+
+    Each export is of a checkpoint that is saved at that moment. It includes the tokenizers and processors in the state.
+
+    every_steps, every_seconds, every_epochs: export this often, as in SaveSettings; several may be given. None, the
+        default of each: no such trigger.
+    at_end: export the last step too, which is the default.
+    mode: whether training waits. "async": it goes on; an export that has not begun when the next is due is given up.
+        "auto", the default: it goes on, and waits only when the next export is due before one has ended. "sync": it
+        always waits. The end of training waits for all exports, whatever the mode. No wait is longer than an hour.
+    name: the directory's name, as a format of `checkpoint`, `step`, `epoch` and `epoch_step`, such as
+        "epoch{epoch}/step{step:06d}". The default is the checkpoint's name; it contains step, attempt and save, so that
+        it is never taken. A whole export that has the name already is left as it is.
+    to: a URI or absolute path below which the directories are written. None: `exports/` in the run.
+    keep_last: keep the exports of this many of the newest checkpoints, and those of pinned checkpoints. Others that
+        trainings of this run wrote there are deleted after the next export. None: all stay.
+    entry, files, merge_lora, dtype, max_shard_bytes: what the directory holds, see ExportOptions.
 
     Raises ConfigError when a value cannot work.
     """
@@ -97,12 +133,18 @@ class ExportSettings:
                 raise ConfigError(f"name={self.name!r}: {segment!r} cannot be a directory; {_NAME_ADVICE}")
 
     def directory(self, checkpoint: str, *, step: int, epoch: int, epoch_step: int) -> str:
-        """The name of what is exported there."""
+        """Returns the name of the directory for the export of `checkpoint`."""
         return self.name.format(checkpoint=checkpoint, step=step, epoch=epoch, epoch_step=epoch_step)
 
     @property
+    def options(self) -> ExportOptions:
+        """Returns the fields that say what each exported directory holds."""
+        shared = {spec.name for spec in fields(ExportOptions)} & {spec.name for spec in fields(self)}
+        return ExportOptions(**{name: getattr(self, name) for name in shared})
+
+    @property
     def without_triggers(self) -> "ExportSettings":
-        """The same for a rank that is told when to export."""
+        """Returns these settings without triggers, for a rank that is told when to export."""
         return replace(self, every_steps=None, every_seconds=None, every_epochs=None)
 
 
@@ -116,33 +158,49 @@ _NAME_ADVICE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSettings:
-    """When to save, what to keep, and how long to wait.
+    """Says when to save, what to keep, and how long to wait.
+
+    Triggers; a save is due when any of them says so, and None means that there is no such trigger:
+
+    every_steps: save after this many optimizer steps. The default is 100 when none of every_seconds, every_tokens,
+        every_epochs, at_steps, when and overhead is given, else None.
+    every_seconds: save this many seconds after the last save began.
+    every_tokens: save once this many tokens were trained on since the last save, as `end_step(tokens=...)` counts them.
+    every_epochs: save at every so many calls of `end_epoch`. With Batches in the state: after the first step of an
+        epoch, once this many have ended.
+    at_steps: save after each of these optimizer steps. Default: none.
+    at_start: save at step 0 too, at the end of a `restore` that finds nothing, or that takes only a part and begins at
+        step 0. Default: False.
+    when: a function that decides at the end of each step: it is called with the step and rank 0's metrics of
+        `end_step`, and returns True to save now. It is called on rank 0 alone; a small broadcast at each step tells all
+        ranks its answer. An error in it, or an answer that is no bool, ends the run with a ConfigError that names it.
+    overhead: the share of training time that saves may cost, such as 0.02. The interval then follows from what a save
+        costs and how often the run failed (Young and Daly), and is never longer than every_seconds.
+    rolling_every_steps, rolling_every_seconds: save at these moments too, but keep little of it: see rolling_keep_last.
+
+    What stays:
+
+    keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
+        The default keeps the newest 10. The others leave `latest` in the swap that commits a newer checkpoint, and
+        their objects are deleted after a grace for readers.
+    rolling_keep_last: of the checkpoints that only the rolling triggers asked for, this many of the newest stay; older
+        ones go once a newer one is committed. Default: 1.
+    exports: when and where the model is also written as a Hugging Face directory. None: never.
+
+    How saves run:
 
     enabled: False turns a Checkpointer off: it neither touches the bucket nor needs a coordinator, `restore` begins at
-        step 0, and `end_step` counts.
-    every_steps: save after so many optimizer steps. every_seconds: so long after the last save began. every_tokens:
-        once so many were trained on since then, as `end_step(tokens=...)` says. every_epochs: at every so many calls
-        of `end_epoch`, or after the first step that Batches in the state give of the next epoch. None: never.
-        every_steps is 100 where none of these, at_steps, when or overhead is given, else None.
-    at_steps: save after these optimizer steps. at_start: save at step 0 too, at the end of a `restore` that finds
-        nothing, or takes only a part and begins at step 0.
-    when: is called at the end of each step with the step and rank 0's metrics of `end_step`, and says whether to save
-        now. It is asked on rank 0 alone, whose answer all ranks are told in a small broadcast at each step. What it
-        raises, and an answer that is no bool, ends the run with a ConfigError that names it.
-    rolling_every_steps, rolling_every_seconds: save at these moments too, cheaply to keep: of the checkpoints that only
-        these asked for the newest rolling_keep_last stay, and older ones go once a newer one is committed.
-    overhead: the share of training time that saves may cost, such as 0.02. The interval follows from what saves cost
-        and how often the run was hurt (young_daly.py), and is never longer than every_seconds.
-    exports: when and where the model is written as a Hugging Face directory too; None: never.
-    keep_last, keep_every_steps, keep_every_seconds, keep_best, expire_after_s: which checkpoints stay, see Retention.
-        The others leave `latest` in the same swap that commits a newer one, and their objects are deleted after a grace
-        for readers.
-    buffers, when_busy: how many saves may be under way, each in host memory of its own; a trigger while all of them are
-        has to "wait", which holds up training, or may "skip" (every_seconds: comes later). Preemption always waits.
-    on_preempt: after the save that a preemption notice brings, "continue" until the node goes and Ray restarts the
-        workers, or "restart" them at once elsewhere, which costs one of Ray's max_failures.
-    save_timeout_s: how long a save may take from its start to the commit before it counts as failed.
-    max_failed_saves: so many failed saves in a row end the training with SaveFailedError; fewer are logged.
+        step 0, and `end_step` only counts.
+    buffers: how many saves may be under way at a time, 1 (the default) or 2. Each takes host memory of its own.
+    when_busy: what happens when a save is due while all buffers are in use. "wait", the default, holds up training;
+        "skip" leaves this save out (one that every_seconds asked for is made up later). A save before a preemption
+        always waits.
+    on_preempt: what happens after the save that a preemption notice causes. "continue", the default, trains on until
+        the node is gone and Ray restarts the workers. "restart" restarts them elsewhere at once, which costs one of
+        Ray's max_failures.
+    save_timeout_s: seconds that a save may take from its start to its commit before it counts as failed. Default: 600.
+    max_failed_saves: this many failed saves in a row end the training with SaveFailedError. Fewer only log a warning.
+        Default: 3.
 
     Raises ConfigError when a value cannot work.
     """
@@ -193,12 +251,12 @@ class SaveSettings:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """What is not as it would be by itself, in words."""
+        """Returns the settings that differ from their defaults, as text."""
         return _chosen(self)
 
     @property
     def step_trigger(self) -> int | None:
-        """`every_steps`, or what it is where nothing is said."""
+        """Returns the steps between two saves: `every_steps`, or its default, which depends on the other triggers."""
         if self.every_steps != "default":
             return self.every_steps
         others = (self.every_seconds, self.every_tokens, self.every_epochs, self.overhead, self.when)
@@ -206,7 +264,7 @@ class SaveSettings:
 
     @property
     def without_triggers(self) -> "SaveSettings":
-        """The same for a rank that is told when to save."""
+        """Returns these settings without triggers, for a rank that is told when to save."""
         return replace(
             self,
             every_steps=None,
@@ -225,6 +283,7 @@ class SaveSettings:
 
     @property
     def retention(self) -> Retention:
+        """Returns the rules by which checkpoints stay."""
         return Retention(**{spec.name: getattr(self, spec.name) for spec in fields(Retention)})
 
 
@@ -234,7 +293,7 @@ def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
         value = getattr(settings, spec.name)
         if isinstance(value, ExportSettings):
             texts.append(f"{spec.name}=ExportSettings({', '.join(_chosen(value))})")
-        elif callable(value):  # its repr would be another one in each process
+        elif callable(value):  # its repr differs between processes
             texts.append(f"{spec.name}={function_name(value)}")
         elif value != spec.default:
             texts.append(f"{spec.name}={value!r}")
@@ -242,7 +301,7 @@ def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
 
 
 def function_name(function: object) -> str:
-    """The name of a function or of the class of a callable object, the same in each process."""
+    """Returns the name of a function, or of a callable object's class. It is equal in all processes."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 

@@ -1,32 +1,32 @@
-"""How a bucket is reached: plain data, checked whole at construction.
+"""Holds the settings by which a bucket is reached: plain data, all of it checked at construction.
 
-These settings travel in the run's URI, and the environment does not: each process reads its own where it opens a
-store. So a URI may stand in a bucket, a log or a pointer, and holds no secret.
+These settings travel in the run's URI (bucket/store/address.py). The environment does not: each process reads its own
+when it opens a store. A URI holds no secret, so it may appear in a bucket, a log or a pointer.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlsplit
 
 from raycheck.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageSettings:
-    """How a bucket is reached. Never a secret: those come from the environment, a profile or a role.
+    """Says how to reach a bucket. It never holds a secret: those come from the environment, a profile or a role.
 
-    endpoint: the store's URL, for stores other than the cloud's own. region: of the bucket.
+    endpoint: the store's URL, for stores other than the cloud's own. region: the bucket's region.
     profile: a section of the AWS configuration files. role_arn: a role to assume on top of the credentials found, with
         external_id where the role asks for one.
     anonymous: send no credentials. requester_pays: agree to pay for requests to somebody else's bucket.
-    encryption: "AES256" or "aws:kms", and for the latter kms_key_id, where it is not the account's default key.
-    ca_bundle: a file of PEM certificates to trust; it must be there on every node.
-    path_style: the bucket in the path (True) or in the host name (False); left alone it is the path where an endpoint
-        is given, else the host name.
+    encryption: "AES256" or "aws:kms"; with the latter, kms_key_id names a key other than the account's default.
+    ca_bundle: a file of PEM certificates to trust; every node must have it.
+    path_style: put the bucket into the path (True) or into the host name (False). By default it is the path where an
+        endpoint is given, else the host name.
 
-    None is "not said": then the URI's query decides, then the environment (RAYCHECK_STORAGE_<FIELD>, AWS's own
+    None means "not set": then the URI's query decides, then the environment (RAYCHECK_STORAGE_<FIELD>, AWS's own
     variables), then the client's default. Raises ConfigError when a value cannot work.
     """
 
@@ -63,47 +63,32 @@ class StorageSettings:
 
     @property
     def is_plain_http(self) -> bool:
-        """Whether no certificate will be looked at."""
+        """True when the endpoint is plain http://, so that no certificate is checked."""
         return self.endpoint is not None and self.endpoint.startswith("http://")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> "StorageSettings":
-        """From what a YAML or JSON file holds. Raises ConfigError for a name that is none of the fields."""
+        """Makes settings of a mapping, as in a YAML or JSON file. Raises ConfigError for an unknown name."""
         unknown = sorted(str(name) for name in set(mapping) - set(_FIELDS))
         if unknown:
             raise ConfigError(f"unknown storage setting {unknown[0]!r}; known: {', '.join(_FIELDS)}")
         return cls(**{name: _parsed(name, value) for name, value in mapping.items()})
 
     @classmethod
-    def from_query(cls, scheme: str, query: Mapping[str, str]) -> "StorageSettings":
-        """From a URI's query, where pyarrow's names are used as far as it has them. Raises ConfigError."""
-        known = _query_names(scheme)
-        unknown = sorted(set(query) - set(known))
-        if unknown and not known:
-            raise ConfigError(f"{scheme}:// takes no settings in its query")
-        if unknown:
-            raise ConfigError(f"{scheme}://: unknown setting {unknown[0]!r} in the query; known: {', '.join(known)}")
-        found = {known[name]: value for name, value in query.items() if name != "scheme"}
-        endpoint = found.get("endpoint")
-        if endpoint and "://" not in endpoint:
-            found["endpoint"] = f"{query.get('scheme', 'https')}://{endpoint}"
-        return cls.from_mapping(found)
+    def from_environment(cls, kind: str) -> "StorageSettings":
+        """Returns the settings from this process's environment that apply to this kind of store (s3, gs, az).
 
-    @classmethod
-    def from_environment(cls, scheme: str) -> "StorageSettings":
-        """What this process's environment says to stores of that scheme; the rest of it is for other stores.
-
-        AWS_PROFILE is left to the clients: it yields to access keys in the environment, which a setting would not.
+        AWS_PROFILE is left to the clients: access keys in the environment win over it, and would not over a setting.
         """
-        found = {name: value for name in meant_for(scheme) if (value := os.environ.get(f"{_PREFIX}{name.upper()}"))}
+        found = {name: value for name in meant_for(kind) if (value := os.environ.get(f"{_PREFIX}{name.upper()}"))}
         settings = cls.from_mapping(found)
-        if scheme != "s3":
+        if kind != "s3":
             return settings
         amazon = {name: next(filter(None, map(os.environ.get, names)), None) for name, names in _AWS.items()}
         return settings.over(cls.from_mapping(amazon))
 
     def over(self, lower: "StorageSettings") -> "StorageSettings":
-        """These settings, and where they say nothing the lower ones, less what contradicts these."""
+        """Returns these settings, filled up from the lower ones, except for lower ones that contradict these."""
         merged = {name: getattr(self, name) for name in _FIELDS}
         names = set(_FIELDS)
         if self.anonymous:
@@ -119,36 +104,6 @@ class StorageSettings:
                 merged[name] = getattr(lower, name)
         return StorageSettings(**merged)
 
-    def into(self, uri: str) -> str:
-        """`uri` with these settings in its query, over those that stand there. So they travel with the run's URI.
-
-        Raises ConfigError for a setting that means nothing to the URI's scheme.
-        """
-        said = [name for name in _FIELDS if getattr(self, name) is not None]
-        if not said:
-            return uri
-        base, _, text = uri.partition("?")
-        scheme = kind_of(base)
-        for name in said:
-            if name not in meant_for(scheme):
-                raise ConfigError(f"StorageSettings({name}) means nothing to {scheme}://")
-        query = dict(parse_qsl(text, keep_blank_values=True))
-        address = {name: query.pop(name) for name in ADDRESS_NAMES if name in query}
-        pairs = self.over(StorageSettings.from_query(scheme, query)).to_query()
-        return f"{base}?{urlencode(address | pairs, safe=':/')}"
-
-    def to_query(self) -> dict[str, str]:
-        """The same as the pairs of a URI's query."""
-        pairs = {}
-        for name in _FIELDS:
-            value = getattr(self, name)
-            if name == "endpoint" and value is not None:
-                scheme, _, pairs["endpoint_override"] = value.rstrip("/").partition("://")
-                pairs["scheme"] = scheme
-            elif value is not None:
-                pairs[_PYARROW.get(name, name)] = str(value).lower() if name in _FLAGS else value
-        return pairs
-
 
 _FIELDS = tuple(field.name for field in fields(StorageSettings))
 _FLAGS = ("anonymous", "requester_pays", "path_style")
@@ -159,35 +114,20 @@ _AWS = {
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "ca_bundle": ("AWS_CA_BUNDLE",),
 }
-_PYARROW = {"endpoint": "endpoint_override", "ca_bundle": "tls_ca_file_path"}
 _MEANT_FOR = {
     "s3": _FIELDS,
     "gs": ("endpoint", "anonymous", "requester_pays", "ca_bundle"),
     "az": ("endpoint", "anonymous", "ca_bundle"),
 }
-_KINDS = {"gcs": "gs", "abfs": "az", "abfss": "az"}
-ADDRESS_NAMES = ("account_name",)
-"""What stands in the query and is part of the address: az:// has no other place for the account."""
 
 
-def kind_of(uri: str) -> str:
-    """s3, gs, az, file, memory: the store behind a URI's scheme, or the scheme itself when it is another."""
-    scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
-    return _KINDS.get(scheme, scheme)
-
-
-def meant_for(scheme: str) -> tuple[str, ...]:
-    """The settings that mean something to stores of that scheme."""
-    return _MEANT_FOR.get(scheme, ())
-
-
-def _query_names(scheme: str) -> dict[str, str]:
-    names = {_PYARROW.get(name, name): name for name in meant_for(scheme)}
-    return names | {"scheme": ""} if "endpoint" in meant_for(scheme) else names
+def meant_for(kind: str) -> tuple[str, ...]:
+    """Returns the names of the settings that mean something to this kind of store (s3, gs, az)."""
+    return _MEANT_FOR.get(kind, ())
 
 
 def _parsed(name: str, value: object) -> Any:
-    """A flag as files, queries and the environment write it."""
+    """Returns the value of a field. Files, queries and the environment write flags as text."""
     if name in _FLAGS and isinstance(value, str):
         words = {"true": True, "1": True, "false": False, "0": False}
         if value.lower() not in words:

@@ -1,10 +1,10 @@
-"""Text from a bucket as text for a terminal: the one place where the first becomes the second.
+"""Makes text from a bucket fit for a terminal. No other file does.
 
 Names, metrics, notes and servers' answers are whatever somebody has written into the bucket. A terminal obeys escape
 sequences and C1 codes in them, bidirectional and zero-width characters make one name look like another, and a new line
 makes one message look like two. So all that is printed for people passes here: every error's text (errors.py), every
-log line (`PrintableFilter`), and every cell and line of the command line (cli/common.py). `--json` prints exact values:
-JSON escapes what it must.
+log line (`PrintableFilter`), and every cell and line of the command line (cli/options.py). `--json` prints exact
+values: JSON escapes what it must.
 """
 
 import logging
@@ -18,21 +18,21 @@ symbols; `str.isprintable` knows all others."""
 
 
 def printable(text: str) -> str:
-    """`text` on one line, and each character that is not seen as what it is in Python's notation: \\x1b, \\u202e."""
+    """Returns `text` on one line, with every character that a terminal would not show written as \\x1b or \\u202e."""
     if text.isprintable() and _INVISIBLE.isdisjoint(text):
         return text
     return "".join(map(_seen, text))
 
 
 def printable_lines(text: str) -> str:
-    """`text` as `printable` has it, but for its line ends; each line after the first is indented, so that none passes
-    for the beginning of another message."""
+    """Returns `text` with each of its lines made `printable`. Lines after the first are indented, so that none looks
+    like the beginning of another message."""
     first, *more = map(printable, text.split("\n"))
     return "\n".join([first, *(line if line[:1] in ("", " ") else f"  {line}" for line in more)])
 
 
 class PrintableFilter(logging.Filter):
-    """For a logger: its lines as `printable_lines`, whatever handler they go to."""
+    """Makes a logger's lines `printable_lines`, whichever handler they go to."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = printable_lines(record.getMessage()), None

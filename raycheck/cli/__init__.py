@@ -3,7 +3,7 @@
 - browse.py shows and verifies what is in a run's bucket: `ls`, `show`, `verify`.
 - manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
 - bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
-  export.py writes Hugging Face directories, demo.py shows all of it at work.
+  export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
 - options.py has the arguments that commands share, and everything that prints.
 
 To add a command, write a function in the file of its topic and put it into that file's COMMANDS. The function's name,
@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 
 import raycheck
-from raycheck.cli import browse, demo, export, manage, submit, watch_node
+from raycheck.cli import browse, demo, docs, export, manage, submit, watch_node
 from raycheck.cli.bench import command as bench
 from raycheck.cli.options import Text, out, with_flags
 from raycheck.errors import RaycheckError
@@ -34,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for topic in (browse, manage, bench, submit, watch_node, export, demo):
+for topic in (browse, manage, bench, submit, watch_node, export, demo, docs):
     for command in topic.COMMANDS:
         app.command()(with_flags(command))
 

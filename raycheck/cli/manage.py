@@ -18,12 +18,12 @@ from raycheck.bucket.protocol.rewind import rewind as rewind_run
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 
 To = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]

@@ -191,7 +191,7 @@ class _SubmittedJob:
 
     @property
     def seconds_until_own_end(self) -> float | None:
-        """Seconds that the script ran before it failed by itself; None when something else ended it, or may have."""
+        """Returns the seconds until the script failed by itself; None when something else ended it, or may have."""
         code, began, ended = (
             getattr(self._details, name, None) for name in ("driver_exit_code", "start_time", "end_time")
         )

@@ -1,4 +1,7 @@
-"""Signals to the driver: SIGUSR1 asks for a save, and so does SIGTERM, by which jobs are stopped, before it ends it."""
+"""Answers signals to the driver by a save: SIGUSR1, and SIGTERM, by which jobs are stopped.
+
+SIGTERM ends the driver as before, but only after the save.
+"""
 
 import os
 import signal
@@ -8,16 +11,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from raycheck.train.log import logger
+from raycheck.train.log import event, logger
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 @contextmanager
 def saves_on_signals(save: Callable[[], bool]) -> Iterator[None]:
-    """save: has the run saved; whether that was committed. What a signal did before it does still: SIGTERM after the
-    save, a user's handler of SIGUSR1 at once. Ignored ones stay so. Outside the main thread, where no signal can be
-    heard, nothing happens."""
+    """Answers the signals by a save, as long as the block runs.
+
+    save: has the run saved, and returns whether that was committed. Each signal still does what it did before: SIGTERM
+    after the save, a user's handler of SIGUSR1 at once. An ignored signal stays ignored. Outside the main thread, where
+    Python hears no signals, this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -31,7 +37,7 @@ def saves_on_signals(save: Callable[[], bool]) -> Iterator[None]:
             end = "a save is committed" if save() else "no save was committed in time"
         except Exception as error:  # noqa: BLE001  the driver may be ending already
             end = f"no save: {error}"
-        logger.warning("%s: %s", name, end)
+        logger.warning(event(f"{name}: {end}"))
         if number == signal.SIGTERM:
             is_saved.set()
             os.kill(os.getpid(), number)

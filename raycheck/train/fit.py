@@ -13,24 +13,17 @@ from raycheck.bucket.protocol.claim import check_resume
 from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of, with_settings
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 from raycheck.train.driver_signals import saves_on_signals
 from raycheck.train.group import start_coordinator
 from raycheck.train.log import logger, show_log
 from raycheck.train.ray_api.calls import call
+from raycheck.train.ray_api.controller_callbacks import RunGuard, guarded
+from raycheck.train.ray_api.failure_causes import causes_of, final_error, mistake_behind
 from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage, storage_uri
-from raycheck.train.ray_api.train_context import (
-    RunGuard,
-    causes_of,
-    final_error,
-    guarded,
-    keep_collectives_whole,
-    mistake_behind,
-    refuse_unsupported,
-    release_nodes_of,
-)
+from raycheck.train.ray_api.trainer_checks import keep_collectives_whole, refuse_unsupported, release_nodes_of
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
@@ -59,7 +52,7 @@ def fit(
     started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume and for a
     place that Ray's own file system does not reach, where Ray would hang; FencedError when another driver has taken the
     run over, and Ray's TrainingFailedError for everything else that ends a run; but a mistake in the program
-    (`train_context.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as it is and at once when
+    (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as it is and at once when
     this call has not completed a step by then, since another try would end alike.
     """
     show_log()
@@ -67,7 +60,7 @@ def fit(
         return _fit_without(trainer)
     refuse_unsupported(trainer)
     config = trainer.run_config
-    where = storage_uri(config) if storage is None else storage.into(storage_uri(config))
+    where = storage_uri(config) if storage is None else with_settings(storage_uri(config), storage)
     uri = join_uri(where, config.name)
     store = open_store(uri)
     resume = checked_resume(resume, store, storage)

@@ -1,4 +1,7 @@
-"""Who a rank is, and how it reaches the coordinator: Ray Train's own answer, or one given by hand."""
+"""Describes a worker group as one rank sees it: who the rank is, where the run lies, how it calls the coordinator.
+
+Under Ray Train, all of this comes from Ray; elsewhere a `Group` is made by hand.
+"""
 
 import hashlib
 import socket
@@ -21,6 +24,7 @@ from raycheck.train.coordinator.actor import Coordinator
 from raycheck.train.coordinator.messages import Pending
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.calls import call, this_node
+from raycheck.train.ray_api.controller_callbacks import guard_from_fit, guard_this_run
 from raycheck.train.ray_api.run_location import run_uri
 
 RETRY_PAUSE_S = 0.5
@@ -30,13 +34,13 @@ CLAIM_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """One rank's place in a worker group.
+    """Describes one rank's place in a worker group, and makes its calls of the coordinator.
 
     id: equal on all ranks, new for every start of the group. uri: the run's root. coordinator: the actor's handle.
-    broadcast: hands rank 0's value to all ranks, None where there is no such way (then only step triggers work).
-    notice: says when the first of the group's nodes is to go: unix seconds, inf when nobody knows when, None when none
-    is. is_ray_train: whether Ray Train is to be told of commits. is_first_on_node: the rank that asks what its node may
-    do in the bucket.
+    broadcast: returns rank 0's value on all ranks; None where there is no way to do so (then only step triggers work).
+    notice: returns when the first of the group's nodes will be preempted, in unix seconds: inf when the time is not
+    known, None without a notice. is_ray_train: commits are reported to Ray Train. is_first_on_node: this rank checks
+    what its node may do in the bucket.
     """
 
     id: str
@@ -51,7 +55,7 @@ class Group:
 
     @classmethod
     def of_ray_train(cls) -> "Group":
-        """This Ray Train worker's group. Under a plain trainer.fit() rank 0 makes the coordinator.
+        """Returns this Ray Train worker's group. Under a plain trainer.fit(), rank 0 starts the coordinator.
 
         Raises ConfigError outside Ray Train, and for an unnamed run.
         """
@@ -60,7 +64,7 @@ class Group:
                 "not inside a Ray Train worker (num_workers=0 has none): start it with raycheck.fit(trainer), or give "
                 "Checkpointer(..., group=raycheck.Group(...))"
             )
-        guard = train_context.guard_from_fit()
+        guard = guard_from_fit()
         uri = guard.uri if guard and guard.uri else run_uri(train_context.run_config())
         rank, world_size = train_context.rank_and_world_size()
         coordinator = guard.coordinator if guard else None
@@ -68,8 +72,8 @@ class Group:
         if rank == 0:
             group = uuid4().hex[:16]
             if coordinator is None:
-                train_context.guard_this_run()
-                owner = train_context.train_run_id()[:16]  # one per trainer.fit(), the same over its restarts
+                guard_this_run()
+                owner = train_context.train_run_id()[:16]  # one per trainer.fit(): it survives restarts of the workers
                 coordinator = start_coordinator(uri, owner=owner, suffix=f":{group}")
             mine = (group, coordinator)
         shared = train_context.broadcast(mine)
@@ -88,21 +92,23 @@ class Group:
 
     @classmethod
     def alone(cls) -> "Group":
-        """This rank's place where nothing is saved: no coordinator, and no place in a bucket."""
+        """Returns this rank's place where raycheck is turned off: without a coordinator and without a run's URI."""
         rank, world_size = train_context.rank_and_world_size()
         return cls(id="", uri="", rank=rank, world_size=world_size, coordinator=None, broadcast=same)
 
     def check_node(self) -> None:
-        """Find out, before anything depends on it, whether this node may do all that a run needs.
+        """Checks, before anything depends on it, that this node may do in the bucket all that a run needs.
 
-        Raises ConfigError that names node, verb and missing permission.
+        Raises ConfigError that names the node, the verb and the missing permission.
         """
         if self.is_first_on_node:
             probe_node(self.store, node=socket.gethostname())
 
     def check_shared(self) -> None:
-        """After the claim: does this node see what the coordinator wrote? A folder of its own would hold a part of
-        each checkpoint that nobody else can read. Raises ConfigError."""
+        """Checks, after the claim, that this node sees what the coordinator wrote. Raises ConfigError.
+
+        In a folder of its own, a node would keep its shards of each checkpoint where no other node can read them.
+        """
         if not self.is_first_on_node:
             return
         try:
@@ -115,32 +121,38 @@ class Group:
 
     @property
     def node(self) -> str:
-        """The id of this rank's node."""
+        """Returns the id of this rank's node."""
         return this_node()
 
     @cached_property
     def store(self) -> Store:
-        """One per rank: each holds its own connections."""
+        """Opens this rank's own store, once: each rank holds its own connections."""
         return open_store(self.uri)
 
     def fetch(self, references: list[Any]) -> Any:
-        """What the coordinator has put into Ray's object store. None when that went with it, or nothing was put."""
+        """Returns what the coordinator has put into Ray's object store.
+
+        Returns None when it put nothing there, and when the object was lost because the coordinator died.
+        """
         with suppress(ray.exceptions.RayError):
             return ray.get(references[0], timeout=FETCH_TIMEOUT_S) if references else None
         return None
 
     def tell(self, method: str, *args: Any) -> Any:
-        """Call the coordinator without waiting for its answer, which `answer` may look for later."""
+        """Calls the coordinator without waiting. Returns what `answer` needs to look for the answer later."""
         return getattr(self.coordinator, method).remote(*args)
 
     def answer(self, told: Any) -> Any:
-        """The answer to what `tell` has told; None while there is none."""
+        """Returns the answer to a call by `tell`; None while there is none."""
         with suppress(ray.exceptions.RayError):
             return ray.get(told, timeout=0) if ray.wait([told], timeout=0)[0] else None
         return None
 
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
-        """Call the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline."""
+        """Calls the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline.
+
+        what: names the call in errors.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             left = deadline - time.monotonic()
@@ -173,10 +185,11 @@ def ask_until_decided(
 
 
 def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffix: str = "") -> Any:
-    """The coordinator actor of `owner` for the run at `uri`; returns its handle, which lives as long as its maker.
+    """Starts the coordinator actor for the run at `uri`. Returns its handle; the actor ends with the calling process.
 
-    Pinned to this node, so that it does not live on a preemptible one when the driver does not. suffix: told apart
-    from an earlier one of the same owner that is just dying.
+    It is pinned to this node, so that it is not on a preemptible node unless the driver is. owner: the id of the driver
+    that owns the run. resume: see `fit`. suffix: makes the actor's name differ from that of an earlier coordinator of
+    the same owner that is just ending.
     """
     root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     job = ray.get_runtime_context().get_job_id()
@@ -191,5 +204,5 @@ def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffi
 
 
 def same(value: Any) -> Any:
-    """The broadcast of a world of one."""
+    """Returns the value itself: the broadcast in a world of one rank."""
     return value

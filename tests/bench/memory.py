@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from raycheck.bucket.store.buffer_loan import CUTS
+from raycheck.bucket.store.part_sizes import PART_SIZES
 from tests.bench.fresh import processes
 from tests.bench.goals import Row, not_measured
 from tests.bench.ours import Ours
@@ -36,7 +36,9 @@ def rows(bench: Bench) -> list[Row]:
     for side in (*ENGINES, STOCK):
         with ProcessPoolExecutor(1, mp_context=processes()) as fresh:
             extra[side] = fresh.submit(peak_bytes, side, bench.uri, size).result(WITHIN_S)
-    values = {side: (extra[side] - 2 * CUTS["s3"].part_bytes * CUTS["s3"].in_flight) / size for side in ENGINES}
+    values = {
+        side: (extra[side] - 2 * PART_SIZES["s3"].part_bytes * PART_SIZES["s3"].in_flight) / size for side in ENGINES
+    }
     return [
         Row(
             key="R8",

@@ -78,7 +78,8 @@ def share_cloud(store: Store, request: pytest.FixtureRequest) -> None:
 
 def made_by_s3fs(uri: str):
     store = open_store(uri)
-    return (store if isinstance(store, S3Store) else store.through_s3fs)._fs
+    assert isinstance(store, S3Store)
+    return store._fs
 
 
 def share(monkeypatch: pytest.MonkeyPatch, client) -> None:

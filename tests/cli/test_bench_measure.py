@@ -11,13 +11,12 @@ from raycheck import ConfigError, CorruptError, StoreError
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.s3.obstore_store import FastS3Store
 from raycheck.cli.bench import measurement
 from raycheck.cli.bench.measurement import MIB, WAYS, Direction, Series, Way, measure
 from raycheck.shards.transfer import reader
-from tests.bucket.conftest import share_cloud
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.memory_store import DictStore
+from tests.support.s3_engines import by_s3fs_alone
 
 KIB = 1024
 SMALL_WAYS = tuple(Way(part_bytes=size * KIB, in_flight=count) for size in (16, 64) for count in (2, 4))
@@ -54,9 +53,8 @@ def test_a_store_is_measured_and_left_as_it_was(store):
     assert_measures_and_leaves_all_as_it_was(store)
 
 
-def test_a_cloud_is_measured_and_left_as_it_was(cloud_uri, request):
+def test_a_cloud_is_measured_and_left_as_it_was(cloud_uri):
     store = open_store(cloud_uri)
-    share_cloud(store, request)
 
     assert_measures_and_leaves_all_as_it_was(store)
 
@@ -64,7 +62,7 @@ def test_a_cloud_is_measured_and_left_as_it_was(cloud_uri, request):
 def test_s3_without_obstore_is_measured_and_left_as_it_was(s3):
     store = open_store(join_uri(s3, uuid4().hex))
 
-    assert_measures_and_leaves_all_as_it_was(store.through_s3fs if isinstance(store, FastS3Store) else store)
+    assert_measures_and_leaves_all_as_it_was(by_s3fs_alone(store))
 
 
 def test_ctrl_c_during_an_upload_in_parts_leaves_nothing(s3):

@@ -1,4 +1,5 @@
-"""Two scripts as people write them, and the same with raycheck: few changed lines, in the README, and they run."""
+"""Two scripts as people write them, and the same with raycheck: few changed lines, in a guide, and they run. So do the
+scripts in the texts that need a Ray."""
 
 import difflib
 import os
@@ -14,11 +15,12 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import ddp, ddp_with_raycheck, fsdp, fsdp_with_raycheck
 from tests.support.background_call import InThread
+from tests.support.documents import GUIDES, README, blocks
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
 
 MAX_CHANGED = 9
-README = Path(__file__).parents[2] / "README.md"
+DIFFS = [block.text for path in (README, *GUIDES) for block in blocks(path) if block.kind == "diff"]
 PAIRS = {"ddp": (ddp, ddp_with_raycheck), "fsdp": (fsdp, fsdp_with_raycheck)}
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 
@@ -37,13 +39,36 @@ def changes(before: ModuleType, after: ModuleType) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_raycheck_takes_at_most_nine_new_lines_and_the_readme_shows_them(name: str) -> None:
+def test_raycheck_takes_at_most_nine_new_lines_and_the_guide_shows_them(name: str) -> None:
     lines = changes(*PAIRS[name])
 
     added = [line for line in lines if line.startswith("+")]
-    shown = README.read_text()
     assert 0 < len(added) <= MAX_CHANGED, "\n".join(added)
-    assert "\n".join(lines) in shown, "the README should show this diff:\n" + "\n".join(lines)
+    assert "\n".join(lines) + "\n" in DIFFS, "the guide should show this diff:\n" + "\n".join(lines)
+
+
+def test_every_diff_in_a_text_is_one_of_these() -> None:
+    assert len(DIFFS) == len(PAIRS)
+
+
+SCRIPTS = {
+    path: [block for block in blocks(path) if block.kind == "python" and block.needs_ray] for path in (README, *GUIDES)
+}
+
+
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if SCRIPTS[path]], ids=lambda path: path.stem)
+@of_ray[0]
+@of_ray[1]
+def test_the_scripts_of_the_texts_run(cluster: None, path: Path, tmp_path: Path) -> None:
+    names = {"__name__": "__main__"}  # so that what they define travels by value, as from a script
+
+    for block in SCRIPTS[path]:
+        exec(compile(block.text.replace("s3://bucket", f"file://{tmp_path}"), str(block), "exec"), names)
+
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert runs
+    for run in runs:
+        assert_invariants(open_store(f"file://{run}"))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Stores: the only place that touches a store client. One small file per backend, all held to `interface.Store`."""
+"""Holds the stores, one small file per backend, all to `interface.Store`. Nothing else touches a store client."""
 
 from raycheck.bucket.store.interface import Got, Listed, Store, Upload
 from raycheck.bucket.store.open import open_store

@@ -1,27 +1,37 @@
-"""The grammar of URIs: the scheme names the backend, the query gives its settings (pyarrow's names, as Ray takes them).
+"""Defines the grammar of URIs: the scheme names the backend, the query gives its settings.
 
 `s3://bucket/prefix?endpoint_override=127.0.0.1:9000&scheme=http`, `gs://bucket/prefix`,
 `az://container/prefix?account_name=me` (also `abfss://container@me.dfs.core.windows.net/prefix`), `file:///folder`, a
-plain absolute path, `memory://prefix`. Credentials never stand in a URI; they come from the store client's own chain.
+plain absolute path, `memory://prefix`. The query uses pyarrow's names as far as pyarrow has them, since Ray reads these
+URIs too. A URI never holds credentials; they come from the store client's own chain.
 """
 
 import os
 import re
-from dataclasses import dataclass
-from urllib.parse import parse_qsl, unquote, urlsplit
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from raycheck.errors import ConfigError
-from raycheck.storage_settings import ADDRESS_NAMES, StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings, meant_for
 
 SCHEMES = ("s3", "gs", "az", "abfss", "file", "memory")
 _KINDS = ("s3", "gs", "az", "file", "memory")
+_KIND_OF_SCHEME = {"gcs": "gs", "abfs": "az", "abfss": "az"}
 _ABFSS = re.compile(r"([^@:/?]+)@([^@:/?.]+)\.dfs\.core\.windows\.net")
+_ACCOUNT = "account_name"
+"""The part of an address that stands in the query: az:// has no other place for the account."""
+_PYARROW_NAMES = {"endpoint": "endpoint_override", "ca_bundle": "tls_ca_file_path"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """A URI taken apart. bucket: bucket or container, the first segment of memory://, empty for a folder.
-    said: the settings in the URI itself; `settings` has the environment's below them."""
+    """Holds the parts of a URI.
+
+    kind: the store behind the scheme: s3, gs, az, file or memory. bucket: the bucket or container; the first segment
+    of memory://; empty for a folder. account: Azure's storage account, else empty. said: the settings in the URI
+    itself; `settings` adds those of the environment below them.
+    """
 
     kind: str
     bucket: str
@@ -31,12 +41,18 @@ class Address:
 
     @property
     def settings(self) -> StorageSettings:
-        """What holds in this process."""
+        """The settings that are in force in this process."""
         return self.said.over(StorageSettings.from_environment(self.kind))
 
 
+class UriFiles:
+    """Marks raycheck's own file systems for Ray (S3Files, GsFiles, AzFiles): each one is nothing but its URI."""
+
+    uri: str
+
+
 def parse_uri(uri: str) -> Address:
-    """Raises ConfigError that says what is wrong with the URI, and repeats no credentials."""
+    """Takes a URI apart. Raises ConfigError that says what is wrong with it, and repeats no credentials."""
     if uri.startswith("/"):
         return Address(kind="file", bucket="", prefix=uri, account="", said=StorageSettings())
     bare = uri.partition("?")[0]  # errors repeat no more: queries of other tools hold signatures and keys
@@ -59,8 +75,8 @@ def parse_uri(uri: str) -> Address:
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:
         raise ConfigError(f"{bare}: the settings after ? must be name=value") from None
-    account = query.pop("account_name", "") if kind == "az" else ""
-    said = StorageSettings.from_query(kind, query)
+    account = query.pop(_ACCOUNT, "") if kind == "az" else ""
+    said = settings_in_query(kind, query)
     bucket, prefix = parts.netloc, unquote(parts.path).strip("/")
     if kind in ("s3", "gs") and not bucket:
         raise ConfigError(f"{bare}: name the bucket, as in {kind}://bucket/runs/my-run")
@@ -73,14 +89,20 @@ def parse_uri(uri: str) -> Address:
     return Address(kind=kind, bucket=bucket, prefix=prefix, account=account, said=said)
 
 
+def kind_of(uri: str) -> str:
+    """Returns the kind of store behind a URI's scheme (s3, gs, az, file, memory), or the scheme itself if unknown."""
+    scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
+    return _KIND_OF_SCHEME.get(scheme, scheme)
+
+
 def join_uri(uri: str, name: str) -> str:
-    """`uri` with one more path segment, its query kept: the run's root from Ray's storage path and run name."""
+    """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name."""
     base, mark, query = uri.partition("?")
     return f"{base.rstrip('/')}/{name}{mark}{query}"
 
 
 def is_same_place(one: str, other: str) -> bool:
-    """Whether two URIs name one place in one bucket, whatever their settings."""
+    """Returns whether two URIs name one place in one bucket, whatever their settings."""
     return _place(one) == _place(other)
 
 
@@ -89,8 +111,61 @@ def _place(uri: str) -> tuple[str, str, str, str]:
     return at.kind, at.account, at.bucket, at.prefix.rstrip("/")
 
 
+def with_settings(uri: str, settings: StorageSettings) -> str:
+    """Returns `uri` with `settings` in its query, where they win over those that it has. So they travel with the URI.
+
+    Raises ConfigError for a setting that means nothing to the URI's scheme.
+    """
+    said = [field.name for field in fields(settings) if getattr(settings, field.name) is not None]
+    if not said:
+        return uri
+    base, _, text = uri.partition("?")
+    kind = kind_of(base)
+    for name in said:
+        if name not in meant_for(kind):
+            raise ConfigError(f"StorageSettings({name}) means nothing to {kind}://")
+    query = dict(parse_qsl(text, keep_blank_values=True))
+    account = {_ACCOUNT: query.pop(_ACCOUNT)} if _ACCOUNT in query else {}
+    pairs = _query_of(settings.over(settings_in_query(kind, query)))
+    return f"{base}?{urlencode(account | pairs, safe=':/')}"
+
+
+def settings_in_query(kind: str, query: Mapping[str, str]) -> StorageSettings:
+    """Returns the settings that a URI's query holds. Raises ConfigError for a name that this kind does not know."""
+    known = _query_names(kind)
+    unknown = sorted(set(query) - set(known))
+    if unknown and not known:
+        raise ConfigError(f"{kind}:// takes no settings in its query")
+    if unknown:
+        raise ConfigError(f"{kind}://: unknown setting {unknown[0]!r} in the query; known: {', '.join(known)}")
+    found = {known[name]: value for name, value in query.items() if name != "scheme"}
+    endpoint = found.get("endpoint")
+    if endpoint and "://" not in endpoint:
+        found["endpoint"] = f"{query.get('scheme', 'https')}://{endpoint}"
+    return StorageSettings.from_mapping(found)
+
+
+def _query_of(settings: StorageSettings) -> dict[str, str]:
+    """Returns the settings as the pairs of a URI's query."""
+    pairs: dict[str, str] = {}
+    for field in fields(settings):
+        name, value = field.name, getattr(settings, field.name)
+        if name == "endpoint" and value is not None:
+            scheme, _, host = value.rstrip("/").partition("://")
+            pairs |= {"endpoint_override": host, "scheme": scheme}
+        elif value is not None:
+            pairs[_PYARROW_NAMES.get(name, name)] = str(value).lower() if isinstance(value, bool) else value
+    return pairs
+
+
+def _query_names(kind: str) -> dict[str, str]:
+    """Returns the field behind each name that a query may use; "scheme" is only a part of the endpoint."""
+    names = {_PYARROW_NAMES.get(name, name): name for name in meant_for(kind)}
+    return names | {"scheme": ""} if "endpoint" in meant_for(kind) else names
+
+
 def _container(bare: str, scheme: str, bucket: str, account: str, abfss: re.Match[str] | None) -> tuple[str, str]:
-    """Container and account, from either way of writing them, or the account from the environment."""
+    """Returns container and account, from either way of writing them; the account may come from the environment."""
     if scheme != "az":
         if abfss is None:
             raise ConfigError(f"{bare}: write {scheme}://container@account.dfs.core.windows.net/runs/my-run")
@@ -98,7 +173,7 @@ def _container(bare: str, scheme: str, bucket: str, account: str, abfss: re.Matc
     account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
     if not bucket or not account:
         raise ConfigError(
-            f"{bare}: name container and account, as in az://container/runs/my-run?{ADDRESS_NAMES[0]}=me "
+            f"{bare}: name container and account, as in az://container/runs/my-run?{_ACCOUNT}=me "
             "(the account also from AZURE_STORAGE_ACCOUNT_NAME)"
         )
     return bucket, account

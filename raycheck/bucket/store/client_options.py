@@ -1,4 +1,4 @@
-"""One table: what each setting is called by each client. Imports no client, opens nothing.
+"""Names each setting as each client calls it, in one table. Imports no client, and opens nothing.
 
 | setting        | botocore (s3fs)                      | obstore                                | pyarrow's own URI  |
 |----------------|--------------------------------------|----------------------------------------|--------------------|
@@ -13,13 +13,13 @@
 | kms_key_id     | SSEKMSKeyId, on every write          | sse_kms_key_id                         | -                  |
 | ca_bundle      | verify                               | root_certificate (its bytes)           | tls_ca_file_path   |
 | path_style     | s3.addressing_style                  | virtual_hosted_style_request, and then | -                  |
-|                |                                      | the bucket stands in the endpoint      |                    |
+|                |                                      | the bucket is part of the endpoint     |                    |
 
-A dash: pyarrow's URI cannot say it, and Ray is given an fsspec file system instead (ray_filesystem.py).
-tests/bucket/store/test_client_options.py holds every row to what arrives at a server. The other clouds know four of
-the settings, and there the store and Ray's own file system are of one class:
+A dash means that pyarrow's URI cannot say it; Ray is given an fsspec file system instead (ray_filesystem.py).
+tests/bucket/store/test_client_options.py compares every row with what arrives at a server. The other clouds have four
+of the settings, and there one class serves the store and Ray's own file system:
 
-| setting        | gcsfs (gs_files.GsClient)    | adlfs (az_files.AzClient)                    |
+| setting        | gcsfs (gcs.client.GsClient)  | adlfs (azure.client.AzClient)                |
 |----------------|------------------------------|----------------------------------------------|
 | endpoint       | endpoint_url                 | account_host, or in the connection_string    |
 | anonymous      | token "anon"                 | a connection_string without a key            |
@@ -36,19 +36,20 @@ from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
 
 TIMEOUT_S = 60
-"""Of one of obstore's requests, its body included."""
+"""How long one of obstore's requests may take, its body included."""
 SAYABLE_TO_PYARROW: dict[str, set[str]] = {"s3": {"endpoint", "region", "ca_bundle"}, "gs": {"endpoint"}, "az": set()}
 
 
 def uses_path_style(settings: StorageSettings, bucket: str) -> bool:
-    """A dot in a bucket's name would not match the store's wildcard certificate."""
+    """Returns whether the bucket is named in the path: in a host name, a dot in the bucket's name would not match the
+    store's wildcard certificate."""
     if settings.path_style is not None:
         return settings.path_style
     return settings.endpoint is not None or "." in bucket
 
 
 def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
-    """Arguments of s3fs.S3FileSystem, less session and credentials. Its `config_kwargs` may be added to."""
+    """Returns the arguments of s3fs.S3FileSystem except session and credentials. Callers may add to `config_kwargs`."""
     client: dict[str, Any] = {}
     if settings.region:
         client["region_name"] = settings.region
@@ -67,19 +68,22 @@ def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
 
 
 def on_every_request(settings: StorageSettings) -> dict[str, str]:
-    """Parameters of each botocore call on objects."""
+    """Returns the parameters of every botocore call on objects."""
     return {"RequestPayer": "requester"} if settings.requester_pays else {}
 
 
 def on_write(settings: StorageSettings) -> dict[str, str]:
-    """Parameters of each botocore call that creates an object: put_object and create_multipart_upload."""
+    """Returns the parameters of a botocore call that creates an object: put_object, create_multipart_upload."""
     found = {"ServerSideEncryption": settings.encryption, "SSEKMSKeyId": settings.kms_key_id}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
-    """Arguments of obstore.store.S3Store, less credentials. All that obstore would else take from the environment is
-    given, so that both engines ask the same store. The region must be known by now: obstore follows no redirect."""
+    """Returns the arguments of obstore.store.S3Store except credentials.
+
+    All that obstore would otherwise take from the environment is given, so that both clients reach one store. The
+    region must be known: obstore follows no redirect.
+    """
     assert settings.region, "FastS3Store has asked botocore, or reads through s3fs"
     suffix = ".cn" if settings.region.startswith("cn-") else ""
     endpoint = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com{suffix}"
@@ -111,8 +115,11 @@ def obstore_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
 
 
 def adlfs_options(uri: str, settings: StorageSettings, account: str | None) -> dict[str, Any]:
-    """Arguments of adlfs.AzureBlobFileSystem: its own chain of credentials, and what that cannot say: an endpoint, or
-    no credentials at all. Raises ConfigError for what would go to another account, or in the clear."""
+    """Returns the arguments of adlfs.AzureBlobFileSystem. Credentials are left to its own chain, unless an endpoint is
+    given or no credentials are wanted, which that chain cannot express.
+
+    Raises ConfigError for requests that would go to another account, or unencrypted with a token.
+    """
     account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
     connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
@@ -136,10 +143,11 @@ def adlfs_options(uri: str, settings: StorageSettings, account: str | None) -> d
 
 
 def gcsfs_options(settings: StorageSettings) -> dict[str, Any]:
-    """Arguments of gcsfs.GCSFileSystem. As Google's own clients have it, an emulator is asked without credentials."""
+    """Returns the arguments of gcsfs.GCSFileSystem. An emulator gets no credentials, as with
+    Google's own clients."""
     is_anonymous = settings.anonymous or bool(os.environ.get("STORAGE_EMULATOR_HOST"))
     return {
-        # Not None: that falls back to no credentials at all, and the bucket's 401 would be the message.
+        # Not None: that falls back to no credentials at all, and the error would be the bucket's 401.
         "token": "anon" if is_anonymous else "google_default",
         "access": "read_write",
         "endpoint_url": settings.endpoint,
@@ -150,7 +158,7 @@ def gcsfs_options(settings: StorageSettings) -> dict[str, Any]:
 
 
 def trusted(settings: StorageSettings) -> ssl.SSLContext | None:
-    """The CA bundle for clients that take a context; None trusts whom the system trusts. Raises ConfigError."""
+    """Returns a TLS context with the CA bundle; None means the system's certificates. Raises ConfigError."""
     if not settings.ca_bundle or settings.is_plain_http:
         return None
     path = ca_file(settings)
@@ -161,7 +169,7 @@ def trusted(settings: StorageSettings) -> ssl.SSLContext | None:
 
 
 def ca_file(settings: StorageSettings) -> Path:
-    """The CA bundle, which must be there on this node. Raises ConfigError."""
+    """Returns the path of the CA bundle. Raises ConfigError when it is not on this node."""
     path = Path(settings.ca_bundle or "")
     if not path.is_file():
         raise ConfigError(f"StorageSettings(ca_bundle): there is no file {path} on this node")

@@ -1,8 +1,8 @@
-"""What a store must do, in object words. Keys are relative to the store's root and never begin with "/".
+"""Defines what a store must do. Keys are relative to the store's root and never begin with "/".
 
-Errors are the same from every backend: NotFoundError (the object is not there), ConflictError (a condition was
-refused), StoreError (anything else; after it a write may or may not have been applied). Nothing here retries a
-conditional write: the caller judges by effect.
+Every backend raises the same errors: NotFoundError (the object is not there), ConflictError (a condition was refused),
+StoreError (anything else; after it a write may or may not have been applied). No store repeats a conditional write that
+may have been applied: the caller reads again, and judges by the effect.
 """
 
 import os
@@ -14,14 +14,17 @@ from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
 MAX_WHOLE_BYTES = 1 << 30
-"""What is read whole is at most an index. In a hostile bucket any name may hold more than a reader has memory."""
+"""Nothing larger than an index is read whole. In a hostile bucket any object may exceed a reader's memory."""
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """Body and version (etag or generation, opaque) from ONE response, and the store's own clock (seconds) then, or a
-    moment later. Never a host's clock: ages are differences of this one."""
+    """Holds an object's bytes and its version, both from ONE response, and the time of that response.
+
+    version: an ETag or a generation, to be compared and nothing else. at: seconds, by the store's own clock, since ages
+    are differences of these times and never of a host's clock.
+    """
 
     data: bytes
     version: str
@@ -30,13 +33,15 @@ class Got:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
+    """Names one object of a listing, and its size."""
+
     key: str
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes start..stop of an object, with their CRC-32."""
+    """Names the bytes start..stop of an object, with their CRC-32."""
 
     key: str
     start: int
@@ -46,98 +51,102 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An object that was begun in parts and not finished. No reader sees it, and it is paid for until it is aborted."""
+    """Names an unfinished multipart upload. No reader sees it, and its bytes are paid for until it is aborted."""
 
     key: str
     id: str
 
 
 class Store(ABC):
-    """Objects under one root. Safe to use from several threads; after a fork, one behind a network refuses."""
+    """Keeps objects under one root. Several threads may use it. After a fork, a remote store refuses to work."""
 
     uri: str
 
     @abstractmethod
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
-        """The whole object. Raises NotFoundError, and CorruptError, without reading on, above `max_bytes`.
+        """Reads the whole object. Raises NotFoundError, and CorruptError, without reading on, above `max_bytes`.
 
-        Where the store says the checksum of what it holds, the bytes have it: others are asked for again, and are a
-        StoreError in the end.
+        Where the store states the checksum of the object, the bytes are compared with it. Bytes that differ are asked
+        for again; if they still differ in the end, it is a StoreError.
         """
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        """Exactly the bytes start..stop, not to be written to. Raises NotFoundError, and CorruptError when the object
-        is shorter."""
+        """Reads exactly the bytes start..stop; nobody may write to the result. Raises NotFoundError, and CorruptError
+        when the object is shorter."""
 
     @abstractmethod
     def head(self, key: str) -> int:
-        """Size in bytes. Raises NotFoundError."""
+        """Returns the object's size in bytes. Raises NotFoundError."""
 
     @abstractmethod
     def list_objects(self, prefix: str) -> Iterator[Listed]:
-        """Every object whose key begins with `prefix` (which ends in "/"), in no promised order."""
+        """Yields every object whose key begins with `prefix` (which ends in "/"), in any order."""
 
     @abstractmethod
     def list_names(self, prefix: str) -> list[str]:
-        """The names directly under `prefix` (which ends in "/") that have objects below them, as `ls` would show."""
+        """Returns the names directly under `prefix` (which ends in "/") that have objects below them, like `ls`."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
-        """Write one object whole: a reader sees the old bytes or the new ones. Returns when it is durable."""
+        """Writes one object whole: a reader sees the old bytes or the new ones. Returns when it is durable."""
 
     @abstractmethod
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        """Write one object from `parts`, pulled just ahead of the send; all but the last are `part_bytes` long.
+        """Writes one object from `parts`. Each is pulled shortly before it is sent; all but the last are `part_bytes`
+        long.
 
-        When it raises, no object exists and no request that reads a part is still under way: the buffer behind the
+        When this raises, no object exists, and no request that reads a part is still under way: the buffer behind the
         parts may be used again.
         """
 
     @abstractmethod
     def part_bytes(self, size_bytes: int) -> int:
-        """How long the parts of an object of this size should be."""
+        """Returns how long the parts of an object of this size should be, in bytes."""
 
     def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
-        """Write one object from ranges of others, which the store copies itself, and from parts that are sent to it;
-        all but the last have at least MIN_PART_BYTES. Whether it did: a store that cannot, or that does not prove by
-        their CRC-32 what bytes it has copied, has written nothing. Any other failure is False as well."""
+        """Writes one object from ranges of others, which the store copies itself, and from parts that are sent to it;
+        all but the last have at least MIN_PART_BYTES.
+
+        Returns False when it has written nothing: the store cannot copy, or does not prove by a CRC-32 which bytes it
+        has copied, or something else has failed.
+        """
         del key, parts, size_bytes
         return False
 
     @abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """Create, or raise ConflictError when the object exists. One single-part PUT of at most 1 MiB."""
+        """Creates the object, or raises ConflictError when it exists. Sends one PUT of at most 1 MiB, in one part."""
 
     @abstractmethod
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
-        """Replace that very version, or raise ConflictError. One single-part PUT of at most 1 MiB."""
+        """Replaces that version only, or raises ConflictError. Sends one PUT of at most 1 MiB, in one part."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove; removing what is not there is fine."""
+        """Removes the object. That it is not there is no error."""
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        """Every unfinished multipart upload below `prefix` (which ends in "/"), those still under way included.
+        """Yields every unfinished multipart upload below `prefix` (which ends in "/"), even one still under way.
 
-        By default there is nothing to list: a resumable session of Google's is known by its own address only, and no
-        request drops Azure's uncommitted blocks; both services discard them after a week.
+        By default there is nothing to list. Google knows a resumable session by its own address only, and Azure has no
+        request that drops uncommitted blocks; both services discard them after a week.
         """
         del prefix
         return iter(())
 
     def upload_bytes(self, upload: Upload) -> int:
-        """What an unfinished upload holds; 0 when it is gone."""
+        """Returns how many bytes an unfinished upload holds; 0 when it is gone."""
         del upload
         return 0
 
     def abort_upload(self, upload: Upload) -> None:
-        """End one of `list_uploads` for good, and free what it holds; aborting what is gone is fine."""
+        """Ends one of `list_uploads` for good, and frees what it holds. That it is gone is no error."""
         del upload
 
 
 def check_process(uri: str, opened_in: int) -> None:
-    """Contract of each store with threads, which a fork leaves behind: a request of the child would wait for ever."""
+    """Raises ConfigError in a forked child. It has none of the store's threads, so a request would wait for ever."""
     if os.getpid() != opened_in:
         raise ConfigError(
             f"{uri}: it was opened before this process was forked; open it anew in here, for a dataset in its "
@@ -146,26 +155,27 @@ def check_process(uri: str, opened_in: int) -> None:
 
 
 def check_conditional_size(key: str, data: bytes) -> None:
+    """Raises ConfigError for a body that is too large for a conditional write."""
     if len(data) > MAX_CONDITIONAL_BYTES:
         # s3fs drops If-Match once a body goes multipart, and Ceph RGW ignores conditions on completion.
         raise ConfigError(f"{key}: {len(data)} bytes; a conditional write carries at most {MAX_CONDITIONAL_BYTES}")
 
 
 def check_whole(uri: str, key: str, size_bytes: int, max_bytes: int) -> None:
-    """Contract of get."""
+    """Raises CorruptError for an object that is larger than `get` may read."""
     if size_bytes > max_bytes:
         raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, more than the {max_bytes} that it may have")
 
 
 class ChangedError(Exception):
-    """The bytes that came are not those whose checksum the store says. They may be right the next time."""
+    """The bytes that arrived do not have the checksum that the store states. They may be right the next time."""
 
     def __init__(self) -> None:
-        super().__init__("what came is not what the store says it has: bytes were changed on their way")
+        super().__init__("what came does not have the checksum that the store states: bytes were changed on their way")
 
 
 def check_length(uri: str, key: str, data: Buffer, start: int, stop: int) -> Buffer:
-    """Contract of get_range: a store that clamps a range at the object's end must not pass for a short tensor."""
+    """Raises CorruptError when a range came back short: a store may cut a range off at the object's end."""
     if len(data) != stop - start:
         raise CorruptError(f"{uri}: {key} ends before byte {stop}: got {len(data)} of {stop - start} bytes")
     return data

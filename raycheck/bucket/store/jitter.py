@@ -1,8 +1,8 @@
-"""Random pauses come from a generator of raycheck's own, and so do those of the clients that its stores use.
+"""Draws random pauses from a generator of raycheck's own, and makes the clients of its stores do so too.
 
-The random state of a training process is the user's: it is saved, restored, and alike on ranks that were seeded alike.
-A single draw for a pause between two requests would make the ranks differ for good. So nothing in raycheck draws from
-the global generators; and clients that draw from python's when they repeat a request or renew credentials are given
+The random state of a training process belongs to the user. It is saved and restored, and ranks with one seed have one
+state. A single draw for a pause between two requests would make the ranks differ for good. So nothing in raycheck draws
+from the global generators. Clients that draw from Python's when they repeat a request or renew credentials are given
 this generator in place of the module `random`.
 """
 
@@ -22,7 +22,7 @@ _MODULES = {
 
 
 def draw_apart(client: str) -> None:
-    """Have an installed client draw from CHANCE. To be called before the first request."""
+    """Makes an installed client draw from CHANCE. Call it before the client's first request."""
     for name in _MODULES[client]:
         module = import_module(name)
         if getattr(module, "random", None) is random:
@@ -31,7 +31,7 @@ def draw_apart(client: str) -> None:
 
 
 def _replace_defaults(module: ModuleType) -> None:
-    """Arguments that default to a function of `random` were bound when the module was loaded."""
+    """Replaces default arguments that are functions of `random`: they were bound when the module was loaded."""
     for made in vars(module).values():
         if isinstance(made, type) and made.__module__ == module.__name__:
             start: Any = vars(made).get("__init__")

@@ -1,11 +1,11 @@
-"""`file://`: a folder, for one machine or a shared file system with hard links and flock.
+"""`file://`: keeps objects in a folder, on one machine or on a shared file system with hard links and flock.
 
-A whole object appears by rename, so a reader never sees half; data and folder are flushed before a put returns.
-Creation is exclusive through `link`, replacement through a lock file that dies with its process.
+An object appears by rename, so a reader never sees half of it; data and folder are flushed before a put returns.
+Creation is exclusive by `link`, replacement by a lock on a file, which ends with its process.
 
-The root may be a symbolic link, or lie behind one. Below it no verb follows any: what lies behind it is no part of the
-run. Each folder on the way to an object is opened in the one above it, without following links, so that one that is put
-there between a look and a delete leads nowhere either.
+The root may be a symbolic link, or lie behind one. Below the root no link is followed: what it leads to is no part of
+the run. Each folder on the way to an object is opened relative to the one above it, without following links. So a link
+that somebody puts there between a check and a delete leads nowhere either.
 """
 
 import errno
@@ -38,7 +38,8 @@ _LOCK = f"{_HIDDEN}lock"
 
 
 class LocalStore(Store):
-    """Versions are content digests: equal bytes are equal state, and conditional bodies are small."""
+    """Keeps objects as files in one folder. A version is a digest of the bytes: equal bytes are an equal state, and
+    only small bodies are written conditionally."""
 
     def __init__(self, uri: str, root: str) -> None:
         self.uri = uri
@@ -115,12 +116,12 @@ class LocalStore(Store):
         with self._errors(key), is_gone, self._folders(key) as (folders, names):
             if stat.S_ISDIR(os.stat(names[-1], dir_fd=folders[-1], follow_symlinks=False).st_mode):
                 return
-            os.unlink(names[-1], dir_fd=folders[-1])  # of a link the link itself
+            os.unlink(names[-1], dir_fd=folders[-1])  # for a link this removes the link itself
             for name, above in zip(names[-2::-1], folders[-2::-1], strict=True):  # an object store has no empty folders
                 os.rmdir(name, dir_fd=above)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        """Temporaries, which a killed writer leaves beside its object; their keys are their own paths."""
+        """Yields the temporary files that killed writers have left beside their objects, with their paths as keys."""
         for key, name, _ in self._files(prefix):
             if name.startswith(_HIDDEN) and name != _LOCK:
                 yield Upload(key, name)
@@ -136,8 +137,8 @@ class LocalStore(Store):
 
     @contextmanager
     def _folders(self, key: str, *, makes: bool = False) -> Iterator[tuple[list[int], list[str]]]:
-        """The open folders on the way to `key`, the root first, and the names that lead from each to the next one and
-        to the object. makes: also those that are not there yet."""
+        """Opens the folders on the way to `key`, the root first. Yields them, and the names that lead from each folder
+        to the next one and to the object. makes: create the folders that are missing."""
         names = key.split("/")
         if {"", ".", ".."} & set(names) or "\0" in key:
             raise ConfigError(f"{self.uri}: {key!r} is no key: its parts must be names")
@@ -156,7 +157,7 @@ class LocalStore(Store):
                 os.close(folder)
 
     def _open(self, key: str, name: str, folder: int, flags: int) -> int:
-        """Raises CorruptError for a link, whatever it leads to."""
+        """Opens `name` in a folder. Raises CorruptError for a link, whatever it leads to."""
         try:
             return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
         except OSError:
@@ -172,8 +173,8 @@ class LocalStore(Store):
             )
 
     def _files(self, prefix: str) -> Iterator[tuple[str, str, int]]:
-        """Key, name and size of every file below `prefix`. A folder that cannot be read is an error: a listing that
-        leaves it out would pass for one of an empty place."""
+        """Yields key, name and size of every file below `prefix`. A folder that cannot be read is an error: without it
+        the listing would look like that of an empty folder."""
         with self._errors(prefix), suppress(FileNotFoundError), self._folders(f"{prefix}any") as (folders, _):
             yield from self._files_in(folders[-1], prefix)
 
@@ -192,7 +193,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[IO[bytes]]:
-        """A file to be read, and nothing else: opening a pipe would wait for somebody to write into it."""
+        """Opens a regular file for reading, without blocking: opening a pipe would wait for somebody's write."""
         with self._folders(key) as (folders, names):
             file = os.fdopen(self._open(key, names[-1], folders[-1], os.O_RDONLY | os.O_NONBLOCK), "rb")
         with file:
@@ -219,8 +220,8 @@ class LocalStore(Store):
 
     @contextmanager
     def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[tuple[int, str, str]]:
-        """The parts in a flushed temporary beside `key`: the open folder, the temporary's name in it and the object's.
-        After the block the folder is flushed too."""
+        """Writes the parts into a flushed temporary file beside `key`. Yields the open folder, the temporary's name in
+        it and the object's name. After the block the folder is flushed too."""
         temporary = f"{_HIDDEN}{uuid4().hex}"
         with self._created(key, temporary) as (folder, file):
             try:
@@ -238,8 +239,8 @@ class LocalStore(Store):
 
     @contextmanager
     def _created(self, key: str, temporary: str) -> Iterator[tuple[int, IO[bytes]]]:
-        """A new file beside `key`, and the folder that both are in. A delete beside us may take the empty folder away
-        between making it and making the file in it."""
+        """Yields the open folder of `key`, and a new file in it. It tries again when a delete in another process
+        removes the empty folder before the file is made."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         for _ in range(100):
             with ExitStack() as stack:

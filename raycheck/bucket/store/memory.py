@@ -1,4 +1,4 @@
-"""`memory://`: fsspec's in-process store. For tests and tries; another process sees nothing of it."""
+"""`memory://`: keeps objects in fsspec's in-process store, for tests and tries. No other process sees them."""
 
 import hashlib
 import threading
@@ -19,11 +19,11 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.errors import ConflictError, NotFoundError
 
-_lock = threading.RLock()  # one for the process, as fsspec's memory is
+_lock = threading.RLock()  # one for the whole process, like fsspec's memory
 
 
 class MemoryStore(Store):
-    """Conditional writes are real inside this process: every verb holds one lock."""
+    """Keeps objects in this process. Every method holds one lock, so conditional writes hold between its threads."""
 
     def __init__(self, uri: str, root: str) -> None:
         self.uri = uri

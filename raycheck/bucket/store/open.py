@@ -1,16 +1,20 @@
-"""From a URI to a store: the scheme picks the backend. A backend and its client are imported when they are needed."""
+"""Opens the store behind a URI: the scheme picks the backend, which is imported, with its client, when it is needed."""
 
 import importlib.util
 
-from raycheck.bucket.store.address import Address, parse_uri
+from raycheck.bucket.store.address import Address, parse_uri, with_settings
 from raycheck.bucket.store.interface import Store
 from raycheck.storage_settings import StorageSettings
 
 
 def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
-    """The store rooted at `uri`. Opens no connection. Raises ConfigError that says what is wrong with the URI."""
+    """Returns the store rooted at `uri`, without connecting to it. Raises ConfigError that says what is wrong with the
+    URI.
+
+    storage: settings that win over those in the URI.
+    """
     if storage is not None:
-        uri = storage.into(uri)
+        uri = with_settings(uri, storage)
     at = parse_uri(uri)
     if at.kind == "s3":
         return _open_s3(uri, at)
@@ -34,7 +38,10 @@ def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
 
 
 def _open_s3(uri: str, at: Address) -> Store:
-    """With the extra `fast`, bytes go through obstore. It folds empty path segments, which S3 does not."""
+    """Returns the store that moves bytes through obstore where that is installed (the extra `fast`).
+
+    A prefix with empty segments is left to s3fs: obstore drops them, S3 does not.
+    """
     settings = at.settings
     if importlib.util.find_spec("obstore") is not None and "//" not in at.prefix:
         from raycheck.bucket.store.s3.obstore_store import FastS3Store

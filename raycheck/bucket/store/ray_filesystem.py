@@ -1,10 +1,10 @@
-"""Between a run's URI and the pyarrow file system that Ray writes its own files with, in both directions.
+"""Translates between a run's URI and the pyarrow file system with which Ray writes its own files, in both directions.
 
-Ray takes the URI itself wherever pyarrow can say all of it. Otherwise it is given an fsspec file system that is nothing
-but the URI: pickled it carries no secret, and equal URIs are equal file systems, which Ray compares.
+Ray is given the URI itself wherever pyarrow understands all of it. Otherwise it is given an fsspec file system that is
+nothing but the URI: pickled it carries no secret, and equal URIs are equal file systems, which Ray compares.
 
-`main` is a process that uses Ray's file system as Ray would, for a caller who ends it when it hangs: pyarrow waits in
-C++, some of its clients for a quarter of an hour, and no thread of Python could be told to stop.
+`main` runs in a process of its own and uses Ray's file system as Ray would. The caller ends that process when it hangs:
+pyarrow waits in C++, some of its clients for a quarter of an hour, and no thread of Python can be told to stop.
 """
 
 import os
@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from raycheck.bucket.store.address import Address, parse_uri
+from raycheck.bucket.store.address import Address, UriFiles, parse_uri, with_settings
 from raycheck.bucket.store.client_options import SAYABLE_TO_PYARROW
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
@@ -35,7 +35,7 @@ _S3FS_HARMLESS = (
 
 
 def ray_filesystem(uri: str) -> tuple[str, Any] | None:
-    """Path and file system for Ray to use instead of `uri`; None where pyarrow's own URI says it all."""
+    """Returns path and file system for Ray to use instead of `uri`; None where pyarrow understands all of the URI."""
     at = parse_uri(uri)
     if not at.bucket or at.kind == "memory" or _is_sayable(uri, at):
         return None
@@ -57,16 +57,21 @@ def ray_filesystem(uri: str) -> tuple[str, Any] | None:
 
 
 def uri_of(filesystem: Any, path: str) -> str:
-    """The URI of `path` on a pyarrow file system. Raises ConfigError for one whose bucket cannot be seen, and for one
-    that holds secrets, which must not get into a URI."""
-    kind = type(filesystem).__name__
-    if kind == "SubTreeFileSystem":
+    """Returns the URI of `path` on a pyarrow file system.
+
+    Raises ConfigError for a file system whose bucket cannot be seen, and for one that holds secrets, which must not get
+    into a URI. GcsFileSystem and AzureFileSystem are what Ray makes of a plain gs:// or abfss:// URI.
+    """
+    from pyarrow import fs
+
+    if isinstance(filesystem, fs.SubTreeFileSystem):
         return uri_of(filesystem.base_fs, f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}")
-    if kind == "LocalFileSystem":
+    if isinstance(filesystem, fs.LocalFileSystem):
         return _file_uri(path)
-    if kind == "PyFileSystem":
+    if isinstance(filesystem, fs.PyFileSystem):
         return _of_fsspec(getattr(filesystem.handler, "fs", filesystem.handler), path)
-    if kind not in ("S3FileSystem", "GcsFileSystem", "AzureFileSystem"):
+    kind = type(filesystem).__name__
+    if kind not in ("S3FileSystem", "GcsFileSystem", "AzureFileSystem"):  # a build of pyarrow may lack some of them
         raise _unreadable(kind)
     options = filesystem.__reduce__()[1][0]
     if any(options.get(name) for name in _SECRETS):
@@ -75,15 +80,16 @@ def uri_of(filesystem: Any, path: str) -> str:
     if identity is not None:
         raise ConfigError(f"storage_filesystem: raycheck cannot do the same with {kind}'s {identity}")
     if kind == "AzureFileSystem":
-        return _of_azure(options).into(f"az://{_quoted(path)}?{urlencode({'account_name': options['account_name']})}")
+        account = urlencode({"account_name": options["account_name"]})
+        return with_settings(f"az://{_quoted(path)}?{account}", _of_azure(options))
     settings = _of_pyarrow(kind, options)
-    return settings.into(f"{'s3' if kind == 'S3FileSystem' else 'gs'}://{_quoted(path)}")
+    return with_settings(f"{'s3' if kind == 'S3FileSystem' else 'gs'}://{_quoted(path)}", settings)
 
 
 def main() -> None:
-    """Reads a file by Ray's file system and writes another; says on stdout what it is about to do, and what it cannot.
+    """Reads a file through Ray's file system and writes another; says on stdout what it begins, and what has failed.
 
-    From stdin, pickled: Ray's storage path and file system (None: of the path), the two names, and the bytes.
+    stdin holds, pickled, Ray's storage path and file system (None: the path's own), the two names, and the bytes.
     """
     storage_path, files, source, target, data = pickle.load(sys.stdin.buffer)  # noqa: S301  of its parent process
     doing = "be made for it"
@@ -115,8 +121,8 @@ def _say(*words: str) -> None:
 
 
 def _is_sayable(uri: str, at: Address) -> bool:
-    """Whether pyarrow would do all that raycheck does. It reads AWS's region, endpoint and profile from the environment
-    itself, and of az:// it speaks the other spelling only."""
+    """Returns whether pyarrow would do all that raycheck does. It reads AWS's region, endpoint and profile from the
+    environment itself. For Azure it understands abfss:// only."""
     said = {name for name, value in asdict(at.said).items() if value is not None}
     is_pyarrows_scheme = at.kind != "az" or (uri.startswith("abfs") and "?" not in uri)
     has_own_environment = any(name.startswith("RAYCHECK_STORAGE_") for name in os.environ)
@@ -154,18 +160,18 @@ def _of_pyarrow(kind: str, options: Mapping[str, Any]) -> StorageSettings:
 
 
 def _of_fsspec(files: Any, path: str) -> str:
-    owner = f"{type(files).__module__}.{type(files).__name__}"
-    if owner.startswith("raycheck.bucket.store."):
+    if isinstance(files, UriFiles):
         at = parse_uri(files.uri)
         account = f"?account_name={at.account}" if at.account else ""
-        return at.said.into(f"{at.kind}://{_quoted(path)}{account}")
+        return with_settings(f"{at.kind}://{_quoted(path)}{account}", at.said)
+    owner = f"{type(files).__module__}.{type(files).__name__}"  # a subclass may do what raycheck cannot do as well
     if owner == "fsspec.implementations.local.LocalFileSystem":
         return _file_uri(path)
     if owner != "s3fs.core.S3FileSystem":
         raise _unreadable(owner)
     if files.storage_args or any(files.storage_options.get(name) for name in _S3FS_SECRETS):
         raise _secret(owner)
-    return _of_s3fs(files.storage_options).into(f"s3://{_quoted(path.removeprefix('s3://'))}")
+    return with_settings(f"s3://{_quoted(path.removeprefix('s3://'))}", _of_s3fs(files.storage_options))
 
 
 def _of_s3fs(options: Mapping[str, Any]) -> StorageSettings:

@@ -1,241 +1,106 @@
-"""What the stores behind a network share: requests on fsspec's event loop, each with a time-out and repeated here.
+"""The retry policy: how often a request is sent, how long each try may take, and when a thread must give up.
 
-A backend says what one request is (`call`, given its client) and what an error means (`_translate`); how often a
-request is sent, and that a conditional write is not sent twice, stands in this file alone. The clients' own retries are
-off: a client that repeats a conditional write collides with itself and reports a rival that does not exist. (aiohttp
-cannot be told: on a broken connection it sends a PUT once more. So a ConflictError proves no rival; callers look.)
-
-Bodies go out as `Pieces`: copies of 1 MiB, so that what a connection still holds when a request has failed is never the
-caller's buffer. It is faster than handing over a whole part, which asyncio would copy at once and cut again.
+This file alone decides it, and it needs no client. The clients' own retries are switched off: a client that repeats a
+conditional write collides with itself and reports a rival that does not exist. (aiohttp cannot be told: when a
+connection breaks, it sends a PUT once more. So a ConflictError does not prove that there is a rival; callers look.)
 """
 
 import asyncio
-import email.utils
 import math
-import os
-import ssl
 import time
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
-from functools import partial
-from importlib import import_module
-from types import ModuleType
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
-from fsspec.asyn import get_loop
-
-from raycheck.bucket.store.deadline import CLEAN_UP_S, deadline, ends_by
-from raycheck.bucket.store.interface import Buffer, ChangedError, Store, check_length, check_process
 from raycheck.bucket.store.jitter import CHANCE
-from raycheck.errors import ConfigError, RaycheckError, StoreError
+from raycheck.errors import RaycheckError
 
 ATTEMPTS = 5
 REQUEST_TIMEOUT_S = 60.0
-CONDITIONAL_TIMEOUT_S = 15.0  # small, and judged by effect afterwards: several tries fit into a swap's deadline
-PIECE_BYTES = 1024 * 1024
-_WAKE_EVERY_S = 1.0  # Ctrl-C may be told to any thread of the process, and is heard by the main one when it wakes
+CONDITIONAL_TIMEOUT_S = 15.0
+"""Shorter, so that several tries fit into a swap's deadline: the body is small, and the caller judges by effect."""
+CLEAN_UP_S = 10.0
+"""How long the requests may take that tidy up after a deadline has passed."""
 T = TypeVar("T")
-P = TypeVar("P")
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
 class Repeat(Enum):
-    """What may be sent again after an error."""
+    """Says what may be sent again after an error."""
 
-    NOTHING = "the answer would be the same"
-    UNCONDITIONAL = "it may have been applied: only what can be applied twice"
-    EVERYTHING = "it was turned away unread: a conditional write as well"
-
-
-class RemoteStore(Store):
-    """One bucket and prefix behind a client whose coroutines run on fsspec's loop."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri = uri
-        self._process = os.getpid()
-
-    @abstractmethod
-    async def _client(self) -> Any:
-        """What each `call` is given."""
-
-    @abstractmethod
-    def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
-        """The typed error, and what may be sent again after it."""
-
-    @abstractmethod
-    async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
-        """One request for the bytes from `start` to `stop`; fewer where the object ends before."""
-
-    def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        if start == stop:
-            return b""
-        data = self._run(key, partial(self._range, key, start, stop))
-        return check_length(self.uri, key, data, start, stop)
-
-    def _run(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> T:
-        return self._start(key, call, attempts=attempts).result()
-
-    def _run_conditional(self, key: str, call: Callable[[Any], Awaitable[T]]) -> T:
-        """Once, except after an answer that says it was turned away unread."""
-        check_process(self.uri, self._process)
-        return asyncio.run_coroutine_threadsafe(
-            self._repeated(key, call, ATTEMPTS, CONDITIONAL_TIMEOUT_S, deadline(), is_conditional=True), get_loop()
-        ).result()
-
-    def _start(self, key: str, call: Callable[[Any], Awaitable[T]], *, attempts: int = ATTEMPTS) -> Future[T]:
-        check_process(self.uri, self._process)
-        return asyncio.run_coroutine_threadsafe(
-            self._repeated(key, call, attempts, REQUEST_TIMEOUT_S, deadline(), is_conditional=False), get_loop()
-        )
-
-    async def _repeated(
-        self,
-        key: str,
-        call: Callable[[Any], Awaitable[T]],
-        attempts: int,
-        timeout_s: float,
-        until: float,
-        *,
-        is_conditional: bool,
-    ) -> T:
-        for attempt in range(1, attempts + 1):
-            pause_s = CHANCE.uniform(0.5, 1.0) * 0.1 * 3**attempt
-            try:
-                async with asyncio.timeout(min(timeout_s, until - time.monotonic())):
-                    return await call(await self._client())
-            except Exception as error:
-                translated, repeat = self._judge(key, error)
-                may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
-                if not may_repeat or attempt == attempts or time.monotonic() + pause_s > until:
-                    raise translated from error
-            await asyncio.sleep(pause_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _clean_up(self, key: str, call: Callable[[Any], Awaitable[object]]) -> None:
-        """After an error that matters more than this one, and a deadline that may have passed."""
-        with suppress(RaycheckError), ends_by(time.monotonic() + CLEAN_UP_S):
-            self._run(key, call, attempts=1)
-
-    def _judge(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
-        if isinstance(error, RaycheckError):
-            return error, Repeat.NOTHING
-        if isinstance(error, TimeoutError):
-            return StoreError(f"{self.uri}: {key}: no answer in time"), Repeat.UNCONDITIONAL
-        if isinstance(error, ChangedError):
-            return StoreError(f"{self.uri}: {key}: {error}"), Repeat.UNCONDITIONAL
-        if (broken := _tls_error(error)) is not None:
-            return StoreError(f"{self.uri}: {_no_tls(broken)}"), Repeat.NOTHING
-        return self._translate(key, error)
+    NOTHING = "the answer would not change"
+    UNCONDITIONAL = "it may have been applied: repeat only a request that may be applied twice"
+    EVERYTHING = "it was turned away unread: repeat a conditional write as well"
 
 
-def until_deadline(start: Callable[[], Awaitable[T]]) -> T:
-    """What a client of another kind `start`s, broken off at the deadline of this thread, or when the thread is
-    interrupted. Raises TimeoutError at the deadline."""
-    until = deadline()
+@contextmanager
+def ends_by(at: float) -> Iterator[None]:
+    """Sets a deadline for the requests that this thread begins inside the block.
 
-    async def bounded() -> T:
-        async with asyncio.timeout(None if until == math.inf else until - time.monotonic()):
-            return await start()
-
-    future = asyncio.run_coroutine_threadsafe(bounded(), get_loop())
-    try:
-        while not wait([future], timeout=_WAKE_EVERY_S).done:
-            pass
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-def send_parts(parts: Iterable[P], start: Callable[[int, P], Future[T]], *, in_flight: int) -> list[T]:
-    """`start` each part with its number from 1, so many at a time, pulling the next one while they fly.
-
-    When it raises, every request that was started has ended: the buffer behind the parts is free again.
+    They are broken off at the moment `at` (of time.monotonic), are not repeated after it, and raise StoreError. Only
+    obstore's reads are not broken off; they end by their own time-out.
     """
-    sent: list[Future[T]] = []
+    token = _deadline.set(at)
     try:
-        for number, part in enumerate(parts, 1):
-            sent.append(start(number, part))
-            flying = [future for future in sent if not future.done()]
-            if len(flying) >= in_flight:
-                wait(flying, return_when=FIRST_COMPLETED)
-            for future in sent:
-                if future.done():
-                    future.result()
-        return [future.result() for future in sent]
-    except BaseException:
-        wait(sent)  # each is bounded by its attempts and their time-outs
-        raise
+        yield
+    finally:
+        _deadline.reset(token)
 
 
-class Pieces:
-    """A request's body, as often as it is asked for. After `with` nothing reads it any more, nor could.
+def deadline() -> float:
+    """Returns this thread's deadline as a moment of time.monotonic; it is infinite where nobody has set one."""
+    return _deadline.get()
 
-    What iterates may outlive its request: a failure cancels aiohttp's writer, which the loop ends a turn later.
+
+def retry(
+    call: Callable[[], T],
+    *,
+    on: Callable[[Exception], bool],
+    pauses_s: Iterable[float],
+    until: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Returns what `call` returns, calling it again after an error that `on` accepts.
+
+    pauses_s: seconds to wait before each further call; when they are used up, the last error is raised. until: the
+    moment of `clock` after which no further call begins.
     """
-
-    def __init__(self, *buffers: Buffer) -> None:
-        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for view in self._views:
-            view.release()
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(len(view) for view in self._views)
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for view in self._views:
-            for at in range(0, len(view), PIECE_BYTES):
-                yield bytes(view[at : at + PIECE_BYTES])
+    for pause_s in pauses_s:
+        try:
+            return call()
+        except Exception as error:
+            if not on(error) or clock() + pause_s > until:
+                raise
+        sleep(pause_s)
+    return call()
 
 
-def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """The failed handshake behind a client's error, if the next one would fail alike."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError) or getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
-            found = getattr(error, "certificate_error", error)  # aiohttp wraps it in a class of the same kind
-            return found if isinstance(found, ssl.SSLError) else None
-        error = error.__cause__ or error.__context__
-    return None
+async def send_with_retries(
+    send: Callable[[], Awaitable[T]],
+    judge: Callable[[Exception], tuple[RaycheckError, Repeat]],
+    *,
+    attempts: int,
+    until: float,
+    is_conditional: bool = False,
+) -> T:
+    """Returns what `send` returns: on an event loop, up to `attempts` tries with a time-out each, until the deadline.
 
-
-def _no_tls(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return (
-            f"the server's certificate is not trusted on this node ({getattr(error, 'verify_message', error)}): set "
-            "StorageSettings(ca_bundle=...) or correct the endpoint's host name"
-        )
-    return (
-        "the server speaks plain HTTP where https:// was asked for: write http:// in StorageSettings(endpoint=...), or "
-        "&scheme=http beside endpoint_override in the URI"
-    )
-
-
-def said(*words: object) -> str:
-    """What a store said of a refusal, less what it left out: answers without a body have neither code nor message."""
-    return " ".join(str(word) for word in words if word) or "no reason given"
-
-
-def not_accepted(uri: str, said: str) -> ConfigError:
-    """For credentials that have expired or are wrong, as opposed to right ones that may not do something."""
-    return ConfigError(f"{uri}: the store does not accept these credentials ({said}); renew or correct them")
-
-
-def bucket_time(date: str | None) -> float:
-    """The bucket's clock, from an answer's Date header. Ages are differences of these, never of a host's clock."""
-    return email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
-
-
-def optional_import(module: str, *, extra: str) -> ModuleType:
-    """A store client that not every user has. Raises ConfigError that says how to get it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{error.name or module} is not installed: pip install 'raycheck[{extra}]'") from error
+    judge: turns a client's error into a typed one, and says what may be sent again after it.
+    is_conditional: `send` is a conditional write, which is only repeated when it was certainly not applied.
+    """
+    timeout_s = CONDITIONAL_TIMEOUT_S if is_conditional else REQUEST_TIMEOUT_S
+    for attempt in range(1, attempts + 1):
+        pause_s = CHANCE.uniform(0.5, 1.0) * 0.1 * 3**attempt
+        try:
+            async with asyncio.timeout(min(timeout_s, until - time.monotonic())):
+                return await send()
+        except Exception as error:
+            typed, repeat = judge(error)
+            may_repeat = repeat is Repeat.EVERYTHING or (repeat is Repeat.UNCONDITIONAL and not is_conditional)
+            if not may_repeat or attempt == attempts or time.monotonic() + pause_s > until:
+                raise typed from error
+        await asyncio.sleep(pause_s)
+    raise AssertionError("unreachable: the last attempt returns or raises")

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import kind_of
 from raycheck.cli.bench import request_costs as counted
 from raycheck.cli.bench.measurement import MIB, MIN_ROUNDS, Direction, Measured, Series, Way, measure
 from raycheck.cli.bench.request_costs import GET_PRICE, PUT_PRICE, Requests
 from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
-from raycheck.storage_settings import kind_of
 
 Where = Annotated[str, typer.Argument(help="A place in the bucket, e.g. s3://bucket/runs/my-run; it may be empty.")]
 _LABELS = {"get": "GET of 4 kB", "create": "PUT, If-None-Match", "swap": "PUT, If-Match"}

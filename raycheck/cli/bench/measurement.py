@@ -40,7 +40,10 @@ class Way:
 
     @property
     def wave_bytes(self) -> int:
-        """The bytes under way at any moment. An object must have at least as many to say anything about this way."""
+        """Returns the bytes under way at any moment.
+
+        An object must have at least as many to say anything about this way.
+        """
         return self.part_bytes * self.in_flight
 
 
@@ -73,19 +76,21 @@ class Direction:
 
     @property
     def share(self) -> float:
-        """raycheck's speed as a share of the best plain requests."""
+        """Returns raycheck's speed as a share of that of the best plain requests."""
         return self.own.median / self.plain[self.best].median
 
     @property
     def noise(self) -> float:
-        """Half the range of a way's samples as a share of their median, for the median way. 0 where everything was
-        measured once."""
+        """Returns half the range of a way's samples as a share of their median, for the median way.
+
+        0 where everything was measured once.
+        """
         spreads = [(max(item.samples) - min(item.samples)) / 2 / item.median for item in self.plain.values()]
         return statistics.median(spreads)
 
     @property
     def alike(self) -> tuple[Way, ...]:
-        """The best way, and all others that are as fast within the noise."""
+        """Returns the best way, and all others that are as fast within the noise."""
         enough = self.plain[self.best].median * (1 - self.noise)
         return tuple(way for way in sorted(self.plain) if self.plain[way].median >= enough)
 

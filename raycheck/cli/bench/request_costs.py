@@ -35,7 +35,7 @@ class Requests:
 def of_rank(kind: str, *, size_bytes: int, part_bytes: int) -> Requests:
     """Returns the requests of one rank's upload of one shard (step 13).
 
-    kind: the kind of store, as `storage_settings.kind_of` names it. Other stores than s3, gs and az have no requests.
+    kind: the kind of store, as `address.kind_of` names it. Other stores than s3, gs and az have no requests.
     """
     if kind not in _OPEN_AND_CLOSE:
         return Requests()

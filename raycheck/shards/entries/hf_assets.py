@@ -1,8 +1,8 @@
-"""What a checkpoint holds beside tensors and values, so that it can become a Hugging Face directory by itself: the
-model's configuration, and the files of a tokenizer or processor.
+"""Collects what an export to a Hugging Face directory needs beside tensors: a model's configuration, and the files of
+a tokenizer or processor. A checkpoint that holds them can be exported by itself.
 
-Everything is duck-typed: neither transformers nor peft is imported. `module_assets` is called once, at construction;
-a model that it cannot make sense of has no assets, and never stops a training.
+Everything is duck-typed: neither transformers nor peft is imported. `module_assets` is called once, at construction. A
+model whose configuration it cannot read has no assets; that never stops a training.
 """
 
 import json
@@ -23,7 +23,7 @@ from raycheck.shards.entries.state_entry import StateEntry
 
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", EXPORT_ENDS[1]
 FACTS = "raycheck.json"
-"""Not a file of the export: what the exporter must know about the entry. Stands among the assets of each entry."""
+"""An asset of each entry that holds what the exporter must know about the entry. It is no file of the export."""
 
 MAX_FILES_BYTES = 256 * 1024 * 1024
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
@@ -32,7 +32,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", "
 
 
 def assets_of(state: Mapping[str, object]) -> dict[str, dict[str, str]]:
-    """Entry name to assets, of those entries that have any."""
+    """Returns the assets by entry name, of those entries that have any."""
     found: dict[str, dict[str, str]] = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
@@ -43,24 +43,26 @@ def assets_of(state: Mapping[str, object]) -> dict[str, dict[str, str]]:
 
 
 def module_assets(module: torch.nn.Module) -> dict[str, str]:
-    """File name to text for a model with a configuration in the Hugging Face sense; {} for any other module.
+    """Returns file names and texts for a model with a Hugging Face configuration; {} for any other module.
 
-    For a PEFT model: the base model's configuration, the active adapter's, and how its LoRA layers are scaled.
+    A PEFT model has the base model's configuration, the active adapter's, and the scaling of its LoRA layers.
     """
     try:
         return _assets(unwrapped(module))
-    except Exception:  # noqa: BLE001  configs are foreign code: an odd one costs the export its files, not the training
+    except Exception:  # noqa: BLE001  configs are foreign code: an odd one must not stop the training
         return {}
 
 
 def has_files(value: object) -> bool:
-    """Whether `value` is kept as the files it writes: a tokenizer or processor, which has no state_dict."""
+    """Returns whether `value` is saved as the files it writes: a tokenizer or processor, which has no state_dict."""
     return callable(getattr(value, "save_pretrained", None)) and not callable(getattr(value, "state_dict", None))
 
 
 def is_safe_file_name(name: str) -> bool:
-    """Whether a file of this name, which a bucket may have made up, may lie beside an exported model: inside the
-    folder, at most one level down, and neither weights nor one of the exporter's own files."""
+    """Returns whether a file of this name may lie beside an exported model. A bucket may have made the name up.
+
+    It must be inside the folder, at most one level down, and neither weights nor one of the exporter's own files.
+    """
     segments = name.split("/")
     return (
         len(segments) <= 2
@@ -71,13 +73,13 @@ def is_safe_file_name(name: str) -> bool:
 
 
 class FilesEntry(StateEntry):
-    """The files of a tokenizer or processor, written once and saved as bytes. Restoring changes nothing live."""
+    """Saves the files of a tokenizer or processor, written once, as bytes. Restoring changes nothing live."""
 
-    def __init__(self, name: str, owner: Any) -> None:
+    def __init__(self, name: str, processor: Any) -> None:
         super().__init__(name)
         with tempfile.TemporaryDirectory(prefix="raycheck-files-") as folder:
             try:
-                owner.save_pretrained(folder)
+                processor.save_pretrained(folder)
             except Exception as error:
                 raise ConfigError(f"state[{name!r}].save_pretrained failed: {type(error).__name__}: {error}") from error
             paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -118,7 +120,7 @@ def _assets(module: torch.nn.Module) -> dict[str, str]:
     dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), None)
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    config["architectures"] = [type(base).__name__.removeprefix("FSDP")]  # fully_shard makes a class of its own
+    config["architectures"] = [type(base).__name__.removeprefix("FSDP")]  # fully_shard derives a class of its own
     facts: dict[str, Any] = {"kind": "model", "tied": _declared_ties(base)}
     assets = {CONFIG: _text(config)}
     generation = getattr(base, "generation_config", None)
@@ -139,7 +141,7 @@ def _base_model(module: Any) -> Any:
 
 
 def _declared_ties(base: Any) -> dict[str, str]:
-    """Alias to source, as the model and its configuration declare them: the loader ties these by itself."""
+    """Returns the source of each alias, as the model and its configuration declare it: the loader ties these itself."""
     plain = plain_names(base)
     expanded = getattr(base, "get_expanded_tied_weights_keys", None)
     if callable(expanded):  # transformers 5
@@ -185,7 +187,8 @@ def _adapter(module: Any, base: Any, adapters: Mapping[str, Any]) -> dict[str, A
 
 
 def _lora_layer(layer: Any, adapter: str, uses: Counter[int]) -> dict[str, Any]:
-    """How the layer adds B @ A to its weight; `problem`: why it does something else, so that it cannot be merged."""
+    """Describes how the layer adds B @ A to its weight. `problem` says why it cannot be merged, if it does something
+    else."""
     kinds = {kind.__name__ for kind in type(layer).__mro__ if kind.__module__ == "peft.tuners.lora.layer"}
     is_embedding = "Embedding" in kinds
     weight = layer.get_base_layer().weight

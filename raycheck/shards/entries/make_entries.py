@@ -1,4 +1,8 @@
-"""From what the user put into the state to parts. Raises ConfigError, naming the entry, before any step runs."""
+"""Makes the entries of a state from what the user put into it.
+
+`objects_by_name` flattens the user's dicts and lists into objects with dotted names. `make_entries` then picks the kind
+of entry for each object. Both raise ConfigError, naming the entry, before any step runs.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -8,6 +12,7 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.fill_in_place import is_container
 from raycheck.shards.entries.hf_assets import FilesEntry, has_files
 from raycheck.shards.entries.metric_entry import MetricsEntry, is_metrics, refuse_metrics_inside
 from raycheck.shards.entries.module.module_entry import ModuleEntry
@@ -22,7 +27,7 @@ from raycheck.shards.entries.per_rank_entries import (
     RankZeroEntry,
     is_loader,
 )
-from raycheck.shards.entries.plain_value_entry import HeldValue, InPlace, PlainValueEntry, is_container
+from raycheck.shards.entries.plain_value_entry import HeldValue, InPlace, PlainValueEntry
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, StateEntry
 from raycheck.shards.entries.wrappers import unwrapped
@@ -30,24 +35,27 @@ from raycheck.shards.transfer.stock_torch_names import StockNames
 
 
 def objects_by_name(state: Mapping[str, object]) -> dict[str, object]:
-    """The state by entry; a dict or list of entries becomes entries with dotted names ("optimizer.0"). A dict of plain
-    values is an entry itself; any other plain value is one where it stands. Known wrappers are taken off."""
-    entries: dict[str, object] = {}
-    for name, value in _entries(state):
-        if name in entries:
+    """Returns the user's objects by name.
+
+    A dict or list of objects becomes objects with dotted names ("optimizer.0"). A dict of plain values is one object.
+    Any other plain value is held by reference to the dict or list that contains it. Known wrappers are taken off.
+    """
+    objects: dict[str, object] = {}
+    for name, value in _top_level(state):
+        if name in objects:
             raise ConfigError(f"state[{name!r}]: two entries have this name")
-        entries[name] = value
-    return entries
+        objects[name] = value
+    return objects
 
 
 class ChainedState(Mapping[str, object]):
-    """The entries of a state from several mappings, each still held by the one in which the caller gave it."""
+    """Joins several states into one, in which every value is still held by the mapping that the caller gave."""
 
     def __init__(self, *sources: Mapping[str, object]) -> None:
         self.sources = sources
 
     def holder(self, name: str) -> Mapping[str, object]:
-        """Raises KeyError."""
+        """Returns the caller's mapping that has this name. Raises KeyError."""
         for source in self.sources:
             if name in source:
                 return source
@@ -63,27 +71,27 @@ class ChainedState(Mapping[str, object]):
         return sum(map(len, self.sources))
 
 
-def make_entries(entries: Mapping[str, object], *, rank: int, world_size: int) -> list[StateEntry]:
-    """One part per entry."""
-    named = NamedParameters({name: value for name, value in entries.items() if isinstance(value, torch.nn.Module)})
-    parts = [_part(name, value, named, rank, world_size) for name, value in entries.items()]
-    metrics = [metric for part in parts if isinstance(part, MetricsEntry) for metric in part.metrics]
-    for part in parts:
-        if isinstance(part, ModuleEntry):
-            refuse_metrics_inside(part.name, part.module, metrics)
-    by_entry: dict[str, list[OptimizerEntry]] = {}
-    for part in parts:
-        if isinstance(part, OptimizerEntry):
-            by_entry.setdefault(part.name.partition(".")[0], []).append(part)
-    for entry, optimizers in by_entry.items():
-        names = StockNames(entry, optimizers)
+def make_entries(objects: Mapping[str, object], *, rank: int, world_size: int) -> list[StateEntry]:
+    """Make one entry of each object."""
+    named = NamedParameters({name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)})
+    entries = [_make_entry(name, value, named, rank, world_size) for name, value in objects.items()]
+    metrics = [metric for entry in entries if isinstance(entry, MetricsEntry) for metric in entry.metrics]
+    for entry in entries:
+        if isinstance(entry, ModuleEntry):
+            refuse_metrics_inside(entry.name, entry.module, metrics)
+    by_first_name: dict[str, list[OptimizerEntry]] = {}
+    for entry in entries:
+        if isinstance(entry, OptimizerEntry):
+            by_first_name.setdefault(entry.name.partition(".")[0], []).append(entry)
+    for first_name, optimizers in by_first_name.items():
+        names = StockNames(first_name, optimizers)
         for optimizer in optimizers:
             optimizer.stock_names = names
-    return parts
+    return entries
 
 
 class Containers:
-    """The lists and dicts of entries in a state, and what they held when it was looked at first."""
+    """Remembers what the lists and dicts of objects in a state held when the state was given."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._held = [(*found, _identities(found[1])) for item in state.items() for found in _containers(*item)]
@@ -99,59 +107,61 @@ class Containers:
 
 
 def _containers(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    if type(value) in (dict, list, tuple) and _is_entry(value):
+    if type(value) in (dict, list, tuple) and _has_objects(value):
         yield name, value
         for key, item in value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value)):
             yield from _containers(f"{name}.{key}", item)
 
 
 def _identities(container: Any) -> list[Any]:
-    """Keys of all, and which object it is for an entry; a plain value may become another one."""
+    """Returns all keys, and the identity of each object. A plain value has none, since it may become another one."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(key, id(item)) if _is_entry(item) else key for key, item in items]
+    return [(key, id(item)) if _has_objects(item) else key for key, item in items]
 
 
-def _entries(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    top = parameter_names({name: value for name, value in state.items() if isinstance(value, torch.nn.Module)})
+def _top_level(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    parameters = parameter_names({name: value for name, value in state.items() if isinstance(value, torch.nn.Module)})
     for name, value in state.items():
         if not name.isidentifier() or name in (*OWN_ENTRIES, ASSETS):
             raise ConfigError(
                 f"state[{name!r}]: use a plain name; {', '.join((*OWN_ENTRIES, ASSETS))} are raycheck's own"
             )
-        yield from _nested(name, value, top, state.holder(name) if isinstance(state, ChainedState) else state, name)
+        holder = state.holder(name) if isinstance(state, ChainedState) else state
+        yield from _nested(name, value, parameters, holder, name)
 
 
 def _nested(
-    name: str, value: object, parameters: ParameterNames, holder: object, at: object
+    name: str, value: object, parameters: ParameterNames, holder: object, key: object
 ) -> Iterator[tuple[str, object]]:
-    """holder, at: where the value stands."""
-    if type(value) not in (dict, list, tuple) or not _is_entry(value):
-        yield name, HeldValue(holder, at, name) if _is_plain(name, value) else unwrapped(name, value)
+    """Returns the objects in `value`, with their names. holder, key: the container of `value`, and its key there."""
+    if type(value) not in (dict, list, tuple) or not _has_objects(value):
+        yield name, HeldValue(holder, key, name) if _is_plain(name, value) else unwrapped(name, value)
         return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value)):
-        if isinstance(key, torch.Tensor) and key in parameters:  # optimizer in backward: one for each parameter
-            step = parameters[key][1]
-        elif isinstance(key, str | int):
-            step = str(key)
+    for inner, item in value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value)):
+        if isinstance(inner, torch.Tensor) and inner in parameters:  # optimizer in backward: one for each parameter
+            step = parameters[inner][1]
+        elif isinstance(inner, str | int):
+            step = str(inner)
         else:
-            raise ConfigError(f"state[{name!r}] has a {type(key).__qualname__} as key; use names or numbers")
-        yield from _nested(f"{name}.{step.replace('.', '_')}", item, parameters, value, key)
+            raise ConfigError(f"state[{name!r}] has a {type(inner).__qualname__} as key; use names or numbers")
+        yield from _nested(f"{name}.{step.replace('.', '_')}", item, parameters, value, inner)
 
 
 def _is_plain(name: str, value: object) -> bool:
-    """Whether it is a plain value to be held where it stands. Its own dict is held by whoever has it."""
-    if type(value) is dict or _is_entry(value):
+    """Returns whether `value` is a plain value to be read from its holder. A dict is not: whoever has it holds it."""
+    if type(value) is dict or _has_objects(value):
         return False
     if isinstance(value, torch.Tensor):
         return True
     try:
         encode(value, f"state[{name!r}]", lambda leaf, path: path if isinstance(leaf, torch.Tensor) else None)
     except ConfigError:
-        return is_container(value)  # it says by itself what in it cannot be saved
+        return is_container(value)  # its entry names what in it cannot be saved
     return True
 
 
-def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> StateEntry:
+def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> StateEntry:
+    """Pick the kind of entry. The order matters: a metric is a module, and several kinds have a state_dict."""
     inside = value.value if isinstance(value, PerRank) else value
     if is_metrics(inside):
         return MetricsEntry(name, inside, rank=rank, world_size=world_size)
@@ -159,7 +169,7 @@ def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: 
         return ModuleEntry(name, value)
     if isinstance(value, HeldValue):
         return PlainValueEntry(name, value, rank=rank)
-    if isinstance(value, Optimizer) and _is_in_torchs_form(value):
+    if isinstance(value, Optimizer) and _has_torchs_form(value):
         return OptimizerEntry(name, value, named)
     if isinstance(value, PerRank):
         return PerRankEntry(name, value, rank=rank)
@@ -173,7 +183,7 @@ def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: 
         return FilesEntry(name, value)
     if is_generator(value):
         return ObjectEntry(name, GeneratorState(value))
-    if _is_entry(value):
+    if _has_objects(value):
         return ObjectEntry(name, value)
     raise ConfigError(
         f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict. Plain values go into "
@@ -181,18 +191,19 @@ def _part(name: str, value: Any, named: NamedParameters, rank: int, world_size: 
     )
 
 
-def _is_in_torchs_form(optimizer: Optimizer) -> bool:
-    """Whether its state_dict() has state and groups. torchtitan's container of optimizers gives the flattened form."""
+def _has_torchs_form(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer's state_dict() has state and groups. torchtitan's container of optimizers gives the
+    flattened form."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return True
     return {"state", "param_groups"} <= optimizer.state_dict().keys()
 
 
-def _is_entry(value: object) -> bool:
-    """Whether it is an entry of its own, or holds some."""
+def _has_objects(value: object) -> bool:
+    """Returns whether `value` is an object that makes an entry of its own, or a container with such objects in it."""
     if type(value) in (dict, list, tuple):
         items = value.values() if isinstance(value, dict) else cast("list[object]", value)
-        return any(_is_entry(item) for item in items)
+        return any(_has_objects(item) for item in items)
     return (
         isinstance(value, PerRank | RankZero)
         or is_generator(value)

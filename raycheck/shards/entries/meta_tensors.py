@@ -1,7 +1,7 @@
-"""Tensors on torch's meta device: they have a shape and no memory, and a copy into them does nothing without a word.
+"""Handles tensors on torch's meta device, which have a shape and no memory: a copy into one silently does nothing.
 
-A restore gives them memory before it reads, under the very same objects, so that an optimizer or an FSDP2 layer that
-refers to a parameter goes on doing so. What no checkpoint can fill is named before anything is changed.
+A restore gives them memory before it reads. The tensors stay the objects that they are, so that an optimizer or an
+FSDP2 layer that refers to a parameter goes on doing so. What no checkpoint can fill is named before anything changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,12 +15,12 @@ ADVICE = "give it memory before the optimizer and the state are made (module.to_
 
 
 def is_on_meta(tensor: torch.Tensor) -> bool:
-    """Whether the tensor, or one that it is made of, has no memory."""
+    """Returns whether the tensor, or one that it is made of, has no memory."""
     return tensor.is_meta or any(is_on_meta(inner) for inner in _inner(tensor).values())
 
 
 def untied_views(live: Mapping[str, torch.Tensor]) -> list[str]:
-    """Differences to report: tensors on meta that share memory without being one object. Each would get its own."""
+    """Returns differences to report: tensors on meta that share memory as separate objects. Each would get its own."""
     found, lines = dict[int, tuple[str, torch.Tensor]](), []
     for name, tensor in live.items():
         for plain in _plain(tensor) if is_on_meta(tensor) else ():
@@ -33,8 +33,9 @@ def untied_views(live: Mapping[str, torch.Tensor]) -> list[str]:
 def give_memory(tensors: Mapping[str, torch.Tensor], all_of_module: Iterable[torch.Tensor]) -> None:
     """Give these tensors memory that is not initialised. They stay the objects that they are.
 
-    A DTensor gets it on its mesh's device, any other on the one device of the module's tensors, else on torch's default
-    device. Raises ConfigError that names a tensor for which torch does not allow it.
+    A DTensor gets memory on its mesh's device. Any other tensor gets it on the device of the module's other tensors, or
+    where there are none on torch's default device. Raises ConfigError, naming the tensor, where those other tensors are
+    on several devices, and where torch does not allow it.
     """
     homes = {home for tensor in all_of_module if (home := _home(tensor)) is not None}
     done = set()
@@ -52,8 +53,9 @@ def give_memory(tensors: Mapping[str, torch.Tensor], all_of_module: Iterable[tor
 
 
 def _swap(name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Exchange the memory of the two tensors, and keep what the script has set on the first."""
     hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-    if hooks:  # they hang on what goes away
+    if hooks:  # they belong to the memory that is swapped out
         raise ConfigError(f"{name} is on the meta device and has hooks, which would be lost; {ADVICE}")
     with torch.no_grad():
         tensor.grad = None
@@ -71,7 +73,7 @@ def _swap(name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _home(tensor: torch.Tensor) -> torch.device | None:
-    """The device that a tensor is on or belongs to, if that is known."""
+    """Returns the device that a tensor is on or belongs to; None when that is not known."""
     if isinstance(tensor, DTensor):
         return torch.empty(0, device=tensor.device_mesh.device_type).device
     return None if is_on_meta(tensor) else tensor.device
@@ -81,8 +83,8 @@ def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     device = _home(tensor) or device
     if inner := _inner(tensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        made = {name: getattr(tensor, name) for name in names}  # of a DTensor its mesh too
-        made |= {name: _with_memory(part, device) for name, part in inner.items()}
+        made = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh too
+        made |= {name: _with_memory(own, device) for name, own in inner.items()}
         return type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined,no-any-return]
             made, context, tensor.size(), tensor.stride()
         )
@@ -90,13 +92,14 @@ def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that a tensor subclass, a DTensor included, is made of."""
+    """Returns the tensors that a tensor subclass is made of; a DTensor is one."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return {}
-    parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
-    return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    attributes = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: value for name, value in attributes.items() if isinstance(value, torch.Tensor)}
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the plain tensors that a tensor is made of, at any depth; itself if it is plain."""
     inner = _inner(tensor)
-    return [plain for part in inner.values() for plain in _plain(part)] if inner else [tensor]
+    return [plain for own in inner.values() for plain in _plain(own)] if inner else [tensor]

@@ -1,9 +1,11 @@
-"""Metrics of torchmetrics as entries of the state: each rank's own accumulation, which its state_dict() leaves out.
+"""Makes entries of torchmetrics' metrics: each rank's own accumulation, which their state_dict() leaves out.
 
-Known by what they have, without an import. Saved are a metric's states, its other tensors, and the number of updates,
-by which means are weighted. Rule for another world size: a rank that existed takes its own; what ranks that are gone
-had accumulated is added to that of one that is there, by the reductions that the metric itself names for its states; a
-new rank keeps what it was created with. A reduction that cannot be done this way is refused at the restore.
+Metrics are recognised by their attributes, without an import. A save takes a metric's states, its other tensors, and
+the number of updates, by which means are weighted.
+
+With another world size a rank that existed takes its own accumulation. What ranks that are gone had accumulated is
+added to that of a rank that is there, by the reductions that the metric names for its states. A new rank keeps what it
+was created with. A reduction that cannot be done this way is refused at the restore.
 """
 
 # ruff: noqa: SLF001  torchmetrics has no public way to its states, their reductions and the number of updates
@@ -19,14 +21,14 @@ from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
 
 
 def is_metric(module: object) -> bool:
-    """Whether it accumulates over updates, as torchmetrics' Metric does."""
+    """Returns whether `module` accumulates over updates, as torchmetrics' Metric does."""
     return isinstance(module, torch.nn.Module) and all(
         hasattr(module, name) for name in ("_defaults", "_persistent", "_reductions", "_update_count", "add_state")
     )
 
 
 def is_metrics(value: object) -> bool:
-    """Whether it is a metric, or a collection that holds metrics and no parameters or buffers beside them."""
+    """Returns whether `value` is a metric, or a collection of metrics with no parameters or buffers beside them."""
     if not isinstance(value, torch.nn.Module) or not _metrics(value):
         return False
     inside = {id(child) for metric in _metrics(value).values() for child in metric.modules()}
@@ -35,7 +37,7 @@ def is_metrics(value: object) -> bool:
 
 
 class MetricsEntry(PerRankEntry):
-    """A metric, or a collection of some."""
+    """Saves this rank's accumulation in a metric, or in a collection of metrics."""
 
     def __init__(self, name: str, metrics: torch.nn.Module, *, rank: int, world_size: int) -> None:
         super().__init__(name, PerRank(_Accumulated(metrics)), rank=rank)
@@ -54,17 +56,19 @@ class MetricsEntry(PerRankEntry):
         return list(_metrics(self._metrics).values())
 
     def match(self, saved: SavedEntry) -> Named:
-        saved.unused.clear()  # no rank's accumulation is left out
+        saved.unused.clear()  # a rank that is there takes over what the others had
         if saved.values is None:
             (saved.fresh if saved.rank_values else saved.missing).append(self._name_on_rank)
             return {}
         live, names = _Accumulated(self._metrics).state_dict(), list[str]()
-        for tree in self._mine(saved):
+        for tree in self._trees_for_this_rank(saved):
             (there,) = self.compared(saved, tree, names.append)
             if _forms(there) != _forms(live):
-                saved.mismatched.append(f"{self.name}: the metrics are {_said(live)} here, and {_said(there)} saved")
+                saved.mismatched.append(
+                    f"{self.name}: the metrics are {_described(live)} here, and {_described(there)} saved"
+                )
                 return {}
-        if len(self._mine(saved)) > 1:
+        if len(self._trees_for_this_rank(saved)) > 1:
             saved.mismatched += [
                 f"{self.name}.{path}.{key} was accumulated by {len(saved.rank_values)} ranks, and its reduction cannot "
                 f"be done for {self._world_size} ranks; restore(skip=[{self.name!r}]) starts the metric anew"
@@ -77,15 +81,15 @@ class MetricsEntry(PerRankEntry):
     def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is None:
             return
-        (state,), *others = (self.decoded(tree, tensors.__getitem__) for tree in self._mine(saved))
+        (state,), *others = (self.decoded(tree, tensors.__getitem__) for tree in self._trees_for_this_rank(saved))
         for (other,) in others:
             state = {
                 path: _merged(metric, state[path], other[path]) for path, metric in _metrics(self._metrics).items()
             }
         _Accumulated(self._metrics).load_state_dict(state)
 
-    def _mine(self, saved: SavedEntry) -> list[Any]:
-        """This rank's tree, and those of the ranks that are gone and come to this one."""
+    def _trees_for_this_rank(self, saved: SavedEntry) -> list[Any]:
+        """Returns this rank's tree, and those of the ranks that are gone and whose accumulation comes to this one."""
         gone = saved.rank_values[self._rank + self._world_size :: self._world_size]
         return [saved.values, *gone]
 
@@ -110,7 +114,7 @@ def refuse_metrics_inside(name: str, module: torch.nn.Module, given: Iterable[to
 
 
 class _Accumulated:
-    """What metrics have accumulated, by their paths."""
+    """Gives metrics a state_dict and a load_state_dict with what they have accumulated, by their paths."""
 
     def __init__(self, metrics: torch.nn.Module) -> None:
         self._module = metrics
@@ -119,7 +123,7 @@ class _Accumulated:
         module: Any
         for module in self._module.modules():
             if hasattr(module, "_compute_groups_create_state_ref"):
-                module._compute_groups_create_state_ref()  # its members share states, set when asked for
+                module._compute_groups_create_state_ref()  # else only one member of a compute group has their states
         return {
             path: {"kind": type(metric).__qualname__, "updates": metric._update_count, "states": _states(metric)}
             for path, metric in _metrics(self._module).items()
@@ -139,7 +143,8 @@ def _metrics(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _states(metric: Any) -> dict[str, Any]:
-    """Its own while it is synced, when the attributes are those of all ranks together."""
+    """Returns the metric's states on this rank. While the metric is synced these are in its cache: its attributes then
+    hold those of all ranks together."""
     own = metric._cache if getattr(metric, "_is_synced", False) and metric._cache else vars(metric)
     tensors = [key for key, value in vars(metric).items() if isinstance(value, torch.Tensor) and key[0] != "_"]
     keys = dict.fromkeys([*metric._defaults, *tensors])
@@ -162,7 +167,7 @@ def _forms(state: Mapping[str, Any]) -> list[Any]:
     return [(path, found["kind"], sorted(found["states"])) for path, found in sorted(state.items())]
 
 
-def _said(state: Mapping[str, Any]) -> str:
+def _described(state: Mapping[str, Any]) -> str:
     return ", ".join(f"{path} ({found['kind']}: {', '.join(found['states'])})" for path, found in state.items())
 
 
@@ -181,7 +186,7 @@ def _can_merge(metric: Any, key: str) -> bool:
 
 
 def _merged(metric: Any, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two ranks' accumulation as that of one."""
+    """Returns the accumulation of two ranks as that of one."""
     counts = one["updates"], other["updates"]
     states = {}
     for key, mine in one["states"].items():

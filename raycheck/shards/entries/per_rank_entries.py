@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.fill_in_place import filled
 from raycheck.shards.entries.object_entry import ObjectEntry
-from raycheck.shards.entries.plain_value_entry import filled
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
 from raycheck.shards.entries.state_entry import StateEntry

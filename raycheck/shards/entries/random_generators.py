@@ -1,7 +1,8 @@
-"""Random generators of the script's own, beside the global ones: as entries of the state, and inside datasets.
+"""Saves, seeds and finds the script's own random generators, as entries of the state and inside datasets.
 
-torch.Generator, numpy.random.Generator and RandomState, and random.Random. As an entry such a generator is a value like
-any other: alike on all ranks, which the first save compares. One that differs from rank to rank goes into PerRank.
+They are torch.Generator, numpy.random.Generator and RandomState, and random.Random. As an entry such a generator is a
+value like any other: it must be equal on all ranks, which the first save checks. One that differs from rank to rank
+goes into PerRank. The global generators are in state/random_state.py.
 """
 
 import random
@@ -15,19 +16,19 @@ import torch
 from raycheck.errors import StateMismatchError
 
 MAX_ITEMS = 100
-"""Of a container in a dataset that is looked through: a list of samples is longer, one of transforms is not."""
+"""Larger containers in a dataset are not searched: a list of samples is longer, a list of transforms is not."""
 MAX_DEPTH = 8
 _LEAVES = type | ModuleType | FunctionType | torch.Tensor | str | bytes | int | float
 
 
 def is_generator(value: object) -> bool:
-    """Whether it is a generator whose state can be taken and put back."""
+    """Returns whether `value` is a generator whose state can be saved and restored."""
     is_known = isinstance(value, torch.Generator | random.Random) or _is_of_numpy(value)
     return is_known and not isinstance(value, random.SystemRandom)
 
 
 def kind_of_generator(generator: Any) -> str:
-    """What decides about its numbers, beside its state: the library, and there the device or the algorithm."""
+    """Describes what decides about the numbers beside the state: the library, and its device or algorithm."""
     if isinstance(generator, torch.Generator):
         return f"torch ({generator.device.type})"
     if isinstance(generator, random.Random):
@@ -37,44 +38,44 @@ def kind_of_generator(generator: Any) -> str:
 
 
 class GeneratorState:
-    """A generator with state_dict and load_state_dict."""
+    """Gives a generator a state_dict and a load_state_dict."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        made = self._generator
-        if isinstance(made, torch.Generator):
-            state: Any = bytes(made.get_state().numpy())
-        elif isinstance(made, random.Random):
-            state = made.getstate()
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            state: Any = bytes(generator.get_state().numpy())
+        elif isinstance(generator, random.Random):
+            state = generator.getstate()
         else:
-            state = made.get_state(legacy=False) if _is_legacy(made) else made.bit_generator.state
-        return {"kind": kind_of_generator(made), "state": state}
+            state = generator.get_state(legacy=False) if _is_legacy(generator) else generator.bit_generator.state
+        return {"kind": kind_of_generator(generator), "state": state}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise StateMismatchError for the state of a generator of another kind, whose numbers would be others."""
+        """Raise StateMismatchError for the state of another kind of generator, which would give other numbers."""
         kind = kind_of_generator(self._generator)
-        there = state.get("kind", "another object")
-        if there != kind:
-            raise StateMismatchError(f"the checkpoint has a random generator of {there}, here is one of {kind}")
+        saved = state.get("kind", "another object")
+        if saved != kind:
+            raise StateMismatchError(f"the checkpoint has a random generator of {saved}, here is one of {kind}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises as check_state_dict does."""
         self.check_state_dict(state)
-        made = self._generator
-        if isinstance(made, torch.Generator):
-            made.set_state(torch.frombuffer(bytearray(state["state"]), dtype=torch.uint8))
-        elif isinstance(made, random.Random):
-            made.setstate(state["state"])
-        elif _is_legacy(made):
-            made.set_state(state["state"])
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.frombuffer(bytearray(state["state"]), dtype=torch.uint8))
+        elif isinstance(generator, random.Random):
+            generator.setstate(state["state"])
+        elif _is_legacy(generator):
+            generator.set_state(state["state"])
         else:
-            made.bit_generator.state = state["state"]
+            generator.bit_generator.state = state["state"]
 
 
 def seed_generator(generator: Any, seed: int) -> None:
-    """Begin its sequence at `seed`."""
+    """Begin the generator's sequence at `seed`."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random) or _is_legacy(generator):
@@ -84,8 +85,8 @@ def seed_generator(generator: Any, seed: int) -> None:
 
 
 def generators_in(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Every generator in the attributes of an object, and of those below it, with the way to it; each once. The global
-    ones, which a dataset may refer to, are none of its own."""
+    """Returns every generator in the attributes of an object and of the objects below it, once each, with its path.
+    Global generators, which a dataset may refer to, are left out."""
     yield from _search(value, path, set(map(id, _global_generators())), MAX_DEPTH)
 
 
@@ -103,8 +104,8 @@ def _search(value: object, path: str, seen: set[int], depth: int) -> Iterator[tu
         below = [(f"{path}[{key!r}]", item) for key, item in items]
     else:
         below = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-    for step, item in below:
-        yield from _search(item, step, seen, depth - 1)
+    for item_path, item in below:
+        yield from _search(item, item_path, seen, depth - 1)
 
 
 def _is_of_numpy(value: object) -> bool:
@@ -113,7 +114,7 @@ def _is_of_numpy(value: object) -> bool:
 
 
 def _is_legacy(generator: object) -> bool:
-    """Whether it is a RandomState, which keeps a number in store beside its bit generator."""
+    """Returns whether `generator` is a RandomState, which caches one number beside its bit generator."""
     return isinstance(generator, sys.modules["numpy"].random.RandomState)
 
 

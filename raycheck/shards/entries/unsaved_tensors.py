@@ -1,4 +1,4 @@
-"""What an object holds although its state_dict() gives nothing: a save of it would look whole, and be empty."""
+"""Refuses objects that hold tensors although their state_dict() is empty: a save of one would look whole."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,19 +8,19 @@ import torch
 from raycheck.errors import ConfigError
 
 
-def refuse_unsaved(name: str, owner: object) -> None:
+def refuse_unsaved(name: str, obj: object) -> None:
     """Raise ConfigError for an object without any state that holds tensors."""
-    held = next(_tensors(owner, depth=2), None)
+    held = next(_tensors(obj, depth=2), None)
     if held is not None:
         raise ConfigError(
-            f"state[{name!r}].state_dict() gives nothing, but the {type(owner).__qualname__} holds a tensor "
+            f"state[{name!r}].state_dict() gives nothing, but the {type(obj).__qualname__} holds a tensor "
             f"({held.removeprefix('.')}): nothing of it would be saved. Register it as a persistent buffer or give it "
             f"in state_dict(); or leave {name!r} out of the state, if it is made anew at every start"
         )
 
 
 def _tensors(value: object, *, depth: int) -> Iterator[str]:
-    """Places of tensors in its attributes, its children included."""
+    """Returns the paths of the tensors in the attributes of `value` and of its children."""
     if isinstance(value, torch.Tensor):
         yield ""
     elif isinstance(value, torch.nn.Module):
@@ -28,18 +28,20 @@ def _tensors(value: object, *, depth: int) -> Iterator[str]:
             for key, buffer in {**module._parameters, **module._buffers}.items():  # noqa: SLF001
                 if buffer is not None:
                     yield f".{path}.{key}".replace("..", ".")
-            yield from (f".{path}{place}".replace("..", ".") for place in _inside(_own(module), depth))
+            yield from (
+                f".{path}{path_in_it}".replace("..", ".") for path_in_it in _tensors_in(_attributes(module), depth)
+            )
     elif depth:
-        items: Mapping[Any, Any] = dict(enumerate(value)) if isinstance(value, list | tuple) else _own(value)
-        yield from _inside(value if isinstance(value, dict) else items, depth)
+        items: Mapping[Any, Any] = dict(enumerate(value)) if isinstance(value, list | tuple) else _attributes(value)
+        yield from _tensors_in(value if isinstance(value, dict) else items, depth)
 
 
-def _inside(items: Mapping[Any, Any], depth: int) -> Iterator[str]:
+def _tensors_in(items: Mapping[Any, Any], depth: int) -> Iterator[str]:
     for key, item in items.items():
         if not isinstance(item, torch.nn.Module):
-            yield from (f".{key}{place}" for place in _tensors(item, depth=depth - 1))
+            yield from (f".{key}{path_in_it}" for path_in_it in _tensors(item, depth=depth - 1))
 
 
-def _own(value: object) -> Mapping[str, object]:
+def _attributes(value: object) -> Mapping[str, object]:
     hidden = ("_parameters", "_buffers", "_modules") if isinstance(value, torch.nn.Module) else ()
     return {key: item for key, item in getattr(value, "__dict__", {}).items() if key not in hidden}

@@ -1,4 +1,4 @@
-"""The classes that the values of one entry may have. A checkpoint names them; where they come from is decided here.
+"""Decides which classes the values of an entry may have. A checkpoint only names them.
 
 A class is taken from the live state as it was at the start, else from the modules that this process has loaded. So a
 bucket chooses among classes that are here anyway, and a save refuses a class that a restart would not find.
@@ -11,7 +11,10 @@ from raycheck.errors import ConfigError, StateMismatchError
 
 
 class KnownClasses:
-    """Grows until `close`. learn: has the live state encoded, so that `note` is called for each class in it."""
+    """Collects the classes in the live state until `close`.
+
+    learn: encodes the live state, so that `note` is called for each class in it.
+    """
 
     def __init__(self, learn: Callable[[], object]) -> None:
         self._learn = learn
@@ -23,11 +26,11 @@ class KnownClasses:
         return bool(self._from_start)
 
     def close(self) -> None:
-        """What comes from now on was not in the state from the start."""
+        """Stop collecting: a class that comes from now on was not in the state from the start."""
         self._is_open = False
 
     def note(self, kind: type, path: str) -> None:
-        """Take in the class of a value of the live state. Raises ConfigError for one that a restart would not find."""
+        """Collect the class of a value in the live state. Raises ConfigError for one that a restart would not find."""
         name = name_of(kind)
         known = self._from_start.get(name, kind if self._is_open else loaded(name))
         if known is kind:
@@ -42,7 +45,7 @@ class KnownClasses:
         )
 
     def find(self, name: str) -> type:
-        """The class of this name. Raises StateMismatchError when it is not here."""
+        """Returns the class of this name. Raises StateMismatchError when it is not here."""
         if self._is_open and name not in self._from_start:
             self._learn()
         kind = self._from_start.get(name) or loaded(name)

@@ -1,7 +1,8 @@
-"""What Accelerate and Ray Train wrap optimizers, schedulers and loaders in: taken off here, or refused by name.
+"""Takes off the wrappers that Accelerate and Ray Train put around optimizers, schedulers and loaders, or refuses them.
 
-A wrapper is known by module and name, without an import of its library: one that is not known may have state of its
-own (a Lookahead's slow weights, a sharded optimizer's master weights), which would be lost without a word.
+A wrapper is recognised by module and name, without an import of its library. One that is not known is refused, because
+it may have state of its own (a Lookahead's slow weights, a sharded optimizer's master weights) that would silently be
+lost.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +22,8 @@ LOADERS = "accelerate.data_loader"
 
 
 def unwrapped(name: str, value: Any) -> Any:
-    """What `value` wraps, or itself. Raises ConfigError, naming entry and class, for a wrapper that cannot be saved."""
+    """Returns what `value` wraps, or `value` itself. Raises ConfigError, naming entry and class, for a wrapper that
+    cannot be saved."""
     while (inner := INNER.get(_kind(value))) is not None:
         value = getattr(value, inner)
     modules = [base.__module__ for base in type(value).__mro__]
@@ -33,8 +35,8 @@ def unwrapped(name: str, value: Any) -> Any:
         )
     if any(module == "accelerate" or module.startswith("accelerate.") for module in modules):
         raise ConfigError(
-            f"{what}, which raycheck cannot see through. Give what Accelerate's prepare() was given: the model, the "
-            "optimizer, the scheduler, and accelerator.scaler where there is one"
+            f"{what}, a wrapper that raycheck does not know. Give what Accelerate's prepare() was given: the model, "
+            "the optimizer, the scheduler, and accelerator.scaler where there is one"
         )
     if isinstance(value, Optimizer) and not hasattr(value, "_optimizer_state_dict_pre_hooks"):
         raise ConfigError(
@@ -45,8 +47,8 @@ def unwrapped(name: str, value: Any) -> Any:
 
 
 def check_scalers(state: Mapping[str, object], entries: Iterable[object]) -> None:
-    """Raises ConfigError for an optimizer that steps through a gradient scaler which is no entry: its scale would begin
-    anew after each restart, unseen."""
+    """Raise ConfigError for an optimizer that steps through a gradient scaler that is no entry of the state: its scale
+    would silently begin anew after each restart."""
     known = list(entries)
     for name, scaler in _scalers(state):
         if not any(scaler is entry for entry in known):

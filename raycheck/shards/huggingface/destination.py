@@ -1,4 +1,4 @@
-"""Where an export goes: it is whole, or it is not there.
+"""Makes an export appear at its destination as a whole, or not at all.
 
 A local folder appears by one rename of a temporary sibling. In a bucket the file without which no reader starts is
 written last, and nothing is written beside objects that this export would not write itself.
@@ -21,9 +21,12 @@ from raycheck.storage_settings import StorageSettings
 
 @contextmanager
 def destination(dest: Store | str, prefix: str, storage: StorageSettings | None = None) -> Iterator[tuple[Store, str]]:
-    """Store and prefix to write to. After the block a local folder stands under its name; after an error in it
-    there is no such folder. `storage`: how a URI that is no local folder is opened. Raises ConfigError, having touched
-    nothing, for a folder that is not empty."""
+    """Yields the store and the prefix to write to.
+
+    A local folder has its name only after the block; after an error in the block there is no such folder. storage: how
+    a URI that is no local folder is opened. Raises ConfigError, before anything is touched, for a folder that is not
+    empty.
+    """
     path = None if isinstance(dest, Store) else local_path(dest)
     if isinstance(dest, Store):
         yield dest, prefix
@@ -35,7 +38,10 @@ def destination(dest: Store | str, prefix: str, storage: StorageSettings | None 
 
 
 def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> None:
-    """Raises ConfigError when a whole export, or anything that this one would not overwrite, lies at `prefix`."""
+    """Raise ConfigError when a whole export, or anything that this one would not overwrite, lies at `prefix`.
+
+    names: the files of this export. last: the one that is written last.
+    """
     with suppress(NotFoundError):
         store.head(export_key(prefix, last))
         raise ConfigError(
@@ -44,11 +50,11 @@ def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> No
     mine = set(names)
     for item in store.list_objects(prefix):
         if item.key[len(prefix) :] not in mine:
-            raise ConfigError(f"{store.uri}: {item.key} exists, which is no part of this export. Name a free place")
+            raise ConfigError(f"{store.uri}: {item.key} exists, which is not part of this export. Name a free place")
 
 
 def local_path(dest: str) -> Path | None:
-    """The folder that `dest` means, or None when it is not on this machine."""
+    """Returns the folder that `dest` means, or None when it is not on this machine."""
     if "://" not in dest:
         return Path(dest).absolute()
     if not dest.startswith("file://"):
@@ -59,7 +65,10 @@ def local_path(dest: str) -> Path | None:
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends well. Temporaries of dead exports are removed."""
+    """Yields a temporary folder, which is renamed to `path` when the block ends without an error.
+
+    Temporary folders of dead exports to this path are removed.
+    """
     path = path.resolve()
     _refuse_occupied(path)
     mark = f".{path.name}.raycheck-export-"
@@ -72,7 +81,7 @@ def _appearing(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         lock = os.open(temporary, os.O_RDONLY)
     try:
-        _is_locked(lock)
+        _try_to_lock(lock)  # while it is held, no other export takes this folder for a dead one's
         yield temporary
         _refuse_occupied(path)
         with _typed_errors(path):
@@ -101,17 +110,18 @@ def _refuse_occupied(path: Path) -> None:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """A living export holds the lock of its temporary folder; the lock dies with its process."""
+    """Remove a temporary folder whose export is dead. A living export holds a lock on it until its process ends."""
     with suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            if _is_locked(lock):
+            if _try_to_lock(lock):
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
 
 
-def _is_locked(folder: int) -> bool:
+def _try_to_lock(folder: int) -> bool:
+    """Take the lock of a folder, given by its file descriptor. Returns False when somebody else holds it."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # held by a living export, or a file system without locks

@@ -1,15 +1,15 @@
-"""A checkpoint as a Hugging Face directory, straight from the bucket: no model is built, no process group is asked,
-and memory stays bounded however large the model is. Checksums are verified on the way.
+"""Writes a checkpoint as a Hugging Face directory, straight from the bucket.
 
-The directory is whole or not there (see destination.py): the index of the weights, without which no reader finds them,
-is written last, and the weights are always named as parts of it.
+No model is built, no process group is needed, and memory stays bounded however large the model is. Checksums are
+verified on the way. The directory is whole or not there (see destination.py): the index of the weights, without which
+no reader finds them, is written last, and the weights are always named as parts of it.
 """
 
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, export_key
@@ -17,24 +17,25 @@ from raycheck.bucket.protocol.exported_directories import ExportRecord, check_no
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.errors import ConfigError, RaycheckError, SaveFailedError
+from raycheck.settings import ExportOptions
 from raycheck.shards.entries.hf_assets import ADAPTER_CONFIG
 from raycheck.shards.huggingface.destination import check_free, destination
-from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, ContentsOptions, contents, json_text
+from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, contents, json_text
 from raycheck.shards.huggingface.server_side_copy import assembled
 from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
-from raycheck.storage_settings import StorageSettings, kind_of
+from raycheck.storage_settings import StorageSettings
 
 INDEX_FILE = EXPORT_ENDS[0]
 MAX_FILE_BYTES, MIN_FILE_BYTES, SHARES = 5_000_000_000, 256_000_000, 16
-"""Files of weights where nothing is said: not larger, not smaller, and in between so many of them."""
+"""The most and the fewest bytes of a file of weights without max_shard_bytes, and the number of files in between."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written: file name to size in bytes."""
+    """Describes a written export. uri: where it is. files: name to size in bytes."""
 
     uri: str
     files: Mapping[str, int]
@@ -45,9 +46,14 @@ class Exported:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """What an export will write. files: in any order and by anybody, the weights in `heads` with that many bytes before
-    them; texts: after them, `last` at the very end."""
+class ExportFiles:
+    """Describes all files that an export writes.
+
+    files: file name to the weights in it. They may be written in any order and by several processes.
+    heads: file name to the bytes before the weights, for those files that have such a head.
+    texts: file name to the text of the small files, which are written after all of `files`.
+    last: the one of `texts` that is written at the very end.
+    """
 
     files: Mapping[str, Sequence[Weight]]
     heads: Mapping[str, bytes]
@@ -57,14 +63,14 @@ class Planned:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the files, in bytes."""
+        """Returns the size of each of `files`, in bytes."""
         return {
             file: len(self.heads.get(file, b"")) + sum(weight.size_bytes for weight in group)
             for file, group in self.files.items()
         }
 
     def write(self, store: Store, place: str, files: Iterable[str]) -> dict[str, int]:
-        """Some of the files, below `place`; returns their sizes in bytes."""
+        """Write these files below `place`. Returns their sizes in bytes."""
         sizes = self.sizes
         for file in files:
             key, weights, head = export_key(place, file), self.files[file], self.heads.get(file, b"")
@@ -75,87 +81,84 @@ class Planned:
         return {file: sizes[file] for file in files}
 
     def write_texts(self, store: Store, place: str) -> dict[str, int]:
-        """What makes a model of the files, once all of them are there."""
+        """Write the small files, without which the weights are no model. Call it when all of `files` are there."""
         return {
             file: _put_text(store, export_key(place, file), self.texts[file], is_last=file == self.last)
             for file in sorted(self.texts, key=lambda file: file == self.last)
         }
 
 
-def plan(checkpoint: Checkpoint, *, max_shard_bytes: int | None = None, **options: Unpack[ContentsOptions]) -> Planned:
-    """The same for everybody who asks with the same options. max_shard_bytes: of a file of weights; default 5 GB, and
-    less for a small model, so that there are some to share."""
+def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
+    """Decide which files an export consists of. All processes that ask with equal options get an equal answer."""
     manifest = checkpoint.read_manifest()
     index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
-    made = contents(
-        source,
-        index,
-        what=f"{checkpoint.store.uri}: checkpoint {checkpoint.entry.key}",
-        **options,
-    )
-    parts = {"adapter_model.safetensors": made.weights} if made.is_adapter else _split(made.weights, max_shard_bytes)
-    # By size of an element, so that each weight is aligned; the small ones together, between which no range is copied.
-    parts = {file: sorted(group, key=lambda w: (-w.dtype.itemsize, w.size_bytes)) for file, group in parts.items()}
-    return Planned(
-        files={**parts, **made.files},
-        heads={file: _header(group) for file, group in parts.items()},
-        texts=made.texts if made.is_adapter else {**made.texts, INDEX_FILE: _weight_map(parts)},
+    made = contents(source, index, options, what=f"{checkpoint.store.uri}: checkpoint {checkpoint.entry.key}")
+    if made.is_adapter:
+        groups = {"adapter_model.safetensors": made.weights}
+    else:
+        groups = _split(made.weights, options.max_shard_bytes)
+    # By size of an element, so that each weight is aligned. Small ones lie together, since those are not copied by the
+    # store as ranges.
+    groups = {file: sorted(group, key=lambda w: (-w.dtype.itemsize, w.size_bytes)) for file, group in groups.items()}
+    return ExportFiles(
+        files={**groups, **made.files},
+        heads={file: _header(group) for file, group in groups.items()},
+        texts=made.texts if made.is_adapter else {**made.texts, INDEX_FILE: _weight_map(groups)},
         last=ADAPTER_CONFIG if made.is_adapter else INDEX_FILE,
         source=source,
     )
 
 
-def write_all(planned: Planned, store: Store, place: str) -> dict[str, int]:
-    """One file after the other."""
-    return planned.write(store, place, planned.files)
+def write_all(files: ExportFiles, store: Store, place: str) -> dict[str, int]:
+    """Write one file after the other in this process. Returns their sizes in bytes."""
+    return files.write(store, place, files.files)
 
 
 def export_hf(
     checkpoint: Checkpoint,
     dest: Store | str,
+    options: ExportOptions | None = None,
     *,
     prefix: str = "",
     storage: StorageSettings | None = None,
-    write: Callable[[Planned, Store, str], Mapping[str, int]] = write_all,
-    max_shard_bytes: int | None = None,
+    write: Callable[[ExportFiles, Store, str], Mapping[str, int]] = write_all,
     by_training: bool = False,
-    **options: Unpack[ContentsOptions],
 ) -> Exported:
-    """Write the model of a checkpoint to `dest` (a folder, a URI, or a store and a prefix in it).
+    """Write the model of a checkpoint to `dest`: a folder, a URI, or a store and a prefix in it.
 
-    storage: the settings the checkpoint's store was opened with; a `dest` of the same kind of store is opened with them
-    too. write: how the files come there. by_training: by its ExportSettings; a prune leaves others alone.
-    max_shard_bytes, options: see plan and ContentsOptions.
-    Raises ConfigError, before anything was written, for what cannot be done.
+    storage: the settings that the checkpoint's store was opened with; a `dest` of the same kind of store is opened with
+    them too. write: writes the files of weights, and returns their sizes in bytes. by_training: a training asked for it
+    by its ExportSettings; a prune of exports deletes no others. Raises ConfigError, before anything was written, for
+    what cannot be done.
     """
-    planned = plan(checkpoint, max_shard_bytes=max_shard_bytes, **options)
-    planned = _with_record(planned, checkpoint, by_training=by_training)
+    laid_out = lay_out(checkpoint, options or ExportOptions())
+    laid_out = _with_record(laid_out, checkpoint, by_training=by_training)
     is_alike = isinstance(dest, str) and kind_of(dest) == kind_of(checkpoint.store.uri)
     with destination(dest, prefix, storage if is_alike else None) as (store, place):
         check_not_being_pruned(store, place)
-        check_free(store, place, [*planned.files, *planned.texts], planned.last)
-        written = {**write(planned, store, place), **planned.write_texts(store, place)}
+        check_free(store, place, [*laid_out.files, *laid_out.texts], laid_out.last)
+        written = {**write(laid_out, store, place), **laid_out.write_texts(store, place)}
     base = dest.uri if isinstance(dest, Store) else dest
     return Exported(uri=join_uri(base, prefix.strip("/")) if prefix else base, files=written)
 
 
-def _with_record(planned: Planned, checkpoint: Checkpoint, *, by_training: bool) -> Planned:
-    """With what proves to a later prune whose the directory is, and which files belong to it."""
-    if EXPORT_RECORD in planned.files or EXPORT_RECORD in planned.texts:
+def _with_record(laid_out: ExportFiles, checkpoint: Checkpoint, *, by_training: bool) -> ExportFiles:
+    """Add the record that proves to a later prune to which run the directory belongs, and which files belong to it."""
+    if EXPORT_RECORD in laid_out.files or EXPORT_RECORD in laid_out.texts:
         raise ConfigError(f"the export has a file named {EXPORT_RECORD}, as raycheck's own record; rename it")
     record = ExportRecord(
         run_id=read_latest(checkpoint.store).run_id,
         checkpoint=checkpoint.entry.key,
         by_training=by_training,
-        last=planned.last,
-        files={**planned.sizes, **{name: len(text.encode()) for name, text in planned.texts.items()}},
+        last=laid_out.last,
+        files={**laid_out.sizes, **{name: len(text.encode()) for name, text in laid_out.texts.items()}},
     )
-    return replace(planned, texts={EXPORT_RECORD: dump(record).decode(), **planned.texts})
+    return replace(laid_out, texts={EXPORT_RECORD: dump(record).decode(), **laid_out.texts})
 
 
 def _split(weights: Sequence[Weight], max_bytes: int | None) -> dict[str, list[Weight]]:
-    """File name to weights. A weight that is larger than a file may be has one of its own."""
+    """Share the weights among files, by file name. A weight that exceeds the limit gets a file of its own."""
     if max_bytes is None:
         total = sum(weight.size_bytes for weight in weights)
         max_bytes = min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, -(-total // SHARES)))
@@ -171,14 +174,15 @@ def _split(weights: Sequence[Weight], max_bytes: int | None) -> dict[str, list[W
     return {f"model-{number:05d}-of-{count:05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
-def _weight_map(parts: Mapping[str, Sequence[Weight]]) -> str:
-    total = sum(weight.size_bytes for group in parts.values() for weight in group)
-    names = {weight.name: file for file, group in parts.items() for weight in group}
+def _weight_map(groups: Mapping[str, Sequence[Weight]]) -> str:
+    """Returns the text of the index of the weights, which says in which file each of them is."""
+    total = sum(weight.size_bytes for group in groups.values() for weight in group)
+    names = {weight.name: file for file, group in groups.items() for weight in group}
     return json_text({"metadata": {"total_size": total}, "weight_map": names})
 
 
 def _header(weights: Sequence[Weight]) -> bytes:
-    """The head of a safetensors file whose data are the weights in this order, padded to a multiple of 8 bytes."""
+    """Returns the head of a safetensors file with the weights in this order, padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for weight in weights:
@@ -198,12 +202,14 @@ def _put(store: Store, key: str, source: WeightSource, stream: Iterator[memoryvi
     try:
         store.put_parts(key, stream, size)
     except RaycheckError:
-        if source.failure is not None:  # the upload failed since its parts could not be read
+        if source.failure is not None:  # the upload failed because its parts could not be read
             raise source.failure from None
         raise
 
 
 def _put_text(store: Store, key: str, text: str, *, is_last: bool) -> int:
+    """Write a small file; returns its size. The last one is written only if it is absent, unless it is too large for
+    that: it decides which of two exports to one place is whole."""
     data = text.encode()
     if not is_last or len(data) > MAX_CONDITIONAL_BYTES:
         store.put(key, data)
@@ -211,7 +217,5 @@ def _put_text(store: Store, key: str, text: str, *, is_last: bool) -> int:
     try:
         put_once(store, key, data)
     except SaveFailedError:
-        raise ConfigError(
-            f"{store.uri}: {key} came into being meanwhile: two exports were written to one place"
-        ) from None
+        raise ConfigError(f"{store.uri}: {key} has appeared meanwhile: two exports were written to one place") from None
     return len(data)

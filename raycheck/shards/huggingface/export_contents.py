@@ -1,25 +1,26 @@
-"""What the Hugging Face directory of a checkpoint consists of: which weights under which names, the configuration,
-and the files of a tokenizer. Decided from the checkpoint's index alone, before anything is written.
+"""Decides what the Hugging Face directory of a checkpoint consists of.
 
-All of it comes from a bucket: names that become file names are checked, texts are parsed, and nothing is believed
-that a hostile index could have made up.
+These are weights under their names, the configuration, and the files of tokenizers and processors. All is decided from
+the checkpoint's index alone, before anything is written. The index comes from a bucket and may be hostile: names that
+become file names are checked, texts are parsed, and nothing is believed that somebody could have made up.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
+from raycheck.settings import ExportOptions
 from raycheck.shards.entries.hf_assets import ADAPTER_CONFIG, CONFIG, FACTS, GENERATION_CONFIG, is_safe_file_name
 from raycheck.shards.entries.state_entry import ASSETS
 from raycheck.shards.huggingface.destination import local_path
-from raycheck.shards.huggingface.lora import Adapter, adapter_weights, as_saved, merged_weights
+from raycheck.shards.huggingface.lora import LoraAdapter, adapter_weights, as_saved, merged_weights
 from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
@@ -50,7 +51,10 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """weights: in natural order of their names. texts, files: by file name. is_adapter: a PEFT directory."""
+    """Describes what an export holds.
+
+    weights: in the natural order of their names. texts, files: by file name. is_adapter: it is a PEFT directory.
+    """
 
     weights: list[Weight]
     texts: dict[str, str]
@@ -58,45 +62,34 @@ class Contents:
     is_adapter: bool
 
 
-class ContentsOptions(TypedDict, total=False):
-    """entry: the model's name in the state, when several have a configuration. files: the tokenizer and processor
-    entries that go along; default all. merge_lora: a PEFT model as a plain one, instead of its adapter alone. dtype:
-    what floating-point weights are converted to. config_from: a folder with the config.json of a model that had none.
-    """
-
-    entry: str | None
-    files: Sequence[str] | None
-    merge_lora: bool
-    dtype: torch.dtype | str | None
-    config_from: str | None
-
-
 def contents(
     source: WeightSource,
     index: Index,
+    options: ExportOptions,
     *,
     what: str,
-    entry: str | None = None,
-    files: Sequence[str] | None = None,
-    merge_lora: bool = False,
-    dtype: torch.dtype | str | None = None,
-    config_from: str | None = None,
 ) -> Contents:
-    """Decide it all. `what` names the checkpoint in errors. Raises ConfigError for what cannot be done."""
-    model = _model(index, what, entry, config_from)
-    weights, texts = _weights_and_texts(source, model, merge_lora=merge_lora)
-    weights, texts = _converted(weights, texts, dtype)
+    """Decide everything that an export holds. what: names the checkpoint in errors.
+
+    Raises ConfigError for what cannot be done, CorruptError for an index that raycheck did not write.
+    """
+    model = _choose_model(index, what, options.entry, options.config_from)
+    weights, texts = _weights_and_texts(source, model, merge_lora=options.merge_lora)
+    weights, texts = _converted(weights, texts, options.dtype)
     return Contents(
         weights=weights,
         texts=texts,
-        files=_extra_files(source, index, files, what),
+        files=_extra_files(source, index, options.files, what),
         is_adapter=ADAPTER_CONFIG in texts,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Model:
-    """The entry that is exported. texts: its configuration files. facts: what raycheck knows of it."""
+    """Describes the entry that is exported.
+
+    what: names the checkpoint in errors. texts: its configuration files. facts: what raycheck has saved about it.
+    """
 
     what: str
     entry: str
@@ -104,8 +97,8 @@ class _Model:
     facts: Mapping[str, Any]
 
 
-def _model(index: Index, what: str, entry: str | None, config_from: str | None) -> _Model:
-    """Choose the entry. Raises ConfigError that says what there is and what to do."""
+def _choose_model(index: Index, what: str, entry: str | None, config_from: str | None) -> _Model:
+    """Choose the entry that is exported. Raises ConfigError that lists what there is and says what to do."""
     assets = _asset_texts(index, what)
     entries = sorted(set(index.values) - {ASSETS, "progress"})
     with_config = [name for name in entries if CONFIG in assets.get(name, {})]
@@ -134,7 +127,10 @@ def _model(index: Index, what: str, entry: str | None, config_from: str | None) 
 
 
 def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
-    """Their inner tensors were saved under names of their own, which no Hugging Face model knows."""
+    """Raise ConfigError for tensor subclasses in the entry:
+
+    no Hugging Face model has the names of their inner tensors.
+    """
     for values in (index.values, *index.rank_values):
         value = values.get(entry)
         flattened = value.get("flattened") if isinstance(value, dict) else None
@@ -146,6 +142,7 @@ def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
 
 
 def _asset_texts(index: Index, what: str) -> Mapping[str, Mapping[str, str]]:
+    """Returns the saved configuration files, by entry and file name. Raises CorruptError for anything but texts."""
     assets = index.values.get(ASSETS, {})
     if not isinstance(assets, dict) or not all(
         isinstance(files, dict) and all(isinstance(text, str) for text in files.values()) for files in assets.values()
@@ -161,10 +158,11 @@ def _asset_texts(index: Index, what: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def _texts_from(folder: str) -> dict[str, str]:
+    """Returns the configuration files in the folder given as config_from. Raises ConfigError without config.json."""
     path = local_path(folder)
     found = {}
     for name in (CONFIG, GENERATION_CONFIG):
-        # On this machine the files may be links, which no store follows: those of Hugging Face's cache are.
+        # On this machine the files may be links, as in Hugging Face's cache; a store does not follow links.
         file = None if path is None else (path / name).resolve()
         store = open_store(folder if file is None else str(file.parent))
         try:
@@ -178,13 +176,14 @@ def _texts_from(folder: str) -> dict[str, str]:
 
 
 def _weights_and_texts(source: WeightSource, model: _Model, *, merge_lora: bool) -> tuple[list[Weight], dict[str, str]]:
+    """Returns the entry's weights under the names of their file, and its configuration files, by file name."""
     start = f"{model.entry}."
     names = {name.removeprefix(start): name for name in source.names() if name.startswith(start)}
     names = {name: saved for name, saved in names.items() if "_extra_state" not in name.split(".")}
     texts = dict(model.texts)
     adapter_config = texts.pop(ADAPTER_CONFIG, None)
     if "adapter" in model.facts:
-        adapter = Adapter.parse(model.facts["adapter"], what=model.what)
+        adapter = LoraAdapter.parse(model.facts["adapter"], what=model.what)
         if adapter.problem:
             raise ConfigError(f"{model.what}: {adapter.problem}")
         if not merge_lora:
@@ -203,34 +202,39 @@ def _weights_and_texts(source: WeightSource, model: _Model, *, merge_lora: bool)
 
 
 def _untied(plain: dict[str, Weight], model: _Model, config: str) -> tuple[dict[str, Weight], str]:
-    """Leave out what the loader ties by itself. When one pair that the configuration ties holds different values,
-    everything is written and the configuration says so."""
+    """Leave out weights that the loader ties to others by itself.
+
+    When one such pair holds different values, all weights are written and the configuration says that none are tied.
+    """
     declared = model.facts.get("tied", {})
     if not isinstance(declared, dict):
         raise CorruptError(f"{model.what}: its tied weights are described wrongly")
     ties = {alias: str(original) for alias, original in declared.items() if alias in plain and str(original) in plain}
-    if all(plain[alias].saved.holds_the_same_as(plain[original].saved) for alias, original in ties.items()):
+    if all(plain[alias].saved.has_equal_bytes(plain[original].saved) for alias, original in ties.items()):
         return {name: weight for name, weight in plain.items() if name not in ties}, config
     return plain, json_text({**_json(config, model.what), "tie_word_embeddings": False})
 
 
 def _ordered(weights: list[Weight], model: _Model) -> list[Weight]:
+    """Returns the weights in the natural order of their names. Raises ConfigError for none, or one that cannot be
+    written."""
     for weight in weights:
         if weight.dtype not in SAFETENSORS_DTYPES or weight.name == "__metadata__":
-            raise ConfigError(f"{model.what}: {weight.name} ({weight.dtype}) cannot stand in a safetensors file")
+            raise ConfigError(f"{model.what}: {weight.name} ({weight.dtype}) cannot be written to a safetensors file")
     if not weights:
         raise ConfigError(f"{model.what}: there are no weights under {model.entry!r}")
     return sorted(weights, key=_natural)
 
 
 def _natural(weight: Weight) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+    """Returns a sort key by which layer 2 comes before layer 10."""
     return [(len(word), word) if word.isdigit() else (0, word) for word in re.split(r"(\d+)", weight.name)]
 
 
 def _converted(
     weights: list[Weight], texts: dict[str, str], dtype: torch.dtype | str | None
 ) -> tuple[list[Weight], dict[str, str]]:
+    """Convert floating-point weights to `dtype`, and let the configuration name it."""
     if dtype is None:
         return weights, texts
     name = str(dtype).removeprefix("torch.")
@@ -247,8 +251,10 @@ def _converted(
 def _extra_files(
     source: WeightSource, index: Index, entries: Sequence[str] | None, what: str
 ) -> dict[str, list[Weight]]:
-    """File name to its bytes, of the tokenizers and processors in the checkpoint. Raises ConfigError for two files
-    of one name, CorruptError for a name that must not become a local path."""
+    """Returns the files of the tokenizers and processors in the checkpoint, by file name.
+
+    Raises ConfigError for two files of one name, CorruptError for a name that must not become a local path.
+    """
     assets = _asset_texts(index, what)
     there = [
         name
@@ -277,6 +283,7 @@ def _extra_files(
 
 
 def _json(text: str, what: str) -> dict[str, Any]:
+    """Parse a JSON object. what: names it in errors. Raises CorruptError for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -287,4 +294,5 @@ def _json(text: str, what: str) -> dict[str, Any]:
 
 
 def json_text(value: object) -> str:
+    """Returns JSON as Hugging Face's own files have it: indented, with sorted keys."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"

@@ -1,7 +1,7 @@
-"""LoRA at export: the adapter under the names that peft reads, or merged into the weights of the plain model.
+"""Exports a LoRA adapter: under the names that peft reads, or merged into the weights of the plain model.
 
-Names are those of the plain model wherever PEFT wrapped it. What the merge needs to know of each layer stands in the
-entry's assets; a layer that does anything else than adding scaling * B @ A is refused by its name.
+Saved names are those of the plain model, also where PEFT wrapped it. What a merge needs to know about each layer was
+saved with the entry's assets. A layer that does anything else than adding scaling * B @ A is refused by its name.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycheck.errors import ConfigError, CorruptError
-from raycheck.shards.huggingface.weight_stream import Delta, Weight, WeightSource
+from raycheck.shards.huggingface.weight_stream import LoraDelta, Weight, WeightSource
 
 _LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<rest>\.\w+)?")
 _COPY = re.compile(
@@ -19,8 +19,8 @@ _COPY = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
-    """How one LoRA layer changes its weight; `problem`: why it cannot be merged."""
+class LoraLayer:
+    """Describes how one LoRA layer changes its weight. problem: why it cannot be merged; empty when it can."""
 
     scaling: float
     is_transposed: bool
@@ -28,24 +28,28 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adapter:
-    """The adapter of an entry. `others`: adapters that the model holds too, which no export touches."""
+class LoraAdapter:
+    """Describes the active adapter of an entry.
+
+    others: names of further adapters in the model, which are not exported. problem: why no export is possible; empty
+    when one is. layers: by the path of the module.
+    """
 
     name: str
     others: tuple[str, ...]
     problem: str
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, LoraLayer]
 
     @classmethod
-    def parse(cls, facts: Any, *, what: str) -> "Adapter":
-        """Raises CorruptError when the facts in a checkpoint are not what raycheck writes."""
+    def parse(cls, facts: Any, *, what: str) -> "LoraAdapter":
+        """Read the facts that a save has written about an adapter. Raises CorruptError for any other shape."""
         try:
             return cls(
                 name=str(facts["name"]),
                 others=tuple(map(str, facts["others"])),
                 problem=str(facts["problem"]),
                 layers={
-                    str(path): Layer(
+                    str(path): LoraLayer(
                         scaling=float(layer["scaling"]),
                         is_transposed=bool(layer["is_transposed"]),
                         problem=str(layer["problem"]),
@@ -58,9 +62,9 @@ class Adapter:
 
 
 def adapter_weights(
-    source: WeightSource, names: Mapping[str, str], adapter: Adapter, config: Mapping[str, Any]
+    source: WeightSource, names: Mapping[str, str], adapter: LoraAdapter, config: Mapping[str, Any]
 ) -> list[Weight]:
-    """The tensors of `adapter_model.safetensors`. `names`: plain name to the tensor's name in the checkpoint."""
+    """Returns the tensors of `adapter_model.safetensors`. names: plain name to the tensor's name in the checkpoint."""
     if config.get("bias", "none") != "none":
         raise ConfigError(
             f"adapter {adapter.name!r} trains biases (bias={config['bias']!r}), which only a merge exports"
@@ -79,8 +83,11 @@ def adapter_weights(
     return found
 
 
-def merged_weights(source: WeightSource, names: Mapping[str, str], adapter: Adapter) -> dict[str, Weight]:
-    """The plain model's tensors by name, with the adapter merged. `names`: plain name to the name in the checkpoint."""
+def merged_weights(source: WeightSource, names: Mapping[str, str], adapter: LoraAdapter) -> dict[str, Weight]:
+    """Returns the plain model's tensors by name, with the adapter merged.
+
+    names: plain name to the tensor's name in the checkpoint. Raises ConfigError for what cannot be merged.
+    """
     refused = [f"{path} is {layer.problem}" for path, layer in adapter.layers.items() if layer.problem]
     used: set[str] = set()
     deltas = {}
@@ -88,7 +95,7 @@ def merged_weights(source: WeightSource, names: Mapping[str, str], adapter: Adap
         if not layer.problem:
             a, b = _factors(names, path, adapter.name)
             used |= {a, b}
-            delta = Delta(
+            delta = LoraDelta(
                 a=source.saved(names[a]),
                 b=source.saved(names[b]),
                 scaling=layer.scaling,
@@ -110,7 +117,7 @@ def merged_weights(source: WeightSource, names: Mapping[str, str], adapter: Adap
         elif copy:
             name = f"{copy['module']}.{copy['rest']}"
             merged[name] = as_saved(source, name, saved)
-        elif plain not in merged:  # else it is what the copy stands for
+        elif plain not in merged:  # else the trained copy, which takes its place, is there already
             merged[plain] = as_saved(source, plain, saved)
     refused += [f"{name} is missing" for name in deltas if name not in merged]
     if refused:
@@ -119,6 +126,7 @@ def merged_weights(source: WeightSource, names: Mapping[str, str], adapter: Adap
 
 
 def _factors(names: Mapping[str, str], path: str, adapter: str) -> tuple[str, str]:
+    """Returns the plain names of the adapter's A and B for the module at `path`. Raises ConfigError without them."""
     for a, b in (
         (f"{path}.lora_A.{adapter}.weight", f"{path}.lora_B.{adapter}.weight"),
         (f"{path}.lora_embedding_A.{adapter}", f"{path}.lora_embedding_B.{adapter}"),
@@ -129,12 +137,13 @@ def _factors(names: Mapping[str, str], path: str, adapter: str) -> tuple[str, st
 
 
 def as_saved(source: WeightSource, name: str, saved_name: str) -> Weight:
-    """The tensor `saved_name` under another name, unchanged."""
+    """Returns the saved tensor `saved_name` under another name, otherwise unchanged."""
     saved = source.saved(saved_name)
     return Weight(name=name, saved=saved, shape=source.shape(saved_name), dtype=saved.dtype)
 
 
-def _with_delta(source: WeightSource, weight: Weight, delta: Delta) -> Weight:
+def _with_delta(source: WeightSource, weight: Weight, delta: LoraDelta) -> Weight:
+    """Returns the weight with an adapter to merge. Raises ConfigError when their shapes or types do not fit."""
     a, b = (source.shape(item.tensor.name) for item in (delta.a, delta.b))
     made: Sequence[int] = (*b[:1], *a[1:]) if not delta.is_transposed else (*a[1:], *b[:1])
     fits = len(a) == len(b) == len(weight.shape) == 2 and tuple(made) == weight.shape and a[0] == b[1]

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint as one stream of file bytes, in bounded memory and without a process group.
+"""Reads tensors of a checkpoint as one stream of file bytes, in bounded memory and without a process group.
 
-Any run of elements of a saved tensor, whatever boxes it was saved in, is assembled in the reader and checked there.
-Blocks end where the saved sub-blocks end, so that no byte is fetched twice unless a tensor was split across columns.
+Any run of elements of a saved tensor, whatever boxes it was saved in, is put together by the reader, which checks it.
+Blocks end where saved sub-blocks end, so that no byte is fetched twice, unless a tensor was split across columns.
 """
 
 import math
@@ -26,9 +26,8 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """A tensor as it lies in the checkpoint. `is_flat`: chunks hold whole rows, so that it is
-    seen as one dimension."""
+class SavedTensor:
+    """Describes a tensor as it was saved. is_flat: its chunks hold whole rows, so that it is seen as one dimension."""
 
     tensor: Tensor
     chunks: tuple[Chunk, ...]
@@ -39,14 +38,14 @@ class Saved:
     def count(self) -> int:
         return math.prod(self.tensor.shape)
 
-    def holds_the_same_as(self, other: "Saved") -> bool:
-        """Whether both have the same boxes with the same checksums."""
+    def has_equal_bytes(self, other: "SavedTensor") -> bool:
+        """Returns whether both have equal boxes with equal checksums."""
         return (self.tensor.dtype, self.tensor.shape) == (other.tensor.dtype, other.tensor.shape) and sorted(
             (chunk.offsets, chunk.sizes, chunk.crcs) for chunk in self.chunks
         ) == sorted((chunk.offsets, chunk.sizes, chunk.crcs) for chunk in other.chunks)
 
     def cut(self, stop: int) -> int:
-        """The last good place for a block to end, at or before element `stop`."""
+        """Returns the last element, at or before `stop`, where a block may end without a sub-block being read twice."""
         if stop >= self.count:
             return self.count
         if not self.is_flat:
@@ -58,24 +57,24 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Delta:
-    """scaling * B @ A (transposed: of the result), which a merged LoRA adds to its weight."""
+class LoraDelta:
+    """Describes what a merged LoRA adds to its weight: scaling * B @ A, transposed when is_transposed."""
 
-    a: Saved
-    b: Saved
+    a: SavedTensor
+    b: SavedTensor
     scaling: float
     is_transposed: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A tensor of the file: what it is made from, its name, dtype and shape there."""
+    """Describes a tensor of the file: its name, shape and dtype there, and what it is made from."""
 
     name: str
-    saved: Saved
+    saved: SavedTensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-    delta: Delta | None = None
+    delta: LoraDelta | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -83,12 +82,14 @@ class Weight:
 
 
 Span = tuple[Weight, int, int]
-"""Elements start to stop of a weight."""
+"""A weight, and the first and the end of some of its elements."""
 
 
 class WeightSource:
-    """The saved tensors of one checkpoint. store: where it lies. failure: what went wrong while reading, for a caller
-    who only sees that its upload failed."""
+    """Reads the saved tensors of one checkpoint.
+
+    store: where the checkpoint is. failure: the error of a read, for a caller that only sees that its upload failed.
+    """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, index: Index) -> None:
         self.failure: RaycheckError | None = None
@@ -97,7 +98,7 @@ class WeightSource:
         self._prefixes = manifest.prefixes()
         self._index = index
         self._numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
-        self._factors: tuple[Delta, torch.Tensor, torch.Tensor] | None = None
+        self._factors: tuple[LoraDelta, torch.Tensor, torch.Tensor] | None = None
 
     def names(self) -> Collection[str]:
         return self._numbers.keys()
@@ -105,8 +106,11 @@ class WeightSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._index.tensors[self._numbers[name]].shape
 
-    def saved(self, name: str) -> Saved:
-        """Raises ConfigError for a dtype that this torch does not have, CorruptError for a shape that cannot be."""
+    def saved(self, name: str) -> SavedTensor:
+        """Returns the saved tensor of this name.
+
+        Raises ConfigError for a dtype that this torch does not have, CorruptError for an impossible shape.
+        """
         number = self._numbers[name]
         tensor, chunks = self._index.tensors[number], self._index.chunks_of(number)
         if min(tensor.shape, default=0) < 0:
@@ -122,21 +126,22 @@ class WeightSource:
                 for chunk in chunks
             )
             tensor = replace(tensor, shape=(math.prod(tensor.shape),))
-        return Saved(tensor=tensor, chunks=chunks, dtype=dtype, is_flat=is_flat)
+        return SavedTensor(tensor=tensor, chunks=chunks, dtype=dtype, is_flat=is_flat)
 
     def key_of(self, chunk: Chunk) -> str:
-        """The object that a chunk lies in."""
+        """Returns the key of the object that holds a chunk."""
         return self._prefixes[chunk.component] + shard_file(chunk.rank)
 
     def read(self, spans: Sequence[Span]) -> memoryview:
-        """The bytes of some spans, one after the other."""
+        """Returns the bytes of these spans, one after the other."""
         size = sum((stop - start) * weight.dtype.itemsize for weight, start, stop in spans)
         return self._fill(torch.empty(size, dtype=torch.uint8), spans)
 
     def stream(self, weights: Sequence[Weight], head: bytes, part_bytes: int) -> Iterator[memoryview]:
-        """`head` and then the weights' bytes, as parts of `part_bytes` (the last may be shorter), each its own buffer.
+        """Yields `head` and then the weights' bytes, in parts of `part_bytes` (the last may be shorter).
 
-        The weights' sizes of one element must not grow along the sequence, so that each one is aligned.
+        Each part is a buffer of its own. The size of an element must not grow from one weight to the next, so that each
+        weight is aligned.
         """
         left = len(head) + sum(weight.size_bytes for weight in weights)
         part = memoryview(bytearray(min(part_bytes, left)))
@@ -155,7 +160,9 @@ class WeightSource:
 
     def _blocks(self, weights: Sequence[Weight], head: bytes) -> Iterator[memoryview]:
         yield memoryview(head)
-        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # one for all: what is yielded is copied at once
+        block = torch.empty(
+            BLOCK_BYTES, dtype=torch.uint8
+        )  # one buffer for all blocks: the caller copies what is yielded at once
         for spans in _spans(weights):
             try:
                 yield self._fill(block, spans)
@@ -167,7 +174,7 @@ class WeightSource:
                 raise
 
     def _fill(self, block: torch.Tensor, spans: Sequence[Span]) -> memoryview:
-        """The bytes of some spans, one after the other, at the beginning of `block`."""
+        """Read spans to the beginning of `block`, one after the other. Returns the part of it that was filled."""
         places, made, at = [], [], 0
         for weight, start, stop in spans:
             end = at + (stop - start) * weight.dtype.itemsize
@@ -183,8 +190,8 @@ class WeightSource:
                 place.copy_(values)
         return memoryview(cast("Any", block[:at].numpy()))
 
-    def _read(self, wanted: Sequence[tuple[Saved, int, torch.Tensor]]) -> None:
-        """Fill each flat tensor with the elements of a saved one, from an offset on."""
+    def _read(self, wanted: Sequence[tuple[SavedTensor, int, torch.Tensor]]) -> None:
+        """Fill each flat tensor with elements of a saved one, from the given offset on."""
         boxes: list[LocalBox] = []
         numbers: dict[str, int] = {}
         tensors: list[Tensor] = []
@@ -204,8 +211,10 @@ class WeightSource:
         index = index_of(tensors, chunks)
         read_into(self._checkpoint.store, self._prefixes, index, boxes, request_bytes=SUB_BLOCK)  # four at a time
 
-    def _add(self, delta: Delta, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
-        """Add the delta to a run of a weight, with the dtypes and roundings of peft's own merge."""
+    def _add(self, delta: LoraDelta, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
+        """Add a delta to `values`, the weight's elements from `start` on, with the dtypes and roundings of peft's
+        merge.
+        """
         a, b = self._factors_of(delta)
         row = shape[1]
         step = max(1, DELTA_ELEMENTS // row)
@@ -215,11 +224,14 @@ class WeightSource:
             product = (b @ a[:, first:last]).T if delta.is_transposed else b[first:last] @ a
             rows = (product * delta.scaling).reshape(-1)
             low, high = max(start, first * row), min(stop, last * row)
-            # peft adds in the adapter's dtype, also where the product was made in float32.
+            # peft adds in the adapter's dtype, even when the product was computed in float32.
             values[low - start : high - start] += rows[low - first * row : high - first * row].to(delta.b.dtype)
 
-    def _factors_of(self, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B, kept for the blocks of the same weight. Halves are multiplied in float32, as peft does on a CPU."""
+    def _factors_of(self, delta: LoraDelta) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns A and B, and keeps them for further blocks of this weight.
+
+        Half-precision factors become float32, as in peft's own merge on a CPU.
+        """
         if self._factors is None or self._factors[0] is not delta:
             self._factors = None
             found = []
@@ -244,7 +256,7 @@ def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:
         at, count = 0, weight.saved.count
         while at < count:
             stop = weight.saved.cut(at + room // width)
-            if stop <= at and batch:  # no good place in what is left of this block
+            if stop <= at and batch:  # what is left of this block has no good place to end
                 yield batch
                 batch, room = [], BLOCK_BYTES
                 continue
@@ -258,7 +270,7 @@ def _spans(weights: Sequence[Weight]) -> Iterator[list[Span]]:
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes that are, one after the other, the elements start to stop in row-major order."""
+    """Yields offsets and sizes of boxes that together hold the elements start to stop, in row-major order."""
     if start >= stop:
         return
     if len(shape) == 1:

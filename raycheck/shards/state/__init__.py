@@ -1,1 +1,6 @@
-"""The state as a whole: gathered for a save, selected and applied at a restore, with random state and progress."""
+"""Saves and restores the state as a whole, with the random state and the progress that raycheck adds to it.
+
+train_state.py gathers and stages for a save, and runs a restore: restore_selection.py holds what the caller selected,
+restore_matching.py compares the checkpoint with the live state, restore_reading.py reads and proves, and
+restore_result.py reports. preview.py reads a checkpoint before anything is restored.
+"""

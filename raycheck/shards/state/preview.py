@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself before anything is restored: where training stands in it, which entries it holds,
-and the values of those that hold no tensors.
+"""Reads a checkpoint before anything is restored: how far training has come, its entries, and the values of entries
+without tensors.
 
-Frameworks want the step before the optimizer, the schedule and the loaders exist that a restore would fill.
+Frameworks want to know the step before the optimizer, the schedule and the loaders exist that a restore would fill.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,17 +14,17 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.values import decode
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.module import module_entry
 from raycheck.shards.entries.object_entry import HELD
+from raycheck.shards.entries.optimizer import optimizer_entry
 from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES
-from raycheck.shards.state.restore_selection import EVERYTHING, Selection, corrupt_if_odd
-
-_OWN_FORMS = ({"extra", "flattened"}, {"slots", "state", "other"}, {"slots", "state", "other", "own"})
-"""What modules and optimizers without tensors have is in a form of raycheck's own."""
+from raycheck.shards.state.restore_matching import corrupt_if_odd
+from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 
 
 class SavedValues(Mapping[str, Any]):
-    """The saved values of entries that hold no tensors, by entry; each is decoded anew when it is asked for. A value of
-    a class that this process has not loaded is a plain structure: an enum's value, a dict, a tuple."""
+    """Holds the saved values of entries without tensors, by entry, and decodes one anew each time it is asked for. A
+    value of a class that this process has not loaded is a plain structure: an enum's value, a dict, a tuple."""
 
     def __init__(self, trees: Mapping[str, Any]) -> None:
         self._trees = dict(trees)
@@ -46,13 +46,13 @@ class SavedValues(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """What the next `restore` comes to; all counts are zero in a fresh run.
+    """Describes what the next `restore` will find; all counts are zero in a fresh run.
 
     step, epoch, epoch_step, samples, tokens, episodes: where training goes on, as `restore` will say. checkpoint: its
-    name, None in a fresh run. attempt: this life of the worker group. saved_world_size: ranks that wrote it. entries:
-    names of all that it holds, "rng" and "progress" excepted. metrics: those saved with it. values: by entry, what
-    those without tensors have saved: a plain dict, a scheduler's state_dict. refused: newer checkpoints that are
-    damaged, each with the proof. selection: what the restore is to take. partial: see Manifest.
+    name, None in a fresh run. attempt: this life of the worker group. saved_world_size: the number of ranks that wrote
+    it. entries: names of all entries that it holds, except "rng" and "progress". metrics: those saved with it. values:
+    the saved values of entries without tensors, by entry: a plain dict, a scheduler's state_dict. refused: newer
+    checkpoints that are damaged, each with the proof. selection: what the restore is to take. partial: see Manifest.
     """
 
     step: int = 0
@@ -73,14 +73,15 @@ class Preview:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether there is no checkpoint to restore."""
+        """Returns whether there is no checkpoint to restore."""
         return self.checkpoint is None
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, selection: Selection, *, attempt: int, rank: int, refused: tuple[str, ...]
     ) -> "Preview":
-        """What a checkpoint has for this rank. Raises DamagedError, CorruptError, or NotFoundError when evicted."""
+        """Read what a checkpoint has for this rank. Raises DamagedError, CorruptError, or NotFoundError when it is
+        evicted."""
         manifest = checkpoint.read_manifest()
         index = checkpoint.read_index(manifest)
         with corrupt_if_odd(checkpoint.entry.key):
@@ -102,15 +103,16 @@ class Preview:
         return here if here.keeps_position(selection) else here.at_step_0()
 
     def keeps_position(self, selection: Selection) -> bool:
-        """Whether a restore of this selection goes on from where training was: a partial one is done once."""
+        """Returns whether a restore of this selection goes on from where training was. One that a checkpoint descends
+        from does: a partial restore is done once, and after it everything is restored."""
         return str(selection) in self.partial or selection.takes("progress")
 
     def at_step_0(self) -> "Preview":
-        """This one where the step count is not restored."""
+        """Returns the preview of a restore that leaves the step count out."""
         return replace(self, **asdict(Progress()))
 
     def check(self, selection: Selection) -> None:
-        """Raise ConfigError when a restore of `selection` would come to another step than this says."""
+        """Raise ConfigError when a restore of `selection` would come to another step than this preview says."""
         if not self.is_fresh and self.keeps_position(selection) != self.keeps_position(self.selection):
             raise ConfigError(
                 f"peek() answered step {self.step}, which this restore would not come to: one of them "
@@ -119,20 +121,25 @@ class Preview:
 
 
 def _trees(index: Index, rank: int) -> dict[str, Any]:
-    """What entries without tensors have saved: the first rank's, or this rank's where ranks have their own."""
+    """Returns the saved trees of entries without tensors: the first rank's, or this rank's where ranks have their own.
+
+    Modules and optimizers are left out, since their values are in a form of raycheck's own. A checkpoint does not say
+    what kind of object an entry was, so they are told by the keys that they always have.
+    """
     own = index.rank_values[rank] if rank < len(index.rank_values) else {}
     trees = {**index.values, **{name: tree[0] if isinstance(tree, list) else tree for name, tree in own.items()}}
+    own_keys = module_entry.VALUE_KEYS, optimizer_entry.VALUE_KEYS
     with_tensors = {prefix for tensor in index.tensors for prefix in _prefixes(tensor.name)}
     return {
         name: tree
         for name, tree in trees.items()
         if name not in {ASSETS, *OWN_ENTRIES, *with_tensors}
-        and not (isinstance(tree, dict) and any(form <= set(tree) for form in _OWN_FORMS))
+        and not (isinstance(tree, dict) and any(tree.keys() >= keys for keys in own_keys))
     }
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """The name of a tensor, and those of all that may hold it: of "a.b.c" also "a.b" and "a"."""
+    """Returns the name of a tensor and of all that may hold it: for "a.b.c" also "a.b" and "a"."""
     while name:
         yield name
         name = name.rpartition(".")[0]

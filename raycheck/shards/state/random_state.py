@@ -1,8 +1,9 @@
-"""Random state of python, numpy, torch's CPU and every accelerator device, as values of one rank.
+"""Saves and sets the random state of a rank: python's, numpy's, torch's on the CPU and on every accelerator device.
 
-Kept per rank. Rule for another world size: a rank that existed takes its own state; a new rank gets seeds derived
-from rank 0's saved state and its own number, so that the same resize always gives the same run. Another number of
-devices: the first ones are set, and always the one that the rank trains on. What is not in a checkpoint stays as it is.
+Every rank keeps its own. With another world size a rank that existed takes its own state, and a new rank gets seeds
+derived from rank 0's saved state and its own number, so that the same resize always gives the same run. With another
+number of devices the first ones are set, and always the one that the rank trains on. State that is not in a checkpoint
+stays as it is.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from raycheck.errors import CorruptError
 
 
 class DriverRandomState:
-    """The random state of a process that is no rank."""
+    """Makes the random state of a process that is no rank, such as a driver, an object with state_dict."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": rng_values()}
@@ -29,7 +30,7 @@ class DriverRandomState:
 
 
 def rng_values() -> Any:
-    """This process's random state, as a lossless tree."""
+    """Returns this process's random state, as a lossless tree."""
     numpy = sys.modules.get("numpy")
     return encode(
         {
@@ -44,7 +45,7 @@ def rng_values() -> Any:
 
 
 def apply_rng(rank_values: Sequence[Any], rank: int) -> str:
-    """Set this process's random state from those saved. Returns what was done, for the restore report."""
+    """Set this process's random state from that of each rank. Returns what was done, for the restore report."""
     if not rank_values:
         raise CorruptError("the checkpoint holds no random state")
     if rank >= len(rank_values):

@@ -1,4 +1,4 @@
-"""What a restore came to: which entries it took, and what the checkpoint and the live state did not share."""
+"""Describes what a restore did: which entries it restored, and what only the checkpoint or only the live state had."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -6,19 +6,19 @@ from typing import Any
 
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
-from raycheck.errors import StateMismatchError
 from raycheck.shards.state.random_state import apply_rng
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreReport:
-    """What a restore did, by name: entries as a whole, places of a module that was restored in part.
+    """Lists what a restore did, by the names of entries, or of places in a module that was restored in part.
 
-    missing: live, but not in the checkpoint, and left as it was. unexpected: in the checkpoint, but not here. skipped:
-    left as it was because the caller said so. fresh: the same, by a stated rule. unused: in the checkpoint and by a
-    stated rule not for this rank (another pipeline stage's, PerRank values of ranks that are gone). cast: restored into
-    another floating-point type, because the caller said so. refused: newer checkpoints that this rank was to restore,
-    but which are damaged, each with the proof.
+    missing: names here that the checkpoint does not have; they were left as they were. unexpected: names in the
+    checkpoint that are not here. skipped: names left as they were because the caller said so. fresh: names left as
+    they were by a stated rule. unused: names in the checkpoint that are, by a stated rule, not for this rank (another
+    pipeline stage's, PerRank values of ranks that are gone). cast: tensors restored into another floating-point type,
+    because the caller said so. refused: newer checkpoints that this rank was to restore, but which are damaged, each
+    with the proof.
     """
 
     restored: tuple[str, ...] = ()
@@ -32,37 +32,17 @@ class RestoreReport:
 
     def __str__(self) -> str:
         names = tuple(spec.name for spec in fields(self))
-        parts = [f"{name}: {_short(getattr(self, name))}" for name in names if getattr(self, name)]
-        return "; ".join(parts) or "nothing was restored"
-
-
-def refuse_differences(
-    key: str, report: RestoreReport, mismatched: Sequence[str], *, strict: bool, cast: bool = False
-) -> None:
-    """Raise StateMismatchError that lists them all. mismatched: on both sides but not alike; always refused. cast:
-    whether floating-point types may differ already."""
-    if not mismatched and not (strict and (report.missing or report.unexpected)):
-        return
-    lines = [
-        f"checkpoint {key} and the live state do not hold the same things; nothing was changed.",
-        *(f"  not alike: {line}" for line in mismatched),
-        *(f"  missing in the checkpoint: {line}" for line in report.missing),
-        *(f"  only in the checkpoint: {line}" for line in report.unexpected),
-    ]
-    if not mismatched:
-        lines.append(
-            "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
-        )
-    elif not cast:
-        lines.append("  where only the floating-point type of a weight differs, restore(cast=True) converts it")
-    raise StateMismatchError("\n".join(lines))
+        lists = [f"{name}: {_shortened(getattr(self, name))}" for name in names if getattr(self, name)]
+        return "; ".join(lists) or "nothing was restored"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a restore did on this rank. Random state is applied apart, as late as possible.
+    """Describes what a restore did on this rank. Random state is applied apart, as late as possible.
 
-    is_whole: the ranks hold what the checkpoint does, no more and no less; every rank says alike.
+    rng_values: the saved random state of each rank; empty when it is not to be restored. lineage: the partial restores
+    that the state now descends from. is_whole: the ranks hold exactly what the checkpoint does; every rank says the
+    same here.
     """
 
     manifest: Manifest
@@ -76,12 +56,13 @@ class Restored:
 
     @property
     def trained_s(self) -> float:
-        """Seconds of training that stand in the state; none of them when it starts anew from trained weights."""
+        """Seconds of training behind the state; 0 when training starts anew from trained weights."""
         return self.manifest.trained_s if self.progress.step else 0.0
 
     def apply_rng(self, rank: int) -> str:
+        """Set this process's random state. Returns what was done, for the restore report."""
         return apply_rng(self.rng_values, rank) if self.rng_values else "untouched"
 
 
-def _short(names: tuple[str, ...]) -> str:
+def _shortened(names: tuple[str, ...]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

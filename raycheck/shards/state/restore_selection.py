@@ -1,17 +1,16 @@
-"""Which part of a checkpoint a restore takes, and the account it gives of itself."""
+"""Selects what a restore takes of a checkpoint, by the names that the caller gave in `only` and `skip`."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raycheck.errors import ConfigError, CorruptError, RaycheckError
+from raycheck.errors import ConfigError
 from raycheck.shards.entries.state_entry import OWN_ENTRIES
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Names of entries ("optimizer", "rng", "progress") or of places inside a module ("model.head").
+    """Holds names of entries ("optimizer", "rng", "progress") or of places inside a module ("model.head").
 
     only: take these and nothing else; None takes all. skip: leave these as they are; it wins over only.
     """
@@ -21,6 +20,7 @@ class Selection:
 
     @classmethod
     def of(cls, only: Iterable[str] | None, skip: Iterable[str]) -> "Selection":
+        """Check and sort the names that the caller gave. Raises ConfigError for what is no list of names."""
         for given in (only, skip):
             if isinstance(given, str):
                 raise ConfigError(f"restore: give a list of names, not the string {given!r}")
@@ -31,29 +31,31 @@ class Selection:
         return cls(None if names.only is None else tuple(sorted(names.only)), tuple(sorted(names.skip)))
 
     def __str__(self) -> str:
-        """Equal for equal selections; "" when everything is taken. Kept with what is saved after it."""
+        """Returns equal texts for equal selections, and "" for everything. Later checkpoints keep it in their
+        manifest."""
         if self == Selection():
             return ""
         return json.dumps({"only": self.only, "skip": self.skip})
 
     def takes(self, name: str) -> bool:
-        """Whether this tensor, or the whole of this entry, is taken."""
+        """Returns whether this tensor, or the whole of this entry, is taken."""
         return (self.only is None or any(_covers(given, name) for given in self.only)) and not any(
             _covers(given, name) for given in self.skip
         )
 
     def touches(self, entry: str) -> bool:
-        """Whether anything of this entry is taken."""
+        """Returns whether anything of this entry is taken."""
         return (
             self.only is None or any(_covers(given, entry) or _covers(entry, given) for given in self.only)
         ) and not any(_covers(given, entry) for given in self.skip)
 
     def splits(self, entry: str) -> bool:
-        """Whether it names places inside this entry."""
+        """Returns whether the selection names places inside this entry."""
         return any(_covers(entry, given) and given != entry for given in (*(self.only or ()), *self.skip))
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ConfigError for a name that is nowhere: a typing error must not restore less than was meant."""
+        """Raise ConfigError for a selected name that is not in `names`: a typing error must not restore less than was
+        meant."""
         names = [*names, *OWN_ENTRIES]
         for given in (*(self.only or ()), *self.skip):
             if not any(_covers(given, name) for name in names):
@@ -64,19 +66,6 @@ class Selection:
 
 
 EVERYTHING = Selection()
-
-
-@contextmanager
-def corrupt_if_odd(key: str) -> Iterator[None]:
-    """For what is taken from an index: one that passed its checksum may still have been written by somebody hostile."""
-    try:
-        yield
-    except RaycheckError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CorruptError(
-            f"checkpoint {key} holds values that do not fit the state: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _covers(given: str, name: str) -> bool:

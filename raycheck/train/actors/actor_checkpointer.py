@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import with_settings
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings, function_name
 from raycheck.shards.entries.object_entry import ObjectEntry
@@ -81,7 +82,7 @@ class ActorCheckpointer:
         if not actors:
             raise ConfigError("there are no actors; give the handles of those that hold the model")
         self._actors = list(actors)
-        self._uri = uri if storage is None else storage.into(uri)
+        self._uri = uri if storage is None else with_settings(uri, storage)
         self._settings = settings or SaveSettings()
         self._owners = {name: _owner(name, value) for name, value in (state or {}).items()}
         self._owners[DRIVER_RNG] = DriverRandomState()

@@ -1,1 +1,18 @@
-"""The coordinator: one actor per driver and run that turns the ranks' reports into commits."""
+"""The coordinator: one actor per driver and run that turns the ranks' reports into commits.
+
+What happens, and which module does it:
+
+    a save        actor.report gathers the ranks' reports (rendezvous.py); protocol_calls.conclude assembles and commits
+                  them; run_log.py tells of the commit; background_deletes.py prunes; export_jobs.py exports.
+                  Before the first save, and after a failed one, actor.agree has the ranks compare their replicas.
+    a restore     actor.claim makes the group the live attempt (protocol_calls.claim), which names one checkpoint.
+                  actor.restored waits until all ranks have restored it, or goes back when it is damaged.
+    a preemption  the ranks decide by themselves (worker/preemption.py). A save that a signal, or Ray before a resize,
+                  asks for waits in requested_saves.py and reaches rank 0 as the answer to its heartbeat.
+    a death       of a rank: Ray starts a new group, which claims; lost_work.py and run_log.py tell what that cost.
+                  of the coordinator: Ray starts it again, empty, and actor takes the attempt over at the first call.
+                  of the driver: the coordinator dies too; the next driver's claim fences it (bucket/protocol).
+    the end       actor.finish waits for all ranks, and writes into `latest` that the run has finished.
+
+messages.py holds what is sent; ray_metrics.py the metrics. Nothing here holds truth: that is `latest` alone.
+"""

@@ -1,4 +1,4 @@
-"""Deleting what retention dropped and torn saves left: behind everybody's back, and one at a time."""
+"""Deletes what retention dropped and what torn saves left: in the background, and one pass at a time."""
 
 import asyncio
 import time
@@ -7,13 +7,14 @@ from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, MAX_EVICTED, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import RaycheckError
 from raycheck.train.coordinator.export_jobs import ExportJobs
-from raycheck.train.log import logger, name_of
+from raycheck.train.log import event, logger
 
 
 class BackgroundDeletes:
-    """Steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
+    """Runs steps 20 to 23 for a coordinator. What cannot be deleted now is tried again later; nothing waits for it."""
 
     def __init__(self, register: Register, exports: ExportJobs) -> None:
+        """exports: what they still read is not deleted."""
         self._register = register
         self._exports = exports
         self._next_at = float("-inf")
@@ -22,18 +23,20 @@ class BackgroundDeletes:
         self._task: asyncio.Task[None] | None = None
 
     def claimed(self) -> None:
+        """Starts a pass with a sweep, since the attempt before may have left torn saves. Call it in the event loop."""
         self._must_sweep = True
         self.start()
 
     def committed(self) -> None:
+        """Counts a commit: after MAX_EVICTED of them, `start` does not wait for the next turn."""
         self._commits += 1
 
     def start(self) -> None:
-        """In the event loop; returns at once."""
+        """Starts a pass if one is due and none is running, and returns at once. Call it in the event loop."""
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(asyncio.to_thread(self._tidy))
+            self._task = asyncio.create_task(asyncio.to_thread(self._delete))
 
-    def _tidy(self) -> None:
+    def _delete(self) -> None:
         if time.monotonic() < self._next_at and self._commits < MAX_EVICTED and not self._must_sweep:
             return
         self._commits = 0
@@ -42,12 +45,12 @@ class BackgroundDeletes:
         try:
             prune(self._register, spare=self._exports.keys)
         except RaycheckError as error:
-            logger.warning("%s: dropped checkpoints could not be deleted yet: %s", name_of(store.uri), error)
+            logger.warning(event(f"dropped checkpoints could not be deleted yet: {error}", run=store.uri))
         if not self._must_sweep:
             return
         self._must_sweep = False
         try:
             for item in sweep(store):
-                logger.info("%s: deleted %s (%s)", name_of(store.uri), item.name, item.reason)
+                logger.info(event(f"deleted {item.name} ({item.reason})", run=store.uri))
         except RaycheckError as error:
-            logger.warning("%s: what torn saves left could not be deleted: %s", name_of(store.uri), error)
+            logger.warning(event(f"what torn saves left could not be deleted: {error}", run=store.uri))

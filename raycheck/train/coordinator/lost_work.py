@@ -1,4 +1,4 @@
-"""Lost work: what the coordinator hears of the live group between saves, and what the end of an attempt cost.
+"""Keeps what the coordinator hears of the live group between saves, to tell what work the end of an attempt lost.
 
 Rank 0's newest heartbeat says how far the group is, and Ray Train's controller says what happened to it. At the next
 start, the two tell how many steps were trained and thrown away, and why. All of this is in memory only and for people
@@ -39,7 +39,7 @@ class LostWork:
 
     @property
     def now(self) -> float:
-        """The store's time in unix seconds, reckoned from the claim's time by this process's clock."""
+        """Returns the store's time in unix seconds: the time of the claim, and what this process's clock added."""
         return self._began + self._clock()
 
     def claimed(

@@ -1,4 +1,4 @@
-"""The messages between the ranks and the coordinator: plain, frozen values that Ray pickles.
+"""Defines the messages between the ranks and the coordinator: plain, frozen values that Ray pickles.
 
 A rank sends a `Report`, its holdings, a `RankRestore` or a `HeartbeatMessage`. It gets what all ranks get (an
 `Outcome`, an agreement, a `RestoreDecision`), or `Pending`, upon which it asks again.

@@ -1,4 +1,4 @@
-"""The coordinator's calls of the bucket protocol: what it reads from and writes to the bucket.
+"""Makes the coordinator's calls of the bucket protocol: all that it reads from and writes to the bucket.
 
 Each call blocks, so the coordinator makes it in a thread. What may become of `latest` is decided in bucket/protocol;
 this module reads what a call needs besides, and tells the run log, the exports and the deletes what came of it.

@@ -1,6 +1,6 @@
-"""`raycheck_*` metrics for Ray's metrics endpoint, all from the coordinator's process: one source for one run.
+"""Sets the `raycheck_*` metrics, which Ray's metrics endpoint exports: all in the coordinator, as a run's one source.
 
-cluster/grafana/raycheck.json shows them. Each has the tag `run`, the run's URI without settings.
+The dashboard cluster/grafana/raycheck.json shows them. Each has the tag `run`: the run's URI without settings.
 """
 
 import time
@@ -36,7 +36,7 @@ COUNTERS = {
 
 
 class RayMetrics:
-    """Counts from when the coordinator started."""
+    """Sets the gauges and counters of one run. The counters start at zero when the coordinator starts."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
         tags = {"run": uri.partition("?")[0]}
@@ -49,7 +49,11 @@ class RayMetrics:
         self._told: dict[str, int | None] = {"raycheck_failed_saves": 0, "raycheck_skipped_saves": 0}
 
     def begin(self, attempt: int, entry: Entry | None, *, now: float, is_adopted: bool = False) -> None:
-        """entry: the newest commit. now: by the store's clock. is_adopted: another process has told of this attempt."""
+        """Begins an attempt.
+
+        entry: the newest commit. now: the store's time in unix seconds. is_adopted: an earlier start of the coordinator
+        has counted this attempt's saves so far.
+        """
         self._set("raycheck_attempt", attempt)
         self._told = dict.fromkeys(self._told, None if is_adopted else 0)
         if entry is not None:
@@ -57,6 +61,7 @@ class RayMetrics:
             self._committed = self._clock() - max(0.0, now - entry.committed_at)
 
     def restored(self, resume: ResumeRecord) -> None:
+        """Counts a restore, and the steps that the end of the attempt before it cost."""
         self._count("raycheck_lost_steps", resume.lost_steps or 0)
         if resume.restored is not None:
             self._count("raycheck_restores", 1)
@@ -64,7 +69,7 @@ class RayMetrics:
             self._set("raycheck_restored_bytes", resume.restore_bytes)
 
     def committed(self, manifest: Manifest, *, seconds: float) -> None:
-        """seconds: from the last report to the commit."""
+        """Counts a commit. seconds: from the last rank's report to the commit."""
         upload_s = max(rank.upload_s for rank in manifest.ranks)
         size = sum(rank.size_bytes for rank in manifest.ranks)
         self._committed = self._clock()
@@ -77,7 +82,7 @@ class RayMetrics:
         self._set("raycheck_upload_mb_per_second", size / 1e6 / max(upload_s, 1e-9))
 
     def tick(self, heartbeat: HeartbeatMessage | None, *, now: float) -> None:
-        """Now and then. now: by the store's clock."""
+        """Brings up to date what changes with time. now: the store's time in unix seconds."""
         if self._committed is not None:
             self._set("raycheck_last_commit_age_seconds", self._clock() - self._committed)
         if heartbeat is None:

@@ -1,4 +1,4 @@
-"""A rendezvous: each rank hands something in, one decision is made, and all ranks are told this decision.
+"""At a rendezvous each rank hands something in, one decision is made, and all ranks are told this decision.
 
 There is one for each save (the ranks' reports), each agreement before a save (their replica checksums), each peek or
 restore (how far each rank came), and the end of training. Each lives in the coordinator's event loop. A rank is told
@@ -32,7 +32,7 @@ class Rendezvous(Generic[Arrived, Decision]):
 
     @property
     def came(self) -> list[int]:
-        """The ranks that have arrived, also after the decision."""
+        """Returns the ranks that have arrived, also after the decision."""
         return sorted(self._came)
 
     @property

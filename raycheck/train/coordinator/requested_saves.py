@@ -1,4 +1,4 @@
-"""Saves that somebody outside the training loop asks for, and waits for.
+"""Hands on saves that somebody outside the training loop asks for, and waits for.
 
 A signal to the driver asks for one, and so does Ray Train's controller before it replaces a healthy group by a larger
 or smaller one; it does not ask the group. Whoever asks waits here, in the coordinator's event loop, until rank 0 has

@@ -1,6 +1,6 @@
-"""What people are told of a run while it goes on: log lines, metrics, and the two documents of each attempt.
+"""Tells people of a run while it goes on: by log lines, metrics, and the two documents of each attempt.
 
-This is the coordinator's part of it. Nothing in a running system depends on it, so nothing here raises when the store
+Nothing in a running system depends on it, so nothing here raises when the store
 fails.
 """
 

@@ -1,4 +1,4 @@
-"""Calls of actors and tasks, whose errors come out as they were raised; and where this process runs."""
+"""Calls Ray's actors and tasks, with raycheck's errors as they were raised; and names the node of this process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,17 +11,20 @@ from raycheck.errors import RaycheckError
 
 
 def this_node() -> str:
-    """The id of the node that this process is on."""
+    """Returns the id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def run_in(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Ray's reference to what `function(its instance, *args)` returns in the actor, in turn with its own methods."""
+    """Calls `function(instance, *args)` in the actor, in turn with its own methods. Returns Ray's reference."""
     return actor.__ray_call__.remote(function, *args)
 
 
 def results(references: Sequence[Any]) -> list[Any]:
-    """Of calls and tasks. Raises the first error that comes, those of raycheck as they were raised."""
+    """Waits for calls and tasks, and returns their results in order. Raises the first error that comes.
+
+    An error of raycheck comes out as it was raised.
+    """
     left = list(references)
     while left:
         ready, left = ray.wait(left)
@@ -31,9 +34,9 @@ def results(references: Sequence[Any]) -> list[Any]:
 
 
 def call(method: Any, *args: Any, timeout_s: float) -> Any:
-    """One actor call. Typed errors of raycheck come out as they were raised.
+    """Calls an actor's method and returns its answer. An error of raycheck comes out as it was raised.
 
-    Raises TimeoutError when the actor is being restarted or does not answer; the call may be repeated.
+    Raises TimeoutError when the actor is being restarted or does not answer; the call may then be repeated.
     """
     try:
         with _as_raised():

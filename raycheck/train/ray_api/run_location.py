@@ -1,4 +1,4 @@
-"""Where a run lies, by what its RunConfig says of Ray's storage, and Ray's own way to that place."""
+"""Finds a run's URI in its RunConfig, and proves that Ray's own file system reaches the same place."""
 
 import pickle
 import re
@@ -11,20 +11,19 @@ from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, kind_of
 from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
-from raycheck.storage_settings import kind_of
 
 PROBE_S = 60.0
-"""For Ray's file system to read and write one small file, from a cold start on a busy machine."""
+"""How long Ray's file system may take to read and write one small file, from a cold start on a busy machine."""
 _PROBE = "import sys; sys.path[:] = {path!r}; from raycheck.bucket.store.ray_filesystem import main; main()"
 
 _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d{2}-\d{2}.*")
 
 
 def storage_uri(config: Any) -> str:
-    """Ray's storage path as a URI. Raises ConfigError for a run that could never be resumed."""
+    """Returns Ray's storage path as a URI. Raises ConfigError for a run that could never be resumed."""
     if not config.name or _DEFAULT_NAME.fullmatch(config.name):
         raise ConfigError(
             "RunConfig(name=...) is not set, so Ray makes up a new name each time and nothing could ever resume. "
@@ -36,13 +35,13 @@ def storage_uri(config: Any) -> str:
 
 
 def run_uri(config: Any) -> str:
-    """The run's root: Ray's storage path and run name. Raises ConfigError as storage_uri does."""
+    """Returns the run's root: Ray's storage path and the run's name. Raises ConfigError as `storage_uri` does."""
     return join_uri(storage_uri(config), config.name)
 
 
 @contextmanager
 def ray_storage(config: Any, uri: str) -> Iterator[None]:
-    """In the block Ray, too, writes to the storage at `uri`, with all its settings."""
+    """Makes Ray write to the storage at `uri` too, with all its settings, as long as the block runs."""
     before = config.storage_path, config.storage_filesystem
     if uri != storage_uri(config):
         config.storage_path, config.storage_filesystem = uri, None
@@ -55,11 +54,11 @@ def ray_storage(config: Any, uri: str) -> Iterator[None]:
 
 
 def check_ray_storage(config: Any, uri: str, store: Store) -> None:
-    """Prove on scratch objects that Ray's own file system reaches the place that raycheck's store does: what the store
-    has written it reads, and the store what it has written.
+    """Proves on scratch objects that Ray's own file system reaches the place that raycheck's store reaches.
 
-    Ray may find other credentials or endpoints than raycheck, and then hang, after workers were started. Raises
-    ConfigError that says what Ray's side cannot, and StoreError when raycheck's own side fails.
+    Each must read what the other has written. Ray may find other credentials or endpoints than raycheck, and would then
+    hang after it has started workers. Raises ConfigError that says what Ray's side cannot do, and StoreError when
+    raycheck's own side fails.
     """
     if kind_of(uri) == "memory":  # each process has its own
         return
@@ -71,7 +70,7 @@ def check_ray_storage(config: Any, uri: str, store: Store) -> None:
             files = config.storage_filesystem
             request = (str(config.storage_path), files, *(f"{config.name}/{key}" for key in (source, target)))
             kind = "pyarrow, by the URI" if files is None else type(getattr(files, "handler", files)).__name__
-            problem = _asked(pickle.dumps((*request, token.encode())))
+            problem = _problem_of_ray(pickle.dumps((*request, token.encode())))
         if not problem and not _holds(store, target, token.encode()):
             problem = "write there: raycheck does not find what it has written, so it is another place"
         if problem:
@@ -87,8 +86,8 @@ def check_ray_storage(config: Any, uri: str, store: Store) -> None:
                 store.delete(key)
 
 
-def _asked(request: bytes) -> str:
-    """What a process of its own, with Ray's file system, cannot do; empty when it could."""
+def _problem_of_ray(request: bytes) -> str:
+    """Tries Ray's file system in a process of its own. Returns what it cannot do; "" when it can do all."""
     command = [sys.executable, "-c", _PROBE.format(path=sys.path)]
     with subprocess.Popen(  # noqa: S603
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -24,7 +24,7 @@ from raycheck.train.coordinator.messages import Claim, HeartbeatMessage, OnCorru
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.train.log import event, logger, name_of, show_log
 from raycheck.train.ray_api import train_context
-from raycheck.train.ray_api.train_context import is_turned_off
+from raycheck.train.ray_api.controller_callbacks import is_turned_off
 from raycheck.train.worker.export_wait import ExportWait
 from raycheck.train.worker.group_restore import (
     RestoreResult,

@@ -18,7 +18,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.ray_pointer import Pointer
-from raycheck.bucket.store.deadline import ends_by
+from raycheck.bucket.store.retry import ends_by
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.state.train_state import TrainState

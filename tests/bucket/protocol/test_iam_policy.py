@@ -25,6 +25,7 @@ from raycheck.cli import app
 from raycheck.errors import StoreError
 from raycheck.settings import Retention
 from tests.bucket.store.test_conformance import begin_upload
+from tests.support.s3_engines import by_s3fs_alone
 from tests.support.sample_checkpoints import Driver, write_export
 
 POLICY = json.loads((Path(__file__).parents[3] / "cluster/bucket/policy.json").read_text())
@@ -141,7 +142,7 @@ def a_run(uri: str) -> None:
     ("role", "works"),
     [
         ("trainer", trains),
-        pytest.param("trainer", lambda store: trains(store.through_s3fs), marks=pytest.mark.slow),
+        pytest.param("trainer", lambda store: trains(by_s3fs_alone(store)), marks=pytest.mark.slow),
         pytest.param("reader", reads, marks=pytest.mark.slow),
         ("sweeper", sweeps),
     ],

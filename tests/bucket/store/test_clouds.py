@@ -20,7 +20,8 @@ from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.gcs.store import GsStore
-from raycheck.bucket.store.retry import ATTEMPTS, send_parts
+from raycheck.bucket.store.retry import ATTEMPTS
+from raycheck.bucket.store.upload_parts import send_parts
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 from raycheck.storage_settings import StorageSettings
 from tests.support.gcs_server import gcs_server, inject

@@ -14,10 +14,9 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.store import Got, Store, Upload, open_store
+from raycheck.bucket.store import Store, Upload, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES, MAX_WHOLE_BYTES
-from raycheck.bucket.store.s3.obstore_store import FastS3Store
+from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from tests.bucket.conftest import share, share_cloud
@@ -55,19 +54,7 @@ def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatc
 def store(uri: str, request: pytest.FixtureRequest) -> Store:
     store = open_store(uri)
     share_cloud(store, request)
-    return FreshReader(uri, store) if isinstance(store, FastS3Store) else store
-
-
-class FreshReader(FastS3Store):
-    """Each get as by a process that has not written yet: obstore answers it."""
-
-    def __init__(self, uri: str, like: FastS3Store) -> None:
-        super().__init__(uri, bucket=like._bucket, prefix=like._prefix, settings=like._settings)
-
-    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
-        self.__dict__.pop("through_s3fs", None)
-        assert self._client is not None
-        return super().get(key, max_bytes)
+    return store
 
 
 def keys(store: Store, prefix: str) -> list[str]:
@@ -308,9 +295,8 @@ def test_parts_that_fail_midway_leave_no_upload_open_on_s3(store):
 
 def begin_upload(store: Store, *keys: str) -> list[Upload]:
     """What a writer leaves that is killed in the middle of `put_parts`."""
-    s3 = store.through_s3fs if isinstance(store, FastS3Store) else store
-    begin = [(key, lambda client, key=key: client.create_multipart_upload(**s3._at(key))) for key in keys]
-    return [Upload(key, s3._run(key, call)["UploadId"]) for key, call in begin]
+    begin = [(key, lambda client, key=key: client.create_multipart_upload(**store._at(key))) for key in keys]
+    return [Upload(key, store._run(key, call)["UploadId"]) for key, call in begin]
 
 
 def uploads(store: Store, prefix: str) -> list[Upload]:
@@ -341,10 +327,9 @@ def test_an_unfinished_upload_is_listed_and_aborted(store):
 @on_s3
 def test_an_unfinished_upload_says_how_many_bytes_it_holds(store):
     (upload,) = begin_upload(store, "a/b")
-    s3 = store.through_s3fs if isinstance(store, FastS3Store) else store
-    where = s3._at(upload.key) | {"UploadId": upload.id}
+    where = store._at(upload.key) | {"UploadId": upload.id}
     for number in (1, 2):
-        s3._run("a/b", lambda client, n=number: client.upload_part(**where, PartNumber=n, Body=b"x" * 1000 * n))
+        store._run("a/b", lambda client, n=number: client.upload_part(**where, PartNumber=n, Body=b"x" * 1000 * n))
 
     before = store.upload_bytes(upload)
     store.abort_upload(upload)
@@ -408,9 +393,8 @@ class TwoPerPage:
 def test_unfinished_uploads_of_several_pages_are_all_listed(store, monkeypatch):
     found = begin_upload(store, "a/1", "a/2", "a/3", "a/3", "a/3", "a/4", "a/5")
     begin_upload(store, "b/1")
-    s3 = store.through_s3fs if isinstance(store, FastS3Store) else store
-    client = TwoPerPage(s3._run("", s3_client_of))
-    monkeypatch.setattr(s3, "_client", answers(client))
+    client = TwoPerPage(store._run("", s3_client_of))
+    monkeypatch.setattr(store, "_client", answers(client))
 
     assert uploads(store, "a/") == sorted(found, key=lambda upload: (upload.key, upload.id))
 

@@ -161,7 +161,7 @@ def test_hosts_that_only_botocore_knows_are_left_to_it(monkeypatch, name):
     for value, endpoint, is_left in (("true", None, True), ("false", None, False), ("true", "http://h:1", False)):
         monkeypatch.setenv(name, value)
         store = open_store("s3://bucket/run", StorageSettings(region="us-east-1", endpoint=endpoint))
-        assert (store._client is None) == is_left
+        assert (store._without_retries is None) == is_left
 
 
 def test_missing_credentials_are_a_configuration_error_with_advice(open_with):

@@ -58,5 +58,5 @@ def test_where_there_are_no_files_in_memory_the_bytes_go_through_s3fs(monkeypatc
     settings = StorageSettings(anonymous=True, region="us-east-1")
     store = FastS3Store("s3://bucket/run", bucket="bucket", prefix="run", settings=settings)
 
-    assert store._client is None
-    assert store._uploads is None
+    assert store._without_retries is None
+    assert store._with_retries is None

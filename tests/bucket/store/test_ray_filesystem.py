@@ -9,7 +9,7 @@ import s3fs
 from pyarrow import fs
 
 from raycheck import ConfigError, StorageSettings
-from raycheck.bucket.store.address import parse_uri
+from raycheck.bucket.store.address import parse_uri, with_settings
 from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 
 
@@ -52,7 +52,7 @@ ALL = StorageSettings(
 
 def test_rays_file_system_carries_the_uri_and_no_secret(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    uri = ALL.into("s3://bucket/runs")
+    uri = with_settings("s3://bucket/runs", ALL)
 
     path, files = ray_filesystem(uri)
 
@@ -60,7 +60,7 @@ def test_rays_file_system_carries_the_uri_and_no_secret(monkeypatch):
     assert b"hush-hush" not in pickle.dumps(files)
     again = pickle.loads(pickle.dumps(files))
     assert again == files
-    assert again != ray_filesystem(ALL.into("s3://bucket/other"))[1]
+    assert again != ray_filesystem(with_settings("s3://bucket/other", ALL))[1]
     assert parse_uri(uri_of(again, "bucket/runs/my-run")).said == ALL
 
 

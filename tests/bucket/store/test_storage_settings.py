@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raycheck import ConfigError, StorageSettings
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import is_same_place, join_uri, parse_uri
+from raycheck.bucket.store.address import is_same_place, join_uri, parse_uri, with_settings
 
 FIELDS = [field.name for field in fields(StorageSettings)]
 texts = st.text(st.characters(categories=["L", "N"], include_characters=" /&=?#+%:@é"), min_size=1)
@@ -90,18 +90,18 @@ def test_a_mapping_is_what_yaml_gives():
 @profile(deadline=None)
 @given(settings)
 def test_settings_travel_in_a_uri_unchanged(made):
-    uri = made.into("s3://bucket/runs")
+    uri = with_settings("s3://bucket/runs", made)
 
     assert parse_uri(uri).said == made
     assert parse_uri(join_uri(uri, "my-run")).said == made
     assert parse_uri(join_uri(uri, "my-run")).prefix == "runs/my-run"
-    assert made.into(uri) == uri
+    assert with_settings(uri, made) == uri
 
 
 @profile(deadline=None)
 @given(settings, settings)
 def test_an_argument_wins_over_the_query_field_by_field(upper, lower):
-    merged = parse_uri(upper.into(lower.into("s3://bucket/runs"))).said
+    merged = parse_uri(with_settings(with_settings("s3://bucket/runs", lower), upper)).said
 
     for name in FIELDS:
         mine, theirs = getattr(upper, name), getattr(lower, name)
@@ -115,7 +115,7 @@ def test_environment_is_lowest_and_holds_where_the_store_is_opened(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
 
-    uri = StorageSettings(requester_pays=False).into("s3://bucket/run?region=from-query")
+    uri = with_settings("s3://bucket/run?region=from-query", StorageSettings(requester_pays=False))
 
     assert "environment" not in uri
     assert parse_uri(uri).settings == StorageSettings(
@@ -170,7 +170,7 @@ def test_a_setting_that_means_nothing_to_a_scheme_is_refused_by_both_names(uri, 
 
 def test_no_settings_leave_a_uri_alone():
     for uri in ("/runs", "file:///runs", "s3://b/p?region=x&scheme=http&endpoint_override=h", "gcs://b"):
-        assert StorageSettings().into(uri) == uri
+        assert with_settings(uri, StorageSettings()) == uri
 
 
 def test_both_ways_of_writing_an_azure_address_name_one_place(monkeypatch):
@@ -184,7 +184,7 @@ def test_both_ways_of_writing_an_azure_address_name_one_place(monkeypatch):
 
 
 def test_an_azure_account_stays_when_settings_are_folded_in():
-    uri = StorageSettings(anonymous=True).into("az://runs/a?account_name=me")
+    uri = with_settings("az://runs/a?account_name=me", StorageSettings(anonymous=True))
 
     assert (parse_uri(uri).account, parse_uri(uri).said.anonymous) == ("me", True)
 

@@ -18,14 +18,16 @@ from uuid import uuid4
 
 import pytest
 
-from raycheck.bucket.store import Store, client_options, open_store, retry
+from raycheck.bucket.store import Store, client_options, open_store, retry, upload_parts
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, BufferLoan, PartSizes
-from raycheck.bucket.store.deadline import CLEAN_UP_S, ends_by
-from raycheck.bucket.store.retry import Pieces
+from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
+from raycheck.bucket.store.retry import CLEAN_UP_S, ends_by
+from raycheck.bucket.store.s3.buffer_loan import BufferLoan
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
+from raycheck.bucket.store.upload_parts import RequestBody
 from raycheck.errors import ConfigError, NotFoundError, StoreError
 from tests.support.http_fault_proxy import FaultProxy
+from tests.support.s3_engines import by_s3fs_alone, forbid_s3fs_bytes
 
 PART = 5 * 1024 * 1024
 SIZE = 3 * PART + 5
@@ -39,7 +41,7 @@ class SourceError(Exception):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=PART, in_flight=2))
+    monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=PART, in_flight=2))
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def fast(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> FastS3Store:
 
 @pytest.fixture(params=["obstore", "s3fs"])
 def store(request: pytest.FixtureRequest, fast: FastS3Store) -> Store:
-    return fast if request.param == "obstore" else fast.through_s3fs
+    return fast if request.param == "obstore" else by_s3fs_alone(fast)
 
 
 @pytest.fixture
@@ -112,13 +114,15 @@ def test_an_upload_goes_on_after_a_fault_in_any_request(store, buffer, wire, kin
     buffer.append(0)
 
 
-def test_obstore_alone_writes_what_it_can(fast, buffer, wire):
+def test_obstore_alone_writes_what_it_can(fast, buffer, wire, monkeypatch):
+    forbid_s3fs_bytes(monkeypatch)
     wire.rule("busy", "PUT", "partNumber=2")
 
     fast.put_parts("a", parts_of(buffer), SIZE)
     fast.put("b", b"bytes")
 
-    assert "through_s3fs" not in fast.__dict__
+    assert fast.head("a") == SIZE
+    assert fast.head("b") == 5
 
 
 def test_a_part_whose_connection_broke_halfway_is_sent_again(store, buffer, wire):
@@ -132,9 +136,9 @@ def test_a_part_whose_connection_broke_halfway_is_sent_again(store, buffer, wire
 
 def test_a_body_gives_its_buffer_back_while_something_still_iterates(buffer):
     async def begun() -> AsyncIterator[bytes]:
-        with Pieces(buffer) as body:
+        with RequestBody(buffer) as body:
             pieces = aiter(body)
-            assert await anext(pieces) == buffer[: retry.PIECE_BYTES]
+            assert await anext(pieces) == buffer[: upload_parts.PIECE_BYTES]
         return pieces
 
     pieces = asyncio.run(begun())
@@ -201,7 +205,7 @@ def test_an_upload_that_is_over_is_not_ended_as_if_it_were_whole():
     pulled = loan.lend_each([memoryview(b"one"), memoryview(b"two")])
     next(pulled).release()
 
-    assert loan.is_back()
+    assert loan.take_back()
 
     with pytest.raises(StoreError, match="over"):
         next(pulled)
@@ -319,8 +323,8 @@ def test_a_loan_is_back_when_nothing_holds_a_view_of_it():
     loan, buffer = BufferLoan(sleep=lambda _: None), bytearray(10)
     held = struct.iter_unpack("B", loan.lend(buffer))
 
-    assert not loan.is_back(timeout_s=0.01)
+    assert not loan.take_back(timeout_s=0.01)
     del held
 
-    assert loan.is_back()
+    assert loan.take_back()
     buffer.append(1)

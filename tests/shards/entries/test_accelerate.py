@@ -1,4 +1,4 @@
-"""What Accelerate and Ray Train hand back from prepare(): seen through, or refused by name before the first step."""
+"""The wrappers that Accelerate and Ray Train return are taken off, or refused by name before the first step."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ from tests.support.save_without_ray import save_state
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Accelerate keeps its settings in classes."""
+    """Reset Accelerate, which keeps its settings in classes."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -62,12 +62,12 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, scheduler:
 
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["fp32", "bf16"])
 def test_a_loop_on_what_accelerate_prepared_goes_on_as_if_it_had_never_ended(memory: Store, options: Any) -> None:
-    parts = prepared(0, **options)
-    assert isinstance(parts[2], AcceleratedOptimizer)
-    assert isinstance(parts[3], AcceleratedScheduler)
-    train(*parts, steps=3)
-    save_state(memory, dict(zip(("model", "optimizer", "scheduler"), parts[1:], strict=True)))
-    straight = train(*parts, steps=4)
+    objects = prepared(0, **options)
+    assert isinstance(objects[2], AcceleratedOptimizer)
+    assert isinstance(objects[3], AcceleratedScheduler)
+    train(*objects, steps=3)
+    save_state(memory, dict(zip(("model", "optimizer", "scheduler"), objects[1:], strict=True)))
+    straight = train(*objects, steps=4)
 
     again = prepared(1, **options)
     state = dict(zip(("model", "optimizer", "scheduler"), again[1:], strict=True))
@@ -78,10 +78,10 @@ def test_a_loop_on_what_accelerate_prepared_goes_on_as_if_it_had_never_ended(mem
 
 
 def test_the_checkpoint_is_that_of_the_plain_objects(memory: Store) -> None:
-    """So that a script may go over to Accelerate, or leave it."""
-    parts = prepared(0)
-    train(*parts, steps=3)
-    save_state(memory, dict(zip(("model", "optimizer", "scheduler"), parts[1:], strict=True)))
+    """A script may begin to use Accelerate between two restarts, or stop using it."""
+    objects = prepared(0)
+    train(*objects, steps=3)
+    save_state(memory, dict(zip(("model", "optimizer", "scheduler"), objects[1:], strict=True)))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     plain = {
@@ -92,8 +92,8 @@ def test_the_checkpoint_is_that_of_the_plain_objects(memory: Store) -> None:
 
     TrainState(plain, rank=0, world_size=1).apply(newest(memory))
 
-    assert optimizer.param_groups[0]["lr"] == parts[2].param_groups[0]["lr"] == 5e-3
-    for mine, theirs in zip(optimizer.state.values(), parts[2].optimizer.state.values(), strict=True):
+    assert optimizer.param_groups[0]["lr"] == objects[2].param_groups[0]["lr"] == 5e-3
+    for mine, theirs in zip(optimizer.state.values(), objects[2].optimizer.state.values(), strict=True):
         assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
 
 
@@ -101,7 +101,7 @@ def test_the_checkpoint_is_that_of_the_plain_objects(memory: Store) -> None:
 @pytest.mark.parametrize("is_stateful", [False, True], ids=["plain", "stateful"])
 @pytest.mark.parametrize("is_dispatched", [False, True], ids=["shard", "dispatcher"])
 def test_loaders_of_accelerate_are_refused_by_name(is_stateful: bool, is_dispatched: bool) -> None:
-    """The stateful ones, too: restored in epoch 1 they go on in the order of epoch 0."""
+    """The stateful loaders are refused too: restored in epoch 1, they would go on in the order of epoch 0."""
     config = DataLoaderConfiguration(use_stateful_dataloader=is_stateful, dispatch_batches=is_dispatched)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(20)), batch_size=4, shuffle=True))
@@ -125,7 +125,7 @@ def test_subclasses_that_may_have_state_of_their_own_are_not_seen_through() -> N
     Accelerator(cpu=True)
     wrapped = Sharded(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
 
-    with pytest.raises(raycheck.ConfigError, match="Sharded, which raycheck cannot see through"):
+    with pytest.raises(raycheck.ConfigError, match="Sharded, a wrapper that raycheck does not know"):
         TrainState({"optimizer": wrapped}, rank=0, world_size=1)
 
 

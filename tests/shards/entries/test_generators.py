@@ -1,4 +1,4 @@
-"""Random generators of the script's own are entries of the state: each draws on after a restore as it would have."""
+"""Random generators of the script's own are entries of the state: after a restore each draws what it would have drawn."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for its export: configurations of models, files of tokenizers."""
+"""A checkpoint holds what its export needs: configurations of models, files of tokenizers."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_ties_are_told_as_the_model_declares_them():
 
 
 class Configured(nn.Module):
-    """A model as transformers 4 has it: ties are a list of patterns, and hold where weights are one object."""
+    """Looks like a model of transformers 4: its ties are a list of patterns, and apply where weights are one object."""
 
     _tied_weights_keys = ("head.weight",)
 
@@ -151,7 +151,7 @@ def test_stock_torch_loads_a_checkpoint_with_a_tokenizer(tmp_path: Path):
 
 
 class Writer:
-    """Something with save_pretrained and without state_dict."""
+    """Has save_pretrained and no state_dict."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader goes on where each rank stood; what cannot say where it stands is refused."""
+"""torchdata's StatefulDataLoader goes on at each rank's position; a loader that cannot report its position is refused."""
 
 from typing import Any
 from uuid import uuid4
@@ -24,12 +24,12 @@ pytestmark = [
 
 @pytest.fixture
 def store() -> Store:
-    """One is enough: what is saved is what any other entry's is."""
+    """Returns one store: loaders are saved as any other entry is, so one kind of store is enough."""
     return open_store(f"memory://{uuid4().hex}")
 
 
 def loader(rank: int, world_size: int, *, workers: int = 0) -> Any:
-    """This rank's share, shuffled by a generator of its own, so that no global random state is drawn from."""
+    """Makes this rank's loader, shuffled by a generator of its own so that nothing draws from the global random state."""
     share = list(range(rank, 48, world_size))
     return StatefulDataLoader(
         share, batch_size=2, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(rank)
@@ -53,7 +53,7 @@ def states(loaders: list[Any]) -> list[TrainState]:
 
 
 def saved_in_mid_epoch(store: Store, *, workers: int = 0) -> tuple[Any, list[list[int]]]:
-    """A checkpoint of two ranks after 5 of 12 batches, and what each of them was given after it."""
+    """Returns a checkpoint of two ranks after 5 of 12 batches, and the samples that each rank got after it."""
     torch.manual_seed(0)
     loaders = [loader(rank, 2, workers=workers) for rank in range(2)]
     running = [iter(one) for one in loaders]
@@ -117,7 +117,7 @@ def test_with_the_loader_skipped_the_rest_is_restored_at_another_world_size(stor
 
 
 class Shard(ray.data.DataIterator):
-    """As ray.train.get_dataset_shard hands out, without a Ray behind it."""
+    """Looks like what ray.train.get_dataset_shard returns, without a Ray behind it."""
 
 
 Shard.__abstractmethods__ = frozenset()

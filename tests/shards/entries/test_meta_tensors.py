@@ -1,6 +1,6 @@
 """Modules on torch's meta device get memory and values, as the same objects; what nothing can fill is refused by name.
 
-Outside judge: stock torch's own load of the same checkpoint into the same kind of module.
+The outside judge is stock torch's own load of the same checkpoint into the same kind of module.
 """
 
 import copy
@@ -213,7 +213,7 @@ def test_what_is_on_meta_is_not_saved(memory: Store):
 
     saver.check(is_before_restore=True)
 
-    for call in (saver.check, saver.holdings, lambda: saver.stage(Progress(step=1))):
+    for call in (saver.check, saver.replica_checksums, lambda: saver.stage(Progress(step=1))):
         with pytest.raises(ConfigError, match=r"state at model\.0\.weight is on the meta device"):
             call()
 
@@ -221,7 +221,7 @@ def test_what_is_on_meta_is_not_saved(memory: Store):
 @pytest.mark.parametrize("wrap", [lambda made: made, raycheck.PerRank], ids=["plain", "PerRank"])
 def test_an_object_whose_own_tensors_are_on_meta_does_not_count_as_restored(memory: Store, wrap: Any):
     class Average:
-        """Like many: it copies into what it has."""
+        """Loads its state by copying into its own tensor, as many objects do."""
 
         def __init__(self, device: str) -> None:
             self.shadow = torch.ones(3, device=device)
@@ -289,7 +289,8 @@ def step_sharded(state: dict[str, Any], steps: int) -> None:
 def restore_sharded(
     rank: int, world_size: int, uri: str, entry: Entry, place: str
 ) -> tuple[fsdp_training.Tensors, ...]:
-    """Into meta and into real memory by raycheck, and into meta by stock torch; each as restored, and two steps on."""
+    """Restore into meta and into real memory by raycheck, and into meta by stock torch. Returns each state as restored, and
+    two steps later."""
     checkpoint = Checkpoint(open_store(uri), entry)
     found = []
     for is_meta in (True, False):

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: each rank's accumulation comes back, or it is said by name that it would not."""
+"""Metrics of torchmetrics keep each rank's accumulation over a restore, or an error names the metric that would not."""
 
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_another_metric_under_the_name_is_a_mismatch(memory: Store) -> None:
 
 
 class Net(nn.Module):
-    """As a LightningModule has them."""
+    """Holds metrics as attributes, as a LightningModule does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Several optimizers over one model, by name, by number or by parameter, and optimizers inside backward."""
+"""Several optimizers of one model are saved by name, by number or by parameter, and also those inside backward."""
 
 import copy
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def test_several_optimizers_resume_to_the_last_bit(memory: Store, make: Callable
 
 
 def fused(model: nn.Sequential) -> Any:
-    """torch's own: the optimizer of a parameter steps as soon as its gradient is there, and frees it."""
+    """Applies torch's own way: the optimizer of a parameter steps as soon as its gradient is there, and frees it."""
     from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 
     _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.01})
@@ -92,7 +92,7 @@ def fused(model: nn.Sequential) -> Any:
 
 
 def hooked(model: nn.Sequential) -> Any:
-    """The pattern of torch's tutorial "How to save memory by fusing the optimizer step into the backward pass"."""
+    """Follows torch's tutorial "How to save memory by fusing the optimizer step into the backward pass"."""
     optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.01) for parameter in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ def hooked(model: nn.Sequential) -> Any:
     return optimizers
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # torch's own, on import
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # torch warns on import of its own module
 @pytest.mark.parametrize("make", [fused, hooked], ids=lambda make: make.__name__)
 def test_an_optimizer_in_backward_resumes_to_the_last_bit(memory: Store, make: Callable[[nn.Sequential], Any]):
     one, two = layers(1), layers(2)
@@ -178,7 +178,7 @@ def test_a_parameter_group_may_be_added_later(memory: Store, is_new_layer: bool)
     one, ours = build(1)
     saver = TrainState({"model": one, "optimizer": ours}, rank=0, world_size=1)
     backward(one, 2, after=step_all(ours))
-    saver.stage(Progress(step=2))  # from now on it knows where everything lives
+    saver.stage(Progress(step=2))  # from now on its gather cache is filled
     add_group(one, ours)
     backward(one, 2, start=2, after=step_all(ours))
 

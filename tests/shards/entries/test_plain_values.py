@@ -1,4 +1,4 @@
-"""Plain values as entries: whoever holds a part of them sees what a restore puts there."""
+"""Plain values are entries: whoever holds a container or tensor inside of them sees what a restore puts there."""
 
 import io
 import logging
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 def filled_with(number: int) -> State:
-    """One of every container, at several depths."""
+    """Returns one of every container, at several depths."""
     return {
         "deep": {"er": {"number": number, "list": [number, {"x": [number]}]}},
         "ordered": OrderedDict([("a", [number])]),
@@ -42,8 +42,8 @@ def filled_with(number: int) -> State:
     }
 
 
-def parts_of(state: State) -> list[Any]:
-    """Every part that somebody may hold."""
+def inner_values_of(state: State) -> list[Any]:
+    """Returns every container and tensor in it that a script may hold."""
     return [
         state["deep"],
         state["deep"]["er"],
@@ -67,13 +67,13 @@ def test_references_to_any_part_of_a_plain_dict_stay_good(memory: Store, place: 
         return {"plain": plain if place == "entry" else PerRank(plain)}
 
     live = filled_with(1)
-    held = parts_of(live)
+    held = inner_values_of(live)
     wanted = filled_with(7)
 
     TrainState(put(live), rank=0, world_size=1).apply(save_state(memory, put(filled_with(7))))
 
     assert same(live, wanted)
-    for i, (mine, found, expected) in enumerate(zip(held, parts_of(live), parts_of(wanted), strict=True)):
+    for i, (mine, found, expected) in enumerate(zip(held, inner_values_of(live), inner_values_of(wanted), strict=True)):
         assert mine is found, i
         assert same(mine, expected), i
 
@@ -196,8 +196,8 @@ def test_a_peek_gives_bare_values_as_they_were_saved(memory: Store) -> None:
         ({"x": torch.ones(2)}, {"x": torch.ones(3)}, r"x: float32\[2\] here, float32\[3\] saved"),
         ({"x": torch.ones(2)}, {"x": torch.ones(2).half()}, r"x: float32\[2\] here, float16\[2\] saved"),
         ({"x": torch.ones(2, device="meta")}, {"x": torch.ones(2)}, "x is on the meta device and would stay there"),
-        ({"x": torch.ones(2)}, {"x": 3}, "x: a Tensor here, a int saved"),
-        ({"x": [1]}, {"x": {1}}, "x: a list here, a set saved"),
+        ({"x": torch.ones(2)}, {"x": 3}, "x: Tensor here, int saved"),
+        ({"x": [1]}, {"x": {1}}, "x: list here, set saved"),
         ({"x": [1]}, {"x": {"a": 1}}, "x: a bare list here, an object or dict saved"),
         ({"x": {"a": 1}}, {"x": [1]}, "x: an object or dict here, a bare value saved"),
         ({"x": 1}, {"y": 1}, "missing in the checkpoint: x"),
@@ -231,7 +231,7 @@ def test_a_bare_number_where_nothing_can_be_put_back_is_refused() -> None:
         TrainState(MappingProxyType({"best": 0.5}), rank=0, world_size=1)
 
 
-# --- objects that say nothing ---
+# --- objects with an empty state_dict ---
 
 
 class Forgets:

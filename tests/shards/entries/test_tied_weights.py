@@ -67,7 +67,9 @@ def test_fsdp2_ties_a_weight_with_fewer_rows_than_ranks(tmp_path: Path, files: S
         fsdp_training.assert_same(found, expected)
     assert one["model"].head.weight is one["model"].embed.weight
     written = [chunk for chunk in index_of(checkpoint).chunks if chunk.payload_size]
-    assert len({(chunk.rank, chunk.record_offset) for chunk in written}) == len(written) - 3  # rows, on three ranks
+    assert (
+        len({(chunk.rank, chunk.record_offset) for chunk in written}) == len(written) - 3
+    )  # the number of rows, on three ranks
 
 
 @no_group

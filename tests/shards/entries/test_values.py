@@ -1,4 +1,4 @@
-"""Whatever tree of values the state holds, wherever it stands: it comes back in type and bits, or its path is refused."""
+"""A tree of values, wherever it is in the state, comes back with the same types and bits, or its path is refused."""
 
 import copy
 import datetime as dt
@@ -56,7 +56,7 @@ trees = st.recursive(st.one_of(leaves, tensors, tensors), containers, max_leaves
 
 
 def tensor_of(dtype: torch.dtype, shape: list[int], seed: int, is_turned: bool) -> torch.Tensor:
-    """Odd bits of every dtype, the payloads of nan among them."""
+    """Returns a tensor with odd bits for its dtype, such as the payloads of nan."""
     count = torch.Size(shape).numel() * dtype.itemsize
     octets = (torch.arange(count, dtype=torch.int64) * 37 + seed * 131) % 251
     octets = octets % 2 if dtype == torch.bool else octets
@@ -65,7 +65,7 @@ def tensor_of(dtype: torch.dtype, shape: list[int], seed: int, is_turned: bool) 
 
 
 class Simple(torch.optim.Optimizer):
-    """An optimizer whose state is what a test puts there."""
+    """Is an optimizer whose state is whatever a test puts there."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -87,7 +87,7 @@ class WithExtra(nn.Module):
         self.extra = extra
 
 
-# --- where a value may stand: how it is put there, and how it is found again ---
+# --- the places of a value: how it is put there, and how it is found again ---
 
 
 def optimizer_with(dtype: torch.dtype = torch.bfloat16) -> State:
@@ -143,7 +143,8 @@ def test_every_tree_of_values_comes_back_in_type_and_bits_or_is_refused_by_its_p
 
 
 def saved_or_refused(state: State) -> Checkpoint | None:
-    """Keys that have one name in the checkpoint (1 and "1") are the one thing in these trees that is refused."""
+    """Saves the tree. Returns None if it is refused for keys with one name in the checkpoint (1 and "1"): nothing else in
+    these trees may be refused."""
     try:
         return save_state(open_store(f"memory://{uuid4().hex}"), state)
     except ConfigError as error:
@@ -206,7 +207,7 @@ def test_a_value_that_torch_or_json_would_change_comes_back_as_it_was(memory: St
 
 
 class Handle:
-    """Something that no JSON can hold."""
+    """Cannot be held in JSON."""
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -270,7 +271,7 @@ def test_hooks_around_an_optimizers_state_do_not_change_what_is_restored(memory:
 
 
 class Packs(Simple):
-    """It says its state in a form of its own, and takes it back from that."""
+    """Returns its state in a form of its own, and loads it from that."""
 
     def state_dict(self) -> Any:
         said = super().state_dict()
@@ -349,7 +350,7 @@ def test_stock_torch_reads_values_of_classes_as_plain_ones(tmp_path: Path) -> No
 
 
 def local_classes() -> tuple[Any, Any]:
-    """Classes that no import finds, as those of a script's main function."""
+    """Returns classes that no import finds, like those in a script's main function."""
 
     @dataclass
     class Best:
@@ -378,7 +379,9 @@ def test_a_class_that_is_not_here_is_a_mismatch_and_nothing_is_changed(memory: S
     checkpoint = save_state(memory, {"early": {"best": best(7)}, "other": {"a": 1}})
     early, other = {"best": None}, {"a": 0}
 
-    with pytest.raises(StateMismatchError, match=r"early holds a tests\.shards\.test_values:local_classes.*Best"):
+    with pytest.raises(
+        StateMismatchError, match=r"early holds a tests\.shards\.entries\.test_values:local_classes.*Best"
+    ):
         TrainState({"early": early, "other": other}, rank=0, world_size=1).apply(checkpoint)
 
     assert (early, other) == ({"best": None}, {"a": 0})

@@ -1,4 +1,4 @@
-"""However a model is wrapped, its tensors have the plain model's names; and what its tensors are made of comes back."""
+"""However a model is wrapped, its tensors have the plain model's names, and the inner tensors of subclasses come back."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 
 class Net(nn.Module):
-    """With layers that are called as wrappers call theirs."""
+    """Has layers with the names that wrappers give to theirs."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_two_tensors_that_would_get_one_plain_name_are_refused():
 
 
 class Halved(nn.Module):
-    """Keeps its weight in half precision, and shows it in full by hooks."""
+    """Keeps its weight in half precision, and gives it in full precision by hooks."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_non_persistent_buffers_are_neither_saved_nor_touched(memory: Store):
 
 
 class Labelled(TwoTensor):
-    """With a context: what kind of pair it is."""
+    """Has a context: a label that says what kind of pair it is."""
 
     label: Any = None
 
@@ -260,7 +260,7 @@ def pair(seed: int, kind: type = TwoTensor, label: Any = None) -> nn.Module:
 
 
 class Copying(TwoTensor):
-    """detach() makes new inner tensors, so that what state_dict() gives is no longer the live value."""
+    """Makes new inner tensors on detach(), so that what state_dict() gives is no longer the live value."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ def test_the_inner_tensors_of_a_parameter_are_compared_and_spread_as_parameters_
 
 
 class Opaque:
-    """Something whose repr is its address."""
+    """Has its address as its repr."""
 
 
 def test_the_context_of_a_subclass_is_compared_but_never_an_address_in_it(memory: Store):
@@ -325,7 +325,7 @@ def test_a_subclass_and_a_plain_tensor_do_not_pass_for_each_other(memory: Store)
 
 
 class Closed(torch.Tensor):
-    """A subclass that does not say what it is made of."""
+    """Is a tensor subclass that does not say what it is made of."""
 
 
 def opened(kind: str) -> State:
@@ -355,7 +355,7 @@ def opened(kind: str) -> State:
 def test_a_subclass_that_cannot_be_taken_apart_is_refused_by_its_path(kind: str, message: str):
     state = TrainState(opened(kind), rank=0, world_size=1)
 
-    for act in (state.check, state.holdings, lambda: state.stage(Progress())):
+    for act in (state.check, state.replica_checksums, lambda: state.stage(Progress())):
         with pytest.raises(ConfigError, match=message):
             act()
 
@@ -365,7 +365,7 @@ def names_of(checkpoint: Checkpoint) -> set[str]:
 
 
 def assert_equal(found: State, expected: State) -> None:
-    """Weights and optimizer state, tensor by tensor, in the order of the parameters."""
+    """Compares weights and optimizer state, tensor by tensor, in the order of the parameters."""
     for ours, theirs in zip(found["model"].parameters(), expected["model"].parameters(), strict=True):
         assert torch.equal(ours, theirs)
         slots, wanted = found["optimizer"].state.get(ours, {}), expected["optimizer"].state.get(theirs, {})

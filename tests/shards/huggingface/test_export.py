@@ -30,15 +30,16 @@ from raycheck.bucket.format.object_keys import exports_prefix
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import settings_in_query
 from raycheck.bucket.store.interface import Buffer
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
+from raycheck.settings import ExportOptions
 from raycheck.shards.huggingface.export import INDEX_FILE, export_hf
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES
 from raycheck.shards.huggingface.lora import as_saved
 from raycheck.shards.huggingface.weight_stream import WeightSource, _boxes
 from raycheck.shards.state.train_state import TrainState
-from raycheck.storage_settings import StorageSettings
 from tests.support import hf_models
 from tests.support.gloo_ranks import mesh_of
 from tests.support.invariants import assert_invariants
@@ -82,7 +83,7 @@ def test_a_configuration_may_be_a_link_as_in_hugging_faces_cache(run: Store, tmp
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").symlink_to(Path("..", "..", Path(blobs).name, "config.json"))
 
-    export_hf(checkpoint, f"{tmp_path}/hf", config_from=f"{scheme}{snapshot}")
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=f"{scheme}{snapshot}"))
 
     assert (tmp_path / "hf" / "config.json").is_file()
 
@@ -92,7 +93,7 @@ def test_from_pretrained_computes_what_the_live_model_does(run: Store, tmp_path:
     model = MODELS[kind]()
     checkpoint = save_state(run, {"model": model})
 
-    written = export_hf(checkpoint, f"{tmp_path}/hf", max_shard_bytes=20_000)
+    written = export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(max_shard_bytes=20_000))
 
     loaded = hf_models.from_pretrained(tmp_path / "hf")
     assert type(loaded) is type(model)
@@ -107,7 +108,7 @@ def test_many_files_hold_each_tensor_once_and_the_index_names_them(run: Store, t
     model = hf_models.llama()
     checkpoint = save_state(run, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", max_shard_bytes=20_000)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(max_shard_bytes=20_000))
 
     index = json.loads((tmp_path / "hf" / INDEX_FILE).read_text())
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
@@ -164,7 +165,7 @@ def test_boxes_of_any_layout_become_whole_tensors(run: Store, tmp_path: Path, ki
     placed["vector"] = [Shard(0), Replicate()]
     checkpoint = save_played(run, weights, world_size=4, mesh=(2, 2), layout=placed, is_bare=True)
 
-    export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=config_folder(tmp_path)))
 
     found = hf_models.tensors_in(tmp_path / "hf")
     assert found.pop("seen") == 17
@@ -180,7 +181,7 @@ def test_every_type_that_safetensors_knows_is_written_as_it_is(run: Store, tmp_p
     tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(7, dtype=torch.int64)}
     checkpoint = save_state(run, {"model": Holder(tensors)})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=config_folder(tmp_path)))
 
     found = hf_models.tensors_in(tmp_path / "hf")
     assert set(found) == set(tensors)
@@ -193,7 +194,7 @@ def test_a_type_that_safetensors_does_not_know_is_refused_by_name(run: Store, tm
     checkpoint = save_state(run, {"model": Holder({"wave": torch.zeros(3, dtype=torch.complex128)})})
 
     with pytest.raises(ConfigError, match="wave"):
-        export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+        export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=config_folder(tmp_path)))
 
     assert not (tmp_path / "hf").exists()
 
@@ -204,7 +205,7 @@ def test_a_model_of_tensor_subclasses_is_refused_by_its_entry(run: Store, tmp_pa
     checkpoint = save_state(run, {"model": module})
 
     with pytest.raises(ConfigError, match=r"'model' holds tensor subclasses \(weight\)"):
-        export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+        export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=config_folder(tmp_path)))
 
     assert not (tmp_path / "hf").exists()
 
@@ -222,7 +223,7 @@ class Extra(nn.Linear):
 def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):
     checkpoint = save_state(run, {"model": nn.Sequential(Extra(2, 2, bias=False))})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=config_folder(tmp_path)))
 
     assert "model.0._extra_state.amax" in {
         tensor.name for tensor in checkpoint.read_index(checkpoint.read_manifest()).tensors
@@ -232,7 +233,7 @@ def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):
 
 def test_storage_settings_open_a_destination_of_the_same_kind_only(s3: str, tmp_path: Path):
     base, _, query = s3.partition("?")
-    storage = StorageSettings.from_query("s3", dict(parse_qsl(query)))
+    storage = settings_in_query("s3", dict(parse_qsl(query)))
     root = f"{base}/{uuid4().hex}"
     checkpoint = save_state(open_store(root, storage), {"model": hf_models.llama()})
 
@@ -249,14 +250,14 @@ def test_weights_are_converted_and_the_configuration_says_so(run: Store, tmp_pat
     model = hf_models.llama()
     checkpoint = save_state(run, {"model": model})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", dtype=torch.bfloat16)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(dtype=torch.bfloat16))
 
     loaded = hf_models.from_pretrained(tmp_path / "hf")
     expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     assert loaded.dtype == torch.bfloat16
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.items())
     with pytest.raises(ConfigError, match="int8"):
-        export_hf(checkpoint, f"{tmp_path}/int8", dtype="int8")
+        export_hf(checkpoint, f"{tmp_path}/int8", ExportOptions(dtype="int8"))
 
 
 @pytest.mark.parametrize("says_tied", [True, False])
@@ -290,7 +291,7 @@ def test_the_tokenizer_goes_along(run: Store, tmp_path: Path):
     checkpoint = save_state(run, {"model": hf_models.llama(), "tokenizer": tokenizer})
 
     export_hf(checkpoint, f"{tmp_path}/hf")
-    export_hf(checkpoint, f"{tmp_path}/bare", files=())
+    export_hf(checkpoint, f"{tmp_path}/bare", ExportOptions(files=()))
 
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "a dog is a fox"
@@ -305,10 +306,10 @@ def test_several_models_must_be_told_apart(run: Store, tmp_path: Path):
     with pytest.raises(ConfigError, match="critic, policy"):
         export_hf(checkpoint, f"{tmp_path}/hf")
     with pytest.raises(ConfigError, match="actor"):
-        export_hf(checkpoint, f"{tmp_path}/hf", entry="actor")
+        export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(entry="actor"))
     with pytest.raises(ConfigError, match="config_from"):
-        export_hf(checkpoint, f"{tmp_path}/hf", entry="plain")
-    export_hf(checkpoint, f"{tmp_path}/hf", entry="critic")
+        export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(entry="plain"))
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(entry="critic"))
 
     assert torch.equal(hf_models.logits(hf_models.from_pretrained(tmp_path / "hf")), hf_models.logits(critic))
 
@@ -323,8 +324,8 @@ def test_a_model_without_configuration_takes_one_from_a_folder(run: Store, tmp_p
     with pytest.raises(ConfigError, match="config_from"):
         export_hf(checkpoint, f"{tmp_path}/hf")
     with pytest.raises(ConfigError, match=r"config\.json"):
-        export_hf(checkpoint, f"{tmp_path}/hf", config_from=f"{tmp_path}/none")
-    export_hf(checkpoint, f"{tmp_path}/hf", config_from=f"{tmp_path}/config")
+        export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=f"{tmp_path}/none"))
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(config_from=f"{tmp_path}/config"))
 
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["model_type"] == "llama"
@@ -442,17 +443,17 @@ class FailingStore(LocalStore):
 def test_a_crash_at_any_write_leaves_no_index_and_the_same_export_ends_it(run: Store, tmp_path: Path):
     model = hf_models.llama()
     checkpoint = save_state(run, {"model": model, "tokenizer": hf_models.tokenizer()})
-    writes = len(export_hf(checkpoint, f"{tmp_path}/whole", max_shard_bytes=40_000).files)
+    writes = len(export_hf(checkpoint, f"{tmp_path}/whole", ExportOptions(max_shard_bytes=40_000)).files)
     assert writes > 5
 
     for done in range(writes):
         folder = tmp_path / f"crash-{done}"
         if done < writes - 1:  # the last write is repeated by itself
             with pytest.raises(StoreError, match="network"):
-                export_hf(checkpoint, FailingStore(folder, done), max_shard_bytes=40_000)
+                export_hf(checkpoint, FailingStore(folder, done), ExportOptions(max_shard_bytes=40_000))
         assert not (folder / INDEX_FILE).exists()
 
-        export_hf(checkpoint, open_store(str(folder)), max_shard_bytes=40_000)
+        export_hf(checkpoint, open_store(str(folder)), ExportOptions(max_shard_bytes=40_000))
 
         assert torch.equal(hf_models.tensors_in(folder)["lm_head.weight"], model.lm_head.weight)
 
@@ -580,7 +581,9 @@ def test_no_byte_of_a_large_tensor_is_fetched_twice(run: Store, tmp_path: Path, 
     checkpoint = save_played(run, weights, world_size=world_size, is_bare=True)
     counting = CountingStore(run.uri, f"{tmp_path}/trained")
 
-    export_hf(Checkpoint(counting, checkpoint.entry), f"{tmp_path}/hf", config_from=config_folder(tmp_path))
+    export_hf(
+        Checkpoint(counting, checkpoint.entry), f"{tmp_path}/hf", ExportOptions(config_from=config_folder(tmp_path))
+    )
 
     needed = sum(tensor.nbytes for tensor in weights.values())
     assert needed <= counting.fetched <= 1.01 * needed

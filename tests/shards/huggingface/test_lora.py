@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError
+from raycheck.settings import ExportOptions
 from raycheck.shards.huggingface.export import export_hf
 from raycheck.shards.state.train_state import TrainState
 from tests.support import hf_models
@@ -87,7 +88,7 @@ def test_a_merge_is_peft_s_own_to_the_bit(run: Store, tmp_path: Path, kind: str,
     model = lora(hf_models.llama(), **LORAS[kind])
     checkpoint = save_state(run, {"model": Plainly(model) if is_plainly_named else model})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", merge_lora=True)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))
 
     merged = model.merge_and_unload()
     tensors = hf_models.tensors_in(tmp_path / "hf")
@@ -104,7 +105,7 @@ def test_halves_are_merged_with_peft_s_roundings(run: Store, tmp_path: Path, of:
             parameter.data = parameter.data.to(torch.float32 if of == "base" else torch.bfloat16)
     checkpoint = save_state(run, {"model": model})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", merge_lora=True)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))
 
     merged = model.merge_and_unload().state_dict()
     tensors = hf_models.tensors_in(tmp_path / "hf")
@@ -117,7 +118,7 @@ def test_a_merge_in_blocks_differs_from_the_whole_by_rounding_only(run: Store, t
     model = lora(hf_models.llama(vocab_size=300_007), **{**QV, "target_modules": ["lm_head"]})  # 38 MB: two blocks
     checkpoint = save_state(run, {"model": model})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", merge_lora=True)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))
 
     merged = model.merge_and_unload().state_dict()
     tensors = hf_models.tensors_in(tmp_path / "hf")
@@ -129,7 +130,7 @@ def test_weights_that_lie_transposed_are_merged(run: Store, tmp_path: Path):
     model = lora(hf_models.gpt2(), r=4, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
     checkpoint = save_state(run, {"model": model})
 
-    export_hf(checkpoint, f"{tmp_path}/hf", merge_lora=True)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))
 
     merged = model.merge_and_unload()
     assert torch.equal(hf_models.logits(hf_models.from_pretrained(tmp_path / "hf")), hf_models.logits(merged))
@@ -149,7 +150,7 @@ def test_an_adapter_in_shards_is_exported_whole(run: Store, tmp_path: Path):
     whole = lora(copy.deepcopy(base), **QV)
 
     export_hf(checkpoint, f"{tmp_path}/adapter")
-    export_hf(checkpoint, f"{tmp_path}/hf", merge_lora=True)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))
 
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(hf_models.logits(loaded), hf_models.logits(whole))
@@ -179,7 +180,7 @@ def test_only_the_active_one_of_two_adapters_is_exported(run: Store, tmp_path: P
     checkpoint = save_state(run, {"model": model})
 
     export_hf(checkpoint, f"{tmp_path}/adapter")
-    export_hf(checkpoint, f"{tmp_path}/hf", merge_lora=True)
+    export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))
 
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(hf_models.logits(loaded), hf_models.logits(model))
@@ -194,7 +195,7 @@ def test_the_magnitudes_of_dora_are_exported_and_no_merge_is_tried(run: Store, t
 
     export_hf(checkpoint, f"{tmp_path}/adapter")
     with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj is a variant"):
-        export_hf(checkpoint, f"{tmp_path}/hf", merge_lora=True)
+        export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(merge_lora=True))
 
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(hf_models.logits(loaded), hf_models.logits(model))
@@ -210,7 +211,7 @@ def test_what_cannot_be_merged_is_refused_by_name(run: Store, tmp_path: Path):
 
     for entry, text in (("tied", "tied"), ("experts", "experts"), ("biased", "lora_bias"), ("plain", "no PEFT")):
         with pytest.raises(ConfigError, match=text):
-            export_hf(checkpoint, f"{tmp_path}/hf", entry=entry, merge_lora=True)
+            export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(entry=entry, merge_lora=True))
 
     assert not (tmp_path / "hf").exists()
 
@@ -225,7 +226,7 @@ def test_what_is_no_lora_or_has_several_active_is_refused(run: Store, tmp_path: 
 
     for entry, text in (("ia3", "IA3"), ("several", "default, second"), ("biases", "biases")):
         with pytest.raises(ConfigError, match=text):
-            export_hf(checkpoint, f"{tmp_path}/hf", entry=entry)
+            export_hf(checkpoint, f"{tmp_path}/hf", ExportOptions(entry=entry))
 
     assert not (tmp_path / "hf").exists()
 

@@ -25,11 +25,12 @@ from raycheck.bucket.format.object_keys import exports_prefix
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, MAX_COPIED_BYTES, MIN_PART_BYTES, PartSizes
 from raycheck.bucket.store.interface import Range
+from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES, PART_SIZES, PartSizes
+from raycheck.settings import ExportOptions
 from raycheck.shards.huggingface.export import export_hf
 from raycheck.shards.huggingface.server_side_copy import FETCHED_BYTES, _parts
-from raycheck.shards.huggingface.weight_stream import Saved, Weight, WeightSource
+from raycheck.shards.huggingface.weight_stream import SavedTensor, Weight, WeightSource
 from tests.shards.huggingface.test_export import Holder, config_folder
 from tests.support.http_fault_proxy import FaultProxy, Head
 from tests.support.save_without_ray import save_state
@@ -41,7 +42,7 @@ PARTS = "/exports/.*partNumber"
 @pytest.fixture
 def checkpoint(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """Of a model with large and small weights, some of odd sizes, one in another type."""
-    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=5 * MIB))
+    monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=5 * MIB))
     torch.manual_seed(0)
     sizes = {"a_norm": 100, "b_large": 6 * MIB, "c_bias": 3, "d_large": 5 * MIB + 7, "e_small": MIB // 8}
     tensors = {name: torch.randn(size) for name, size in sizes.items()}
@@ -72,10 +73,10 @@ def prover(direct: Store, crc: Callable[[bytes], int] = zlib.crc32) -> Callable[
 
 def export(checkpoint: Checkpoint, tmp_path: Path) -> dict[str, bytes]:
     """The files of an export into the run, which are those of one into a folder."""
-    told = {"config_from": config_folder(tmp_path)}
+    options = ExportOptions(config_from=config_folder(tmp_path))
     place = exports_prefix(checkpoint.entry.key)
-    export_hf(checkpoint, checkpoint.store, prefix=place, **told)
-    export_hf(checkpoint, str(tmp_path / "hf"), **told)
+    export_hf(checkpoint, checkpoint.store, options, prefix=place)
+    export_hf(checkpoint, str(tmp_path / "hf"), options)
     store = checkpoint.store
     files = {item.key.removeprefix(place): bytes(store.get(item.key).data) for item in store.list_objects(place)}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
@@ -142,7 +143,7 @@ def weights_of(told: list[tuple[list[int], torch.dtype]]) -> list[Weight]:
             chunks.append(Chunk(**box, **place, crcs=crcs))
             at, end = at + size, end + payload + 64
         tensor = Tensor(name=str(number), dtype="", shape=(at,), path=())
-        saved = Saved(tensor=tensor, chunks=tuple(reversed(chunks)), dtype=dtype, is_flat=True)
+        saved = SavedTensor(tensor=tensor, chunks=tuple(reversed(chunks)), dtype=dtype, is_flat=True)
         weights.append(Weight(name=str(number), saved=saved, shape=(at,), dtype=dtype))
     return weights
 

@@ -1,5 +1,5 @@
-"""What went wrong in the systems before this one, each a test named after what raycheck prevents. tests/parity.md says
-where each comes from, and what tests the same more broadly."""
+"""raycheck does not repeat what went wrong in the systems before it. Each test is named after what raycheck prevents;
+tests/parity.md says where each weakness was found, and which tests cover it more broadly."""
 
 import ast
 import asyncio
@@ -47,7 +47,7 @@ def head(store: Store) -> Checkpoint:
 
 
 def restored(store: Store) -> float:
-    """The value that every weight has after a restore of the head."""
+    """Returns the value that every weight has after a restore of the head."""
     model = a_model(-1.0)
     restore_state(head(store), {"model": model})
     return model.weight[0, 0].item()
@@ -78,7 +78,7 @@ def test_2_what_is_whole_is_not_guessed_from_counts_or_numbers_and_a_load_delete
 
 
 class Order(Around):
-    """In which order objects come into being."""
+    """Records the order in which objects are put into the store."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -217,7 +217,7 @@ def test_10_no_code_comes_out_of_a_checkpoint(memory: Store) -> None:
     calls = {
         f"{node.value.id}.{node.attr}"
         for path in PACKAGE.rglob("*.py")
-        if path != PACKAGE / "bucket/store/arrow.py"  # what a process is handed by the one that starts it
+        if path != PACKAGE / "bucket/store/ray_filesystem.py"  # a process gets it from the one that starts it
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }

@@ -16,7 +16,7 @@ from tests.support.save_without_ray import upload
 
 
 def reports(store: Store, *states: dict[str, object]) -> list[Report]:
-    """One uploaded report per rank, all of step 5."""
+    """Returns one uploaded report per rank, all of step 5."""
     made = []
     for rank, state in enumerate(states):
         progress = Progress(step=5)

@@ -1,8 +1,8 @@
-"""The protocol of bit-exactness: after a restore into objects that were made anew, from other initial values and under
-another seed, the next training step computes, draws and leaves behind what it would have without the restart.
+"""A restore is bit-exact: the next training step computes, draws and leaves behind what it would have without a restart.
 
-Nothing is compared with a tolerance. All trainings drop activations out, and most draw from python and numpy, so that
-the random state must come back too. What single parts of a state keep is in test_train_state.py.
+The objects that are restored were made anew, from other initial values and under another seed. Nothing is compared with
+a tolerance. All trainings use dropout, and most draw from python and numpy, so the random state must come back too.
+test_train_state.py tests single kinds of entries.
 """
 
 import copy
@@ -38,7 +38,7 @@ Step = Callable[[State, int], list[Any]]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On a busy machine torch's threads wait for each other ten times longer than they compute."""
+    """Run torch on one thread: on a busy machine its threads wait for each other ten times longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -165,8 +165,9 @@ TURNS = {
     "ChainedScheduler": 7,
     "SWALR": 8,
 }
-"""Steps before the save, so many that a phase, a cycle or the patience ends just there or with the next one.
-A test beside SCHEDULERS holds it to every class of the installed torch; one that is missing here is a KeyError below."""
+"""Number of steps before the save, chosen so that a phase, a cycle or the patience ends there or with the next step.
+A test beside SCHEDULERS checks that every class of the installed torch is there; one that is missing here is a KeyError
+below."""
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -230,7 +231,7 @@ def backward(state: State, number: int, *, times: float = 1.0) -> list[Any]:
 
 
 def update(state: State) -> list[Any]:
-    """The optimizer's step and all that follows it. Returns the next one's learning rates."""
+    """Take the optimizer's step and all that follows it. Returns the learning rates of the next step."""
     optimizer, scheduler = state["optimizer"], state.get("scheduler")
     if "scaler" in state:
         state["scaler"].step(optimizer)
@@ -254,12 +255,14 @@ def one_batch(state: State, number: int, **options: float) -> list[Any]:
 def next_step_of_both(
     store: Store, build: Build, *, steps: int, step: Step = one_batch, skip: Sequence[str] = ()
 ) -> tuple[State, State]:
-    """What the step after a save came to: in objects made anew and restored, and in those that were saved."""
+    """Returns the outcome of the step after a save: in objects made anew and restored, and in those that were saved."""
     one = built(build, 1)
     live = TrainState(one, rank=0, world_size=1)
     for number in range(steps):
         step(one, number)
-        staged = live.stage(Progress(step=number + 1))  # each time, so that the last save is planned by earlier ones
+        staged = live.stage(
+            Progress(step=number + 1)
+        )  # saved each time, so that the last save uses the plan of earlier ones
     checkpoint = save(store, [staged])
     wanted = outcome(one, step, steps)
     restored(checkpoint, two := built(build, 2), skip)
@@ -279,14 +282,14 @@ def restored(checkpoint: Checkpoint, state: State, skip: Sequence[str] = ()) -> 
 
 
 def outcome(state: State, step: Step, number: int) -> State:
-    """What the step computes, all state after it, and what the random generators give then."""
+    """Returns what the step computes, all state after it, and what the random generators draw then."""
     computed = step(state, number)
-    after = {name: copy.deepcopy(part.state_dict()) for name, part in state.items()}
+    after = {name: copy.deepcopy(entry.state_dict()) for name, entry in state.items()}
     return {"computed": computed, **after, "rng": draws()}
 
 
 def assert_bit_equal(found: Any, wanted: Any) -> None:
-    """Tensors to the bit, all else in type and value."""
+    """Compares tensors to the bit, and all else in type and value."""
     ours, theirs = ({keystr(path): leaf for path, leaf in tree_flatten_with_path(it)[0]} for it in (found, wanted))
     assert ours.keys() == theirs.keys()
     for path, value in theirs.items():

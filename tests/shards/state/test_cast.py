@@ -1,6 +1,6 @@
 """`cast=True` converts floating-point tensors at a restore as stock DCP does; without it another type is refused.
 
-Outside judge: stock torch's own dcp.load into the same live types.
+The outside judge is stock torch's own dcp.load into the same live types.
 """
 
 from typing import Any

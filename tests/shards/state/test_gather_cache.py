@@ -1,5 +1,5 @@
-"""A state is collected once; a later save looks only whether everything still lives where it did. Whatever changes in
-between must be noticed: a save of a state that is used already equals that of one just built from the same objects."""
+"""A state is collected once; a later save only checks that every tensor is still where it was. Whatever changes in
+between must be noticed: a save of a used TrainState equals that of one just built from the same objects."""
 
 import gc
 import io
@@ -46,7 +46,7 @@ def live() -> Live:
 
 
 def saved_by(state: TrainState) -> tuple[bytes, Index, list[Any]]:
-    """The tensors' records, their index with all values, and what stock tools see of the rest."""
+    """Returns what was saved: the tensors' records, their index with all values, and what stock tools see of the rest."""
     torch.manual_seed(0)
     staged = state.stage(Progress(step=1))
     data, section = shard_bytes(staged), staged.section()
@@ -217,15 +217,15 @@ def a_learning_rate_is_a_tensor(live: Live) -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_save_after_a_change_equals_that_of_a_state_just_built(live: Live, name: str) -> None:
-    parts = ["model"] if "another one" in name else []  # an optimizer knows its parameters by the names they began with
-    used = live.state(*parts)
+    names = ["model"] if "another one" in name else []  # an optimizer knows its parameters by the names they began with
+    used = live.state(*names)
     for _ in range(2):
         saved_by(used)
 
     CHANGES[name](live)
 
     for _ in range(2):
-        assert saved_by(used) == saved_by(live.state(*parts))
+        assert saved_by(used) == saved_by(live.state(*names))
 
 
 def test_a_change_back_is_noticed_too(live: Live) -> None:
@@ -240,7 +240,7 @@ def test_a_change_back_is_noticed_too(live: Live) -> None:
 
 
 def test_a_state_that_was_looked_at_in_between_is_planned_anew(live: Live) -> None:
-    """The agreement gathers too, before the stage that follows it."""
+    """The agreement gathers too, so the stage that follows it finds nothing changed and must not use an old plan."""
     used = live.state("model")
     saved_by(used)
     live.model[0].weight = nn.Parameter(torch.full((4, 4), 3.0))
@@ -250,7 +250,7 @@ def test_a_state_that_was_looked_at_in_between_is_planned_anew(live: Live) -> No
     assert saved_by(used) == saved_by(live.state("model"))
 
 
-def test_a_part_that_raises_leaves_no_plan_behind(live: Live) -> None:
+def test_an_entry_that_raises_leaves_no_plan_behind(live: Live) -> None:
     used = live.state()
     saved_by(used)
     live.model[0].bias.data = torch.full((4,), 6.0)
@@ -265,7 +265,7 @@ def test_a_part_that_raises_leaves_no_plan_behind(live: Live) -> None:
 
 @pytest.mark.parametrize("move", ["parameter", "slot", "all slots"])
 def test_memory_that_is_let_go_between_saves_is_free(live: Live, move: str) -> None:
-    """A model and its optimizer may leave their device between two saves, to make room for another one."""
+    """A model and its optimizer may leave their device between two saves, to make room for another model."""
     used = live.state()
     for _ in range(2):
         saved_by(used)

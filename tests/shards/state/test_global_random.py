@@ -1,4 +1,4 @@
-"""A training that saves, has requests fail, restores and exports sees the global random sequences of one without."""
+"""A training that saves, sees requests fail, restores and exports draws the global random numbers of one that does not."""
 
 import random
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from raycheck.bucket.store.address import join_uri
 from raycheck.shards.huggingface.export import export_hf
 from tests.support.hf_models import llama
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
+from tests.support.s3_engines import by_s3fs_alone
 from tests.support.save_without_ray import restore_state, save_state
 
 ENGINES = ["memory", "file", "s3fs", "obstore", "gs"]
@@ -22,7 +23,7 @@ ENGINES = ["memory", "file", "s3fs", "obstore", "gs"]
 
 @pytest.fixture(params=ENGINES)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, FaultProxy | None]]:
-    """A store of each engine, those behind a network through a proxy that makes faults."""
+    """Returns a store of each engine; those behind a network are reached through a proxy that makes faults."""
     if request.param in ("memory", "file"):
         yield open_store(f"memory://{uuid4().hex}" if request.param == "memory" else f"{tmp_path}/run"), None
         return
@@ -34,7 +35,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Stor
         return
     with fault_proxy(request.getfixturevalue("s3")) as proxy:
         store: Any = open_store(join_uri(proxy.uri, uuid4().hex))
-        yield store.through_s3fs if request.param == "s3fs" else store, proxy
+        yield by_s3fs_alone(store) if request.param == "s3fs" else store, proxy
 
 
 def global_states() -> tuple[Any, ...]:

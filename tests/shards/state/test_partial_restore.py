@@ -1,4 +1,4 @@
-"""A restore of a part: what was asked for and nothing else, with an account of all the rest."""
+"""A partial restore takes what was asked for and nothing else, and reports all the rest."""
 
 import copy
 from typing import Any
@@ -75,7 +75,7 @@ def restore(checkpoint: Checkpoint, state: State, *, strict: bool = True, only: 
 
 
 def snapshot(state: State) -> Any:
-    return copy.deepcopy({name: part.state_dict() for name, part in state.items()})
+    return copy.deepcopy({name: entry.state_dict() for name, entry in state.items()})
 
 
 def assert_same(found: Any, expected: Any, at: str = "it") -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself before anything is restored."""
+"""A preview says what a checkpoint holds before anything is restored."""
 
 import math
 from collections import Counter
@@ -84,14 +84,14 @@ def test_a_selection_without_the_step_count_begins_at_step_0_and_must_be_that_of
     checkpoint = saved(store, trained())
     weights = Selection.of(["model"], ())
 
-    whole, part = preview(checkpoint), preview(checkpoint, weights)
+    whole, partial = preview(checkpoint), preview(checkpoint, weights)
 
-    assert (part.step, part.epoch, part.samples, part.entries) == (0, 0, 0, whole.entries)
-    assert part.metrics == whole.metrics
+    assert (partial.step, partial.epoch, partial.samples, partial.entries) == (0, 0, 0, whole.entries)
+    assert partial.metrics == whole.metrics
     whole.check(EVERYTHING)
     whole.check(Selection.of(None, ["optimizer"]))
-    part.check(weights)
-    for answer, selection in ((whole, weights), (part, EVERYTHING)):
+    partial.check(weights)
+    for answer, selection in ((whole, weights), (partial, EVERYTHING)):
         with pytest.raises(ConfigError, match=r"peek\(\) answered step \d, .*Give peek\(\) the same only and skip"):
             answer.check(selection)
 

@@ -1,4 +1,4 @@
-"""Ranks agree once on who writes what several of them hold, and that it is the same on all of them."""
+"""Ranks agree once on who writes what several of them hold, and check that it is equal on all of them."""
 
 import copy
 from typing import Any
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def replicas(count: int) -> list[State]:
-    """Of a training after a step, as DDP has them."""
+    """Returns the replicas of a training after a step, as DDP has them."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -146,7 +146,7 @@ def test_buffers_and_extra_state_may_differ_and_the_first_ranks_are_kept(memory:
 
 
 def counters(rank: int) -> State:
-    """An object and plain data with tensors, different on each rank also in their form."""
+    """Returns an object and plain data with tensors that differ between the ranks, also in their form."""
     return {
         "model": nn.Linear(1, 1),
         "counters": PerRank(Own({"seen": torch.arange(rank + 1), "names": [f"shard-{rank}"]})),
@@ -232,7 +232,7 @@ def test_what_late_state_came_to_is_restored(memory: Store):
 
 
 def assembled(store: Store, ranks: Any, *, number: int) -> tuple[Manifest, bool]:
-    """What the coordinator makes of one save, up to the commit."""
+    """Returns what the coordinator makes of one save, up to the commit."""
     name = claimed(store, world_size=len(ranks), save=number, step=number)
     reports = []
     for rank, state in enumerate(ranks):
@@ -276,7 +276,7 @@ def held(number: int, *, size_bytes: int, may_spread: bool) -> HeldBoxes:
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Holdings]:
-    """Up to five ranks and twenty boxes, each held by some of the ranks."""
+    """Draws up to five ranks and twenty boxes, each held by some of the ranks."""
     world_size = draw(st.integers(1, 5))
     found: list[list[HeldBoxes]] = [[] for _ in range(world_size)]
     for number in range(draw(st.integers(0, 20))):
@@ -316,7 +316,7 @@ def test_large_replicas_are_spread_by_bytes_and_small_ones_stay_with_the_first(s
 
     assert {writers[box.box] for box in (*small, *buffers)} == {0}
     load = [sum(box.size_bytes for box in large if writers[box.box] == rank) for rank in range(1, world_size)]
-    # A greedy spread: no rank but the first, which also has the buffers, is ahead of another by more than one tensor.
+    # The spread is greedy, so no rank is ahead of another by more than one tensor; the first also has the buffers.
     assert not load or max(load) - min(load) <= max(sizes)
 
 

@@ -1,4 +1,4 @@
-"""A restore reports as restored only what was written, whoever takes the tensors without keeping them."""
+"""A restore reports as restored only what was written, even if an object takes the tensors and does not keep them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support.save_without_ray import restore_state, save_state
 
 
 class Halved(nn.Linear):
-    """Its state_dict() makes tensors anew, so that what was read must come back through load_state_dict()."""
+    """Makes tensors anew in state_dict(), so that what was read must come back through load_state_dict()."""
 
     kind: type = torch.Tensor
 
@@ -77,7 +77,7 @@ def test_an_optimizer_that_keeps_something_else_is_named(memory: Store):
 
 
 class Drops(torch.optim.Adam):
-    """Its load_state_dict leaves out a slot."""
+    """Leaves out a slot in load_state_dict()."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kept = {key: {**slots} for key, slots in state_dict["state"].items()}
@@ -87,7 +87,7 @@ class Drops(torch.optim.Adam):
 
 
 class Anew(torch.optim.SGD):
-    """Keeps tensors in lists, says them in new ones, and takes them back as torch does: cast to the parameter's type."""
+    """Keeps tensors in lists, gives them in new ones, and loads them as torch does: cast to the parameter's type."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         del closure
@@ -115,17 +115,17 @@ def test_an_optimizer_that_keeps_no_slot_or_none_exactly_is_named(memory: Store,
 
 
 @pytest.mark.parametrize("counts", [[], [35], [36, 1], [36, 36]])
-def test_every_byte_of_a_piece_is_to_be_written_once(counts: list[int]):
-    piece = box_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)
+def test_every_byte_of_a_box_must_be_written_once(counts: list[int]):
+    box = box_of("model.weight", ("model", "weight"), torch.ones(3, 3), may_spread=False)
     written = WrittenBytes()
-    written.add_all((piece, count) for count in counts)
+    written.add_all((box, count) for count in counts)
 
     with pytest.raises(ConfigError, match=rf"model\.weight was not restored: {sum(counts)} of its 36 bytes"):
-        written.check([piece])
+        written.check([box])
 
     whole = WrittenBytes()
-    whole.add_all([(piece, 12), (piece, 24)])
-    whole.check([piece])
+    whole.add_all([(box, 12), (box, 24)])
+    whole.check([box])
 
 
 def test_nothing_is_written_where_there_is_no_memory():

@@ -35,7 +35,7 @@ State = dict[str, Any]
 
 
 class Rich(nn.Module):
-    """Buffers of all kinds, tied weights, BatchNorm, and extra state with tensors in it."""
+    """Has buffers of all kinds, tied weights, BatchNorm, and extra state with tensors in it."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_plain_module_comes_back_with_buffers_tied_weights_and_extra_state(sto
 
 
 class CountsInATensor(nn.Module):
-    """Extra state that is a tensor made anew at each call, as Transformer Engine's FP8 modules have it."""
+    """Has extra state that is a tensor made anew at each call, as Transformer Engine's FP8 modules do."""
 
     def __init__(self, count: int, *, size: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_a_restore_makes_no_dummy_step_and_calls_no_hook(memory: Store):
     for parameter in two.parameters():
         parameter.register_hook(lambda _: called.append("backward"))
 
-    # Without the model in the state: its parameters stay as they are, whatever the optimizer does.
+    # The model is not in the state: its parameters stay as they are, whatever the optimizer does.
     restore_state(save_state(memory, {"optimizer": before}), {"optimizer": fresh})
 
     assert called == []
@@ -303,8 +303,8 @@ def test_two_modules_under_one_optimizer_and_two_optimizers_over_one_module(memo
 
     restore_state(save_state(memory, one), two)
 
-    for name, part in one.items():
-        assert_same(two[name].state_dict(), part.state_dict(), name)
+    for name, entry in one.items():
+        assert_same(two[name].state_dict(), entry.state_dict(), name)
 
 
 def test_a_slot_that_holds_none_comes_back_as_none(memory: Store):
@@ -339,7 +339,7 @@ def test_nested_tensors_in_an_optimizers_slots_come_back(memory: Store):
 
 
 class Halving:
-    """A callable object with state of its own: LambdaLR saves its __dict__."""
+    """Is a callable object with state of its own: LambdaLR saves its __dict__."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -473,7 +473,7 @@ def test_a_grad_scaler_survives(memory: Store, enabled: bool):
 
 
 def draws() -> tuple[Any, ...]:
-    """From every generator, the cached second normal of python and numpy included."""
+    """Draws from every generator, including the cached second normal of python and numpy."""
     return (
         *(random.gauss(0, 1) for _ in range(3)),
         random.random(),
@@ -485,7 +485,7 @@ def draws() -> tuple[Any, ...]:
 
 
 def save_two_ranks(store: Store) -> tuple[Checkpoint, list[tuple[Any, ...]]]:
-    """A checkpoint of two ranks with random state of their own, and what each would draw next."""
+    """Saves two ranks with random state of their own. Returns the checkpoint, and what each rank would draw next."""
     staged, expected = [], []
     for rank in range(2):
         random.seed(rank)
@@ -601,7 +601,7 @@ def test_tensors_under_names_that_look_alike_are_not_mixed_up(memory: Store):
 
 
 class Handle:
-    """Something that no JSON can hold."""
+    """Cannot be held in JSON."""
 
 
 REFUSED: dict[str, tuple[Callable[[], State], str]] = {
@@ -653,7 +653,7 @@ def test_fsdp1_is_refused_with_advice(group_of_one: None):
 
 
 def stepped(model: nn.Module, **options: Any) -> State:
-    """The model and an AdamW with state for every parameter."""
+    """Returns the model and an AdamW with state for every parameter."""
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -807,7 +807,7 @@ def test_a_difference_is_refused_and_changes_nothing(memory: Store, case: str):
 
 
 def without_extra_state(module: Rich) -> nn.Module:
-    """The same tensors in a class that has none."""
+    """Returns a module with these tensors and no extra state."""
     plain = nn.Module()
     for name, child in module.named_children():
         plain.add_module(name, child)
@@ -850,7 +850,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 1,
 
 
 def rates(state: State, start: int, count: int) -> list[list[Any]]:
-    """The learning rates (and momenta) of the next steps."""
+    """Returns the learning rates (and momenta) of the next steps."""
     found = []
     optimizer, scheduler = state["optimizer"], state["scheduler"]
     for step in range(start, start + count):
@@ -870,11 +870,11 @@ def names_of(checkpoint: Checkpoint) -> set[str]:
 
 
 def snapshot(state: State) -> Any:
-    return {name: copy.deepcopy(part.state_dict()) for name, part in state.items()}
+    return {name: copy.deepcopy(entry.state_dict()) for name, entry in state.items()}
 
 
 def assert_same(found: Any, expected: Any, at: str = "it") -> None:
-    """Equal to the last bit and type; NaN equals NaN."""
+    """Compares to the last bit and type; NaN equals NaN."""
     assert type(found) is type(expected), at
     if isinstance(expected, torch.Tensor):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), at

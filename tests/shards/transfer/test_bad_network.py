@@ -16,11 +16,12 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store, retry
 from raycheck.bucket.store.address import join_uri
-from raycheck.bucket.store.buffer_loan import CUTS, PartSizes
+from raycheck.bucket.store.part_sizes import PART_SIZES, PartSizes
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.shards.state.train_state import TrainState
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 from tests.support.invariants import assert_invariants
+from tests.support.s3_engines import by_s3fs_alone
 from tests.support.save_without_ray import ME, conclude, upload
 
 SAVES = 5
@@ -29,7 +30,7 @@ SHAPE = (1024, 1500)  # 6 MB: two parts
 
 @pytest.fixture
 def wire(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    monkeypatch.setitem(CUTS, "s3", PartSizes(part_bytes=5 * 1024 * 1024, in_flight=2))
+    monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=5 * 1024 * 1024, in_flight=2))
     monkeypatch.setattr(retry, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
     with fault_proxy(s3) as proxy:
         yield proxy
@@ -72,7 +73,7 @@ def test_with_many_requests_failing_each_save_commits_or_fails_and_each_restore_
 ) -> None:
     name = uuid4().hex
     store = open_store(join_uri(wire.uri, name))
-    trainer = Trainer(store if engine == "obstore" else store.through_s3fs)
+    trainer = Trainer(store if engine == "obstore" else by_s3fs_alone(store))
 
     wire.chaos(share, seed=7)
     for number in range(1, SAVES + 1):
@@ -107,7 +108,7 @@ def test_a_store_that_is_away_for_a_while_fails_what_it_must_and_is_used_again(
 ) -> None:
     name = uuid4().hex
     store = open_store(join_uri(wire.uri, name))
-    trainer = Trainer(store if engine == "obstore" else store.through_s3fs)
+    trainer = Trainer(store if engine == "obstore" else by_s3fs_alone(store))
     trainer.save(1)
 
     wire.chaos(1, seed=1)

@@ -12,7 +12,7 @@ from ray.train import TrainingFailedError
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.train.ray_api.train_context import final_error
+from raycheck.train.ray_api.failure_causes import final_error
 from tests.support.background_call import InThread
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants

@@ -1,1 +1,1 @@
-"""Azure Blob Storage, through adlfs."""
+"""Reaches Azure Blob Storage, through adlfs."""

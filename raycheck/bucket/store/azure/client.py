@@ -1,18 +1,18 @@
-"""adlfs as raycheck uses it: arguments from client_options.py, and a client that trusts the CA bundle.
+"""Sets up adlfs for raycheck: arguments come from client_options.py, and the client trusts the CA bundle.
 
-`AzFiles` is the same for Ray, as s3_client.S3Files is s3fs: a file system that is nothing but a URI.
+`AzFiles` is for Ray: a file system that is nothing but a URI, like S3Files in s3/client.py.
 """
 
 from adlfs import AzureBlobFileSystem
 
-from raycheck.bucket.store.address import parse_uri
+from raycheck.bucket.store.address import UriFiles, parse_uri
 from raycheck.bucket.store.client_options import adlfs_options, ca_file
 from raycheck.bucket.store.jitter import draw_apart
 from raycheck.storage_settings import StorageSettings
 
 
 class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped
-    """adlfs with its own chain of credentials."""
+    """Connects to one account, with the credentials that adlfs finds."""
 
     cachable = False  # two stores are two clients
 
@@ -24,12 +24,12 @@ class AzClient(AzureBlobFileSystem):  # type: ignore[misc]  # adlfs is untyped
 
     def do_connect(self) -> None:
         super().do_connect()
-        if self._ca is not None:  # adlfs has no argument for it; the clients of all containers share this transport
+        if self._ca is not None:  # adlfs has no argument for it. All containers' clients share this transport.
             self.service_client._config.transport.connection_config.verify = self._ca  # noqa: SLF001
 
 
-class AzFiles(AzClient):
-    """az://container/prefix?account_name=me. Credentials are found in each process anew."""
+class AzFiles(UriFiles, AzClient):
+    """Writes Ray's own files, as to az://container/prefix?account_name=me. Each process finds credentials anew."""
 
     cachable = True
 

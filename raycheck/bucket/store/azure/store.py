@@ -1,9 +1,9 @@
-"""`az://` and `abfss://`: Azure Blob Storage through adlfs, which supplies the credentials and the event loop.
+"""`az://` and `abfss://`: reaches Azure Blob Storage through adlfs, which supplies credentials and the event loop.
 
-Requests are made on the azure-storage-blob client that it holds: adlfs tells a refused condition from other errors by
-text only, and its writes retry. An object's version is its ETag. A large object is staged block by block, several at a
-time, and appears when its list of blocks is committed. Accounts with a hierarchical namespace keep folders as objects
-of their own, marked by metadata; they are never shown as objects here.
+Requests are made on the azure-storage-blob client that adlfs holds. adlfs itself tells a refused condition from other
+errors only by the text, and repeats writes. An object's version is its ETag. A large object is staged block by block,
+several at a time, and appears when its list of blocks is committed. Accounts with a hierarchical namespace keep folders
+as objects marked by metadata; these are never shown as objects here.
 """
 
 import hashlib
@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from raycheck.bucket.store.buffer_loan import CUTS
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -23,28 +22,29 @@ from raycheck.bucket.store.interface import (
     check_conditional_size,
     check_whole,
 )
-from raycheck.bucket.store.retry import (
-    REQUEST_TIMEOUT_S,
-    Pieces,
-    RemoteStore,
-    Repeat,
-    bucket_time,
-    not_accepted,
-    optional_import,
-    said,
-    send_parts,
+from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.remote_store import RemoteStore, bucket_time, not_accepted, optional_import, said
+from raycheck.bucket.store.retry import REQUEST_TIMEOUT_S, Repeat
+from raycheck.bucket.store.upload_parts import RequestBody, send_parts
+from raycheck.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DeniedError,
+    NotFoundError,
+    RaycheckError,
+    StoreError,
 )
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 CONNECT_TIMEOUT_S = 10
 ROLE = "Storage Blob Data Contributor"
-_AS_IT_IS = {"decompress": False}  # no object is packed, and what a hostile one unpacks to has no bound
+_AS_IT_IS = {"decompress": False}  # raycheck compresses no object, and a hostile one may unpack to any size
 _BAD_IDENTITY = ("InvalidAuthenticationInfo", "AuthenticationFailed")
 
 
 class AzStore(RemoteStore):
-    """One container and prefix. Of the settings: endpoint, anonymous, ca_bundle."""
+    """Keeps objects in one container, below one prefix. Uses the settings endpoint, anonymous and ca_bundle."""
 
     def __init__(
         self, uri: str, *, container: str, account: str | None, prefix: str, settings: StorageSettings
@@ -75,10 +75,12 @@ class AzStore(RemoteStore):
             self._check_object(key, stream.properties)
             check_whole(self.uri, key, stream.size, max_bytes)
             data = await stream.readall()
-            said = stream.properties.content_settings.content_md5  # of what one request has put, by Azure itself
+            said = (
+                stream.properties.content_settings.content_md5
+            )  # Azure computes it itself for what one request has put
             if said and bytes(said) != hashlib.md5(data, usedforsecurity=False).digest():
                 raise ChangedError
-            # Over 32 MiB the rest comes in further answers, which the client ties to the first one's ETag.
+            # Above 32 MiB the rest comes in further answers, for which the client demands the ETag of the first one.
             date = answers[0].get("Date")
             at = bucket_time(date)
             return Got(data, answers[0]["ETag"], at)
@@ -114,7 +116,7 @@ class AzStore(RemoteStore):
         return [name for name in found if next(self.list_objects(f"{prefix}{name}/"), None)]
 
     def put(self, key: str, data: Buffer) -> None:
-        if len(data) > CUTS["az"].part_bytes:
+        if len(data) > PART_SIZES["az"].part_bytes:
             view = memoryview(data).cast("B")
             part = self.part_bytes(len(view))
             self.put_parts(key, (view[at : at + part] for at in range(0, len(view), part)), len(view))
@@ -122,22 +124,22 @@ class AzStore(RemoteStore):
             self._run(key, self._upload(key, data, overwrite=True))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return CUTS["az"].part_bytes_of(size_bytes)
+        return PART_SIZES["az"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= CUTS["az"].part_bytes:
+        if size_bytes <= PART_SIZES["az"].part_bytes:
             self.put(key, next(iter(parts), memoryview(b"")))
             return
-        upload = uuid4().hex  # blocks of an earlier upload to this key lie around for a week; ours are told apart
+        upload = uuid4().hex  # Azure keeps blocks of an earlier upload to this key for a week; ours need other names
 
         def start(number: int, part: memoryview) -> Future[str]:
             return self._start(key, partial(self._stage, key, f"{upload}-{number:05}", part))
 
         # When this raises nothing was committed, so no object exists; blocks never committed vanish by themselves.
-        staged = send_parts(parts, start, in_flight=CUTS["az"].in_flight)
+        staged = send_parts(parts, start, in_flight=PART_SIZES["az"].in_flight)
 
         async def commit(client: Any) -> None:
-            # May be repeated: Azure finds the blocks of a commit that was applied among the committed ones.
+            # This may be repeated: if it was applied before, Azure finds the blocks among the committed ones.
             block = optional_import("azure.storage.blob", extra="az").BlobBlock
             await self._blob(client, key).commit_block_list([block(name) for name in staged], **self._options)
 
@@ -168,7 +170,7 @@ class AzStore(RemoteStore):
         return client.get_blob_client(self._prefix + key)
 
     def _upload(self, key: str, data: Buffer, **condition: Any) -> Callable[[Any], Awaitable[None]]:
-        """One Put Blob: the client sends up to 64 MiB of bytes in a single request."""
+        """Returns one Put Blob request: the client sends up to 64 MiB of bytes in a single request."""
 
         async def call(client: Any) -> None:
             blob = self._blob(client, key)
@@ -177,7 +179,7 @@ class AzStore(RemoteStore):
         return call
 
     async def _stage(self, key: str, name: str, part: memoryview, client: Any) -> str:
-        with Pieces(part) as body:
+        with RequestBody(part) as body:
             await self._blob(client, key).stage_block(name, body, length=body.size_bytes, **self._options)
         return name
 
@@ -215,7 +217,7 @@ class AzStore(RemoteStore):
         name = said(getattr(code, "value", code))
         if name == "ContainerNotFound":
             return ConfigError(f"{self.uri}: there is no such container; create it or correct the name"), Repeat.NOTHING
-        if status == 404 or name == "DirectoryIsNotEmpty":  # a folder that one tried to delete
+        if status == 404 or name == "DirectoryIsNotEmpty":  # the answer to deleting a folder
             return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
         if status == 412 or name == "BlobAlreadyExists":
             return ConflictError(f"{self.uri}: {key}: refused by its condition ({name})"), Repeat.NOTHING
@@ -224,12 +226,10 @@ class AzStore(RemoteStore):
         if name in _BAD_IDENTITY:
             return not_accepted(self.uri, name), Repeat.NOTHING
         if status in (401, 403):
-            denied = StoreError(
+            return DeniedError(
                 f"{self.uri}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "
                 "on the container"
-            )
-            denied.is_denied = True
-            return denied, Repeat.NOTHING
+            ), Repeat.NOTHING
         text = f"{self.uri}: {key}: the store answered {status} {name}"
         if status == 429:
             return StoreError(text), Repeat.EVERYTHING

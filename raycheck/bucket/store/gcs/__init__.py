@@ -1,1 +1,1 @@
-"""Google Cloud Storage."""
+"""Reaches Google Cloud Storage, through gcsfs."""

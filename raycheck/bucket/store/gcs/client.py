@@ -1,15 +1,15 @@
-"""gcsfs as raycheck uses it: arguments from client_options.py, and a session that trusts the CA bundle.
+"""Sets up gcsfs for raycheck: arguments come from client_options.py, and the session trusts the CA bundle.
 
-`GsFiles` is the same for Ray, as s3_client.S3Files is s3fs: a file system that is nothing but a URI.
+`GsFiles` is for Ray: a file system that is nothing but a URI, like S3Files in s3/client.py.
 """
 
 from typing import Any
 
 import aiohttp
-from gcsfs.core import GCSFileSystem  # gcsfs's own default asks each bucket for its type by gRPC first
+from gcsfs.core import GCSFileSystem  # gcsfs's default class first asks each bucket for its type, by gRPC
 from google.auth.exceptions import DefaultCredentialsError
 
-from raycheck.bucket.store.address import parse_uri
+from raycheck.bucket.store.address import UriFiles, parse_uri
 from raycheck.bucket.store.client_options import gcsfs_options, trusted
 from raycheck.bucket.store.jitter import draw_apart
 from raycheck.errors import ConfigError
@@ -17,7 +17,7 @@ from raycheck.storage_settings import StorageSettings
 
 
 class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
-    """Finds the credentials at once, which may ask the machine's metadata server. Raises ConfigError without any."""
+    """Finds credentials at construction, perhaps from the machine's metadata server. Raises ConfigError without any."""
 
     cachable = False  # two stores are two clients
 
@@ -34,13 +34,15 @@ class GsClient(GCSFileSystem):  # type: ignore[misc]  # gcsfs is untyped
             ) from error
 
     async def _set_session(self) -> Any:
-        if self._session is None and self._trusted is not None:  # here, since a connector belongs to a running loop
+        if (
+            self._session is None and self._trusted is not None
+        ):  # made here, since a connector belongs to a running event loop
             self.session_kwargs["connector"] = aiohttp.TCPConnector(ssl=self._trusted)
         return await super()._set_session()
 
 
-class GsFiles(GsClient):
-    """gs://bucket/prefix?requester_pays=true. Credentials are found in each process anew."""
+class GsFiles(UriFiles, GsClient):
+    """Writes Ray's own files, as to gs://bucket/prefix?requester_pays=true. Each process finds credentials anew."""
 
     cachable = True
 

@@ -1,7 +1,7 @@
-"""The JSON API of Google Cloud Storage: one request, one answer, and the chunks of a resumable upload.
+"""Speaks the JSON API of Google Cloud Storage: single requests, and the chunks of a resumable upload.
 
-Spoken through gcsfs, which finds the credentials and holds the session. Knows HTTP and nothing of keys or of retrying:
-an answer of 400 or more is a RefusedError, and the store says what that means.
+gcsfs finds the credentials and holds the session. This file knows HTTP, but no keys and no retry policy: it raises
+RefusedError for an answer of 400 or more, and the store decides what that means.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 from multidict import MultiMapping
 
-from raycheck.bucket.store.retry import Pieces, optional_import
+from raycheck.bucket.store.remote_store import optional_import
+from raycheck.bucket.store.upload_parts import RequestBody
 from raycheck.errors import ConfigError, StoreError
 from raycheck.storage_settings import StorageSettings
 
@@ -25,6 +26,8 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
+    """Holds one answer of the API."""
+
     status: int
     headers: Mapping[str, str]
     data: bytes
@@ -34,8 +37,8 @@ class ApiResponse:
 
     @property
     def crc32c(self) -> str | None:
-        """Of the whole object, in base64; None where the answer does not say it of the very bytes that came. There is
-        one such header per kind of checksum."""
+        """The checksum of the whole object, in base64; None where the answer does not state it, or states it for other
+        bytes than those that came. There is one such header for each kind of checksum."""
         if not isinstance(self.headers, MultiMapping) or "Content-Encoding" in self.headers:
             return None
         said = re.search(r"crc32c=([^, ]+)", ",".join(self.headers.getall("x-goog-hash", [])))
@@ -43,27 +46,30 @@ class ApiResponse:
 
 
 class RefusedError(Exception):
-    """GCS answered 400 or more. `needs` is the permission that the request takes; `is_signed` says whether the request
-    had a token. Messages are for people: servers word them as they like, and nothing is decided by them."""
+    """GCS answered 400 or more.
+
+    needs: the permission that the request requires. is_signed: the request had a token. Messages are for people:
+    servers choose their own words, and nothing is decided by them.
+    """
 
     def __init__(self, answer: ApiResponse, needs: str, *, is_signed: bool = False) -> None:
         self.status = answer.status
         self.needs = needs
         self.message, self.reasons = _explained(answer.data)
-        # 403 is the older way of saying 429.
+        # Google used to say 403 where it now says 429.
         self.is_rate_limit = self.status == 429 or (self.status == 403 and "ateLimitExceeded" in self.reasons)
-        # Without a token nobody said who it is: then 401 is a missing permission.
+        # Without a token the request names no identity: then 401 means that a permission is missing.
         self.is_bad_identity = self.status == 401 and (is_signed or "authError" in self.reasons)
         self.is_by_condition = False
-        """Whether the request's condition is what refused it: a server may also answer 412 to a wrong checksum."""
+        """True when the condition of the request was refused: a server may also answer 412 to a wrong checksum."""
         super().__init__(f"{self.status} {self.message}")
 
 
 class Api:
-    """Connected by the first request, not before: finding credentials may ask the machine's metadata server."""
+    """Sends requests. The first one connects, since finding credentials may ask the machine's metadata server."""
 
     def __init__(self, settings: StorageSettings) -> None:
-        # gcsfs's default class asks for the bucket's type over gRPC, which an HTTP endpoint never answers.
+        # gcsfs's default class asks for the bucket's type by gRPC, which an HTTP endpoint never answers.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         optional_import("gcsfs.core", extra="gs")
         self._settings = settings
@@ -78,13 +84,16 @@ class Api:
         needs: str,
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-        body: Pieces | None = None,
+        body: RequestBody | None = None,
         accepts: tuple[int, ...] = (),
         check: Callable[[int], None] = lambda _: None,
     ) -> ApiResponse:
-        """One request. Raises RefusedError for 400 and above, but for the statuses in `accepts`. check: raises for a
-        size in bytes that the answer must not have."""
-        # In threads: both may wait for a token, and nothing else would run on the loop meanwhile.
+        """Sends one request. Raises RefusedError for a status of 400 and above that is not in `accepts`.
+
+        needs: the permission that the request requires, for the error. check: raises when the answer has too many
+        bytes.
+        """
+        # In threads: both may wait for a token, and would hold up all requests on the event loop.
         if self._fs is None:
             await asyncio.to_thread(self._connect)
         sent = await asyncio.to_thread(self._headers, headers, needs)
@@ -105,7 +114,7 @@ class Api:
         return answer
 
     def _headers(self, more: Mapping[str, str] | None, needs: str) -> dict[str, str]:
-        """With a token, renewed where that is due."""
+        """Returns the headers with a token, which is renewed when that is due."""
         from gcsfs.retry import HttpError
 
         try:
@@ -130,39 +139,39 @@ class Api:
 
 
 class ResumableUpload:
-    """A resumable upload: an object appears when its last byte is there, and not before."""
+    """Sends an object in chunks. The object appears when its last byte has arrived, and not before."""
 
     def __init__(self, url: str, size_bytes: int, needs: str) -> None:
         self.url = url
         self._size_bytes = size_bytes
         self._needs = needs
-        self._kept = 0  # bytes that GCS said it holds
-        self._is_sure = True  # no request is of unknown outcome
+        self._kept = 0  # how many bytes GCS said that it holds
+        self._is_sure = True  # the outcome of every request is known
         self._is_finished = False
 
     async def finish(self, start: int, part: memoryview, checksum: str, api: Api) -> None:
-        """The last bytes, with the checksum of all: GCS refuses to make an object that does not match it."""
+        """Sends the last bytes, with the checksum of all bytes: GCS makes no object that does not match it."""
         await self.send(start, part, api, **{"x-goog-hash": checksum})
         if not self._is_finished:
             raise StoreError(f"the parts end at byte {start + len(part)} of {self._size_bytes}")
 
     async def send(self, start: int, part: memoryview, api: Api, **headers: str) -> None:
-        """The bytes from `start` on. May be repeated: after a broken request it asks first how far GCS came."""
+        """Sends the bytes from `start` on. May be repeated: after a broken request it first asks how much GCS holds."""
         stop = start + len(part)
         while self._kept < stop:
             if self._is_sure:
                 self._is_sure = False
                 span = f"bytes {self._kept}-{stop - 1}/{self._size_bytes}"
-                with Pieces(part[self._kept - start :]) as body:
+                with RequestBody(part[self._kept - start :]) as body:
                     answer = await self._put(api, span, headers, body)
             else:
                 answer = await self._put(api, f"bytes */{self._size_bytes}", {}, None)
             kept = self._kept_after(answer)
             if not start <= kept <= stop:
-                raise StoreError(f"an upload stands at byte {kept}, not within {start} to {stop}; begin anew")
+                raise StoreError(f"GCS holds {kept} bytes of an upload, not {start} to {stop}; begin anew")
             self._kept, self._is_sure = kept, True
 
-    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: Pieces | None) -> ApiResponse:
+    async def _put(self, api: Api, span: str, headers: Mapping[str, str], body: RequestBody | None) -> ApiResponse:
         answer = await api.ask(
             "PUT",
             self.url,
@@ -173,7 +182,7 @@ class ResumableUpload:
         )
         if answer.status in (404, 410):
             raise StoreError("GCS forgot an upload under way; begin anew")
-        if answer.status in (400, 412):  # a wrong checksum, and then this upload is over, whatever it says when asked
+        if answer.status in (400, 412):  # a wrong checksum: this upload is over, even if GCS says otherwise when asked
             raise StoreError(f"GCS refused an upload ({answer.status} {_explained(answer.data)[0]}); begin anew")
         return answer
 
@@ -185,7 +194,8 @@ class ResumableUpload:
 
 
 async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) -> bytes:
-    """Looked at piece by piece where its length is not said, or is that of something packed, which aiohttp unpacks."""
+    """Reads an answer's body, and calls `check` with its size. It is read piece by piece where the answer does not
+    state its length, or states that of packed bytes, which aiohttp unpacks."""
     if response.status >= 400:
         return await response.read()
     if response.content_length is not None and "Content-Encoding" not in response.headers:
@@ -199,7 +209,7 @@ async def _body(response: aiohttp.ClientResponse, check: Callable[[int], None]) 
 
 
 def _explained(data: bytes) -> tuple[str, str]:
-    """Message and reasons of an error's body, which is JSON, or bare text where bytes were asked for."""
+    """Returns message and reasons of an error's body: JSON, or bare text where the request was for bytes."""
     text = data.decode(errors="replace").strip()
     try:
         error = json.loads(text)["error"]

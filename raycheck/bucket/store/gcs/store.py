@@ -1,12 +1,12 @@
-"""`gs://`: Google Cloud Storage through gcsfs, which supplies the session, the credentials and the event loop.
+"""`gs://`: reaches Google Cloud Storage through gcsfs, which supplies session, credentials and event loop.
 
-Requests of the JSON API are made on its session directly: gcsfs turns a refused precondition into FileExistsError, a
-refused permission into text, and repeats conditional writes six times. An object's version is its generation. One
-request writes a small object (multipart: name, checksum and bytes together), a resumable upload a large one: nothing
-is visible before its last chunk, and that one is held back until the source of the parts has ended well.
+Requests of the JSON API are made on its session directly (json_api.py). gcsfs itself turns a refused precondition into
+FileExistsError and a refused permission into text, and repeats conditional writes six times. An object's version is its
+generation. One request writes a small object (multipart: name, checksum and bytes together), a resumable upload writes
+a large one: nothing is visible before its last chunk, which is held back until the source of the parts has ended well.
 
-Answers are judged by status, reason and effect, never by their wording: Google's own test server words them otherwise.
-In its JSON, as in all that is made from protocol buffers, a zero, an empty text or an empty list is left out.
+Answers are judged by status, reason and effect, never by their wording: Google's own test server uses other words. Its
+JSON is made from protocol buffers, and so leaves out a zero, an empty text and an empty list.
 """
 
 import base64
@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
-from raycheck.bucket.store.buffer_loan import CUTS
 from raycheck.bucket.store.gcs.json_api import Api, ApiResponse, RefusedError, ResumableUpload
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -29,17 +28,19 @@ from raycheck.bucket.store.interface import (
     check_conditional_size,
     check_whole,
 )
-from raycheck.bucket.store.retry import (
-    PIECE_BYTES,
-    Pieces,
-    RemoteStore,
-    Repeat,
-    bucket_time,
-    not_accepted,
-    optional_import,
-    said,
+from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.remote_store import RemoteStore, bucket_time, not_accepted, optional_import, said
+from raycheck.bucket.store.retry import Repeat
+from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody
+from raycheck.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DeniedError,
+    NotFoundError,
+    RaycheckError,
+    StoreError,
 )
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 GET = "storage.objects.get"
@@ -49,14 +50,15 @@ DELETE = "storage.objects.delete"
 
 
 class GsStore(RemoteStore):
-    """One bucket and prefix. Of the settings: endpoint, anonymous, requester_pays, ca_bundle."""
+    """Keeps objects in one bucket, below one prefix. Uses the settings endpoint, anonymous, requester_pays,
+    ca_bundle."""
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         super().__init__(uri)
         self._bucket = quote(bucket, safe="")
         self._prefix = f"{prefix}/" if prefix else ""
         self._api = Api(settings)
-        self._has_bucket = False  # proven by an answer
+        self._has_bucket = False  # until an answer proves it
         self._extend_crc: Callable[[int, bytes], int] = optional_import("google_crc32c", extra="gs").extend
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
@@ -91,7 +93,7 @@ class GsStore(RemoteStore):
         for page in self._pages(prefix, fields="items(name,size),nextPageToken"):
             for item in page.get("items", []):
                 if item["name"].endswith("/"):
-                    continue  # an empty "folder" object, as consoles make them
+                    continue  # an empty object that marks a "folder"; consoles make them
                 yield Listed(item["name"][len(self._prefix) :], int(item.get("size", 0)))
 
     def list_names(self, prefix: str) -> list[str]:
@@ -103,10 +105,10 @@ class GsStore(RemoteStore):
         self._run(key, self._insert(key, data, {}))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return CUTS["gs"].part_bytes_of(size_bytes)
+        return PART_SIZES["gs"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
-        if size_bytes <= CUTS["gs"].part_bytes:
+        if size_bytes <= PART_SIZES["gs"].part_bytes:
             self.put(key, next(iter(parts), memoryview(b"")))
             return
         upload = self._run(key, partial(self._open_upload, key, size_bytes))
@@ -148,7 +150,7 @@ class GsStore(RemoteStore):
             return
 
     def _insert_if(self, key: str, data: bytes, generation: str) -> None:
-        """Write over that generation and no other; "0" is none at all."""
+        """Writes over that generation only; "0" means that there must be no object."""
         insert = self._insert(key, data, {"ifGenerationMatch": generation})
 
         async def call(api: Api) -> None:
@@ -172,8 +174,11 @@ class GsStore(RemoteStore):
         return str(answer.json().get("generation", "0"))
 
     async def _ask(self, api: Api, method: str, key: str, **more: Any) -> ApiResponse:
-        """One request about one object. GCS says 404 alike of a missing object and of a missing bucket; while nothing
-        has been seen of the bucket a listing tells them apart, which is only refused with 404 where there is none."""
+        """Sends one request about one object.
+
+        GCS answers 404 for a missing object and for a missing bucket. Until an answer has shown that the bucket is
+        there, a listing tells the two apart: only a missing bucket makes it answer 404.
+        """
         try:
             answer = await api.ask(method, self._object(key), **more)
         except RefusedError as error:
@@ -192,12 +197,12 @@ class GsStore(RemoteStore):
         return f"/storage/v1/b/{self._bucket}/o/{quote(self._prefix + key, safe='')}"
 
     def _described(self, key: str, **more: str) -> bytes:
-        # no-store: a publicly readable object is otherwise served from caches for an hour, `latest` too.
+        # no-store: caches would otherwise serve a publicly readable object, even `latest`, for an hour.
         about = {"name": self._prefix + key, "contentType": "application/octet-stream", "cacheControl": "no-store"}
         return json.dumps(about | more).encode()
 
     def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[None]]:
-        """One request that writes one object; the server refuses it when the bytes do not match the checksum."""
+        """Returns one request that writes one object. GCS refuses it when the bytes do not match the checksum."""
         mark = uuid4().hex
         about = self._described(key, crc32c=_encoded(self._crc(data)))
         head = f"--{mark}\r\nContent-Type: application/json\r\n\r\n".encode() + about
@@ -208,7 +213,7 @@ class GsStore(RemoteStore):
 
         async def call(api: Api) -> None:
             url = f"/upload/storage/v1/b/{self._bucket}/o"
-            with Pieces(head, data, tail) as body:
+            with RequestBody(head, data, tail) as body:
                 await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
 
         return call
@@ -219,13 +224,13 @@ class GsStore(RemoteStore):
             f"/upload/storage/v1/b/{self._bucket}/o",
             params={"uploadType": "resumable"},
             headers={"Content-Type": "application/json", "X-Upload-Content-Length": str(size_bytes)},
-            body=Pieces(self._described(key)),
+            body=RequestBody(self._described(key)),
             needs=CREATE,
         )
         return ResumableUpload(answer.headers["Location"], size_bytes, CREATE)
 
     def _abandon(self, key: str, upload: ResumableUpload) -> None:
-        """GCS forgets an open upload after a week."""
+        """Ends an upload. If this fails, GCS discards the upload after a week."""
         self._clean_up(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)))
 
     def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
@@ -245,7 +250,7 @@ class GsStore(RemoteStore):
     def _crc(self, data: Buffer, crc: int = 0) -> int:
         view = memoryview(data).cast("B")
         for at in range(0, len(view), PIECE_BYTES):
-            crc = self._extend_crc(crc, bytes(view[at : at + PIECE_BYTES]))  # it takes nothing but bytes
+            crc = self._extend_crc(crc, bytes(view[at : at + PIECE_BYTES]))  # google_crc32c takes only bytes
         return crc
 
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
@@ -253,8 +258,9 @@ class GsStore(RemoteStore):
             return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
         text = f"{self.uri}: {key}: the store answered {error.status} {said(error.message)}"
         if error.is_rate_limit:
-            # One object takes about one write a second, `latest` too. Turned away is not applied, so a conditional
-            # write may be repeated as well; were it applied after all, the repeat is a conflict, judged by effect.
+            # One object accepts about one write a second, even `latest`. A request that was turned away was not
+            # applied, so a conditional write may be repeated too. Were it applied after all, the repeated one is a
+            # conflict, and the caller judges by the effect.
             return StoreError(text), Repeat.EVERYTHING
         if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket is there
             return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
@@ -263,20 +269,18 @@ class GsStore(RemoteStore):
         if error.is_by_condition:
             return ConflictError(f"{self.uri}: {key}: refused by its condition"), Repeat.NOTHING
         if error.needs == CREATE and (error.status == 412 or (error.status == 400 and "invalid" in error.reasons)):
-            # By its checksum, or another condition than ours: the bytes may have changed on their way. Nothing was
-            # written, so that a conditional write may be repeated too.
+            # Its checksum was refused, or another condition than ours: the bytes may have changed on their way. Nothing
+            # was written, so a conditional write may be repeated too.
             return StoreError(f"{text}; the bytes that came may not be those that were sent"), Repeat.EVERYTHING
         if error.status == 416:
             return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if error.is_bad_identity:
-            return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # it may be renewed by the next try
+            return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # the next try may renew it
         if error.status in (401, 403):
-            denied = StoreError(
+            return DeniedError(
                 f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
                 f"{LIST} GCS also says this for a missing object. GCS said: {said(error.message)}"
-            )
-            denied.is_denied = True
-            return denied, Repeat.NOTHING
+            ), Repeat.NOTHING
         may_pass = error.status >= 500 or error.status == 408
         return StoreError(text), Repeat.UNCONDITIONAL if may_pass else Repeat.NOTHING
 

@@ -1,7 +1,7 @@
-"""s3fs as raycheck uses it: credentials come from raycheck's own chain, arguments from client_options.py.
+"""Sets up s3fs for raycheck: credentials come from raycheck's own chain, arguments from client_options.py.
 
-`S3Files` is the same for Ray: a file system that is nothing but a URI. Pickled it carries no more than that, equal URIs
-are equal file systems, and each process that unpickles one reads its own environment.
+`S3Files` is for Ray. It is nothing but a URI: pickled it carries no more than that, equal URIs are equal file systems,
+and each process that unpickles one reads its own environment.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ import s3fs
 from aiobotocore.credentials import AioCredentials
 from aiobotocore.session import AioSession
 
-from raycheck.bucket.store.address import parse_uri
+from raycheck.bucket.store.address import UriFiles, parse_uri
 from raycheck.bucket.store.client_options import s3fs_options
 from raycheck.bucket.store.jitter import draw_apart
 from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.storage_settings import StorageSettings
 
 
-class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
-    """What Ray writes its own files with where pyarrow's S3 cannot be told all settings."""
+class S3Files(UriFiles, s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
+    """Writes Ray's own files where pyarrow's S3 does not know all the settings."""
 
     def __init__(self, uri: str) -> None:
         at = parse_uri(uri)
@@ -30,7 +30,7 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
 
 
 def session(settings: StorageSettings, chain: CredentialChain) -> AioSession:
-    """A session for s3fs. The profile still matters to it: regions and endpoints stand in profiles too."""
+    """Makes a session for s3fs. It is given the profile too, since profiles also hold regions and endpoints."""
     draw_apart("aiohttp")
     made = _Session(profile=settings.profile)
     made.chain = chain
@@ -45,13 +45,13 @@ class _Session(AioSession):  # type: ignore[misc]  # aiobotocore is untyped
 
 
 class _Credentials(AioCredentials):  # type: ignore[misc]  # aiobotocore is untyped
-    """What aiobotocore's signer asks before each request. Holds none itself."""
+    """Passes the chain's credentials to aiobotocore's signer, which asks before each request. Holds none itself."""
 
     def __init__(self, chain: CredentialChain) -> None:
         super().__init__("", "", method="raycheck")
         self._chain = chain
 
     async def get_frozen_credentials(self) -> Any:
-        if self._chain.needs_time():  # it would hold up every request of this process
+        if self._chain.needs_time():  # on the event loop it would hold up every request of this process
             return await asyncio.to_thread(self._chain.frozen)
         return self._chain.frozen()

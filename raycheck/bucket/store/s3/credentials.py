@@ -1,8 +1,8 @@
-"""AWS credentials for both engines from one place: botocore's whole chain, and a role on top where one is set.
+"""Finds AWS credentials for s3fs and obstore alike: botocore's whole chain, and a role on top where one is set.
 
-Environment, profile, SSO, web identity (IRSA), credential_process, containers, instance roles: what botocore finds,
-both engines use, and botocore renews it 10 to 15 minutes before it expires. Both ask again before what they hold has
-run out.
+botocore looks into the environment, profiles, SSO, web identities (IRSA), credential_process, containers and instance
+roles, and renews what it has found 10 to 15 minutes before it expires. Both clients ask again before the credentials
+that they hold have expired.
 """
 
 import threading
@@ -22,7 +22,7 @@ SESSION_NAME = "raycheck"
 
 
 class CredentialChain:
-    """One store's way to credentials, found on first use. Raises botocore's errors; `problem` tells them apart."""
+    """Finds the credentials of one store on first use. Raises botocore's errors, which s3/errors.py translates."""
 
     def __init__(self, settings: StorageSettings) -> None:
         draw_apart("botocore")
@@ -34,26 +34,26 @@ class CredentialChain:
             self._session.set_config_variable("ca_bundle", settings.ca_bundle)
 
     def located(self) -> StorageSettings:
-        """The settings with region, endpoint and CA as the profile's configuration has them, where they say nothing."""
+        """Returns the settings, with region, endpoint and CA bundle from the profile where the settings have none."""
         session = self._session
         endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
         found = {name: session.get_config_variable(name) or None for name in ("region", "ca_bundle")}
         return self._settings.over(StorageSettings(endpoint=endpoint or None, **found))
 
     def has_variant_endpoint(self) -> bool:
-        """Whether environment or profile ask for hosts (FIPS, dual stack) whose names only botocore knows."""
+        """Returns whether environment or profile ask for hosts (FIPS, dual stack) whose names only botocore knows."""
         return any(map(self._session.get_config_variable, ("use_fips_endpoint", "use_dualstack_endpoint")))
 
     def frozen(self) -> Any:
-        """Access key, secret and token, good for the next minutes. May ask a service or run a process."""
+        """Returns access key, secret and token, valid for the next minutes. May ask a service or run a process."""
         return self._load().get_frozen_credentials()
 
     def needs_time(self) -> bool:
-        """Whether `frozen` would do more than look into memory."""
+        """Returns whether `frozen` may have to ask a service or run a process."""
         return self._credentials is None or self._expires_within(15 * 60)
 
     def for_obstore(self) -> dict[str, Any]:
-        """A credential as obstore's provider hands it over, on a lease that ends well before botocore's own does."""
+        """Returns the credentials as obstore's provider; they expire there well before they do in botocore."""
         frozen = self.frozen()
         lease = timedelta(seconds=0 if self._expires_within(2 * LEASE_S) else LEASE_S)
         return {
@@ -77,7 +77,7 @@ class CredentialChain:
             return self._credentials
 
     def _assumed(self, source: Credentials) -> Credentials:
-        """The role's own credentials, renewed from `source` for as long as that lasts."""
+        """Returns the credentials of the role, which are renewed from `source` for as long as `source` is valid."""
         extra = {"RoleSessionName": SESSION_NAME}
         if self._settings.external_id:
             extra["ExternalId"] = self._settings.external_id

@@ -1,4 +1,4 @@
-"""botocore's errors as raycheck's: the one place that knows what S3 and its relatives mean by their answers."""
+"""Translates botocore's errors into raycheck's. No other file knows what S3 and compatible stores mean by an answer."""
 
 from botocore.exceptions import (
     ClientError,
@@ -14,8 +14,16 @@ from botocore.exceptions import (
     UnknownCredentialError,
 )
 
-from raycheck.bucket.store.retry import not_accepted, said
-from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
+from raycheck.bucket.store.remote_store import not_accepted, said
+from raycheck.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    DeniedError,
+    NotFoundError,
+    RaycheckError,
+    StoreError,
+)
 from raycheck.storage_settings import StorageSettings
 
 _PERMISSIONS = {
@@ -27,7 +35,7 @@ _PERMISSIONS = {
     "DeleteObject": "s3:DeleteObject",
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
 }
-# The last four: bytes that came are not those that were sent.
+# The last four say that the bytes that arrived are not those that were sent.
 _MAY_PASS = (
     "SlowDown",
     "RequestTimeout",
@@ -51,7 +59,7 @@ _MISCONFIGURED = (
 
 
 def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -> tuple[RaycheckError, bool]:
-    """The typed error, and whether an unconditional request may be repeated after it."""
+    """Returns the typed error, and whether an unconditional request may be repeated after it."""
     if isinstance(error, ClientError):
         return _answered(uri, key, error, settings)
     if isinstance(error, NoCredentialsError):
@@ -67,7 +75,7 @@ def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -
 def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings) -> tuple[RaycheckError, bool]:
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     about = error.response.get("Error", {})
-    code, message = about.get("Code") or "", about.get("Message")  # both may be there and None
+    code, message = about.get("Code") or "", about.get("Message")  # both keys may be there with the value None
     verb = error.operation_name
     if verb.startswith("AssumeRole") and status < 500:
         return ConfigError(f"{uri}: the role {settings.role_arn or ''} could not be assumed: {error}"), False
@@ -82,16 +90,14 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
     if code in BAD_IDENTITY:
         return not_accepted(uri, code), False
     if status in (401, 403):
-        because = said(code, message)  # AWS names the policy that is in the way
-        denied = StoreError(f"{uri}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}")
-        denied.is_denied = True
-        return denied, False
+        because = said(code, message)  # AWS names the policy that forbids it
+        return DeniedError(f"{uri}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}"), False
     text = f"{uri}: {key}: the store answered {status} {said(code, message)}"
     return StoreError(text), status >= 500 or status == 429 or code in _MAY_PASS
 
 
 def _needed(verb: str, settings: StorageSettings) -> str:
-    """What to grant, by the request that was refused."""
+    """Says which permission to grant for the request that was refused."""
     permission = _PERMISSIONS.get(verb, "s3:PutObject")
     if settings.anonymous:
         return f"The bucket does not let everybody do this ({permission}); anonymous=True is set"

@@ -1,10 +1,10 @@
-"""obstore as a copy of raycheck's own: its threads are not those of the `obstore` that a training script imports.
+"""Loads a private copy of obstore, whose threads are not those of the `obstore` that a training script imports.
 
-A process has one set of obstore's threads, started by its first request, and they do not survive a fork: a forked
-DataLoader worker that reads with obstore waits for ever once anything in its parent has used it. raycheck uploads from
-the training process. So it loads the compiled part of obstore a second time, from a file of its own in memory: for the
-loader of shared libraries that is another library, with threads of its own, and the script's obstore stays as unused
-as the script leaves it. A forked child that needs raycheck's copy itself loads one more.
+A process has one set of obstore's threads. The first request starts them, and they do not survive a fork: a forked
+DataLoader worker that reads with obstore waits for ever once anything in its parent has used obstore. raycheck uploads
+from the training process. So it loads the compiled part of obstore a second time, from a file of its own in memory. To
+the loader of shared libraries this is another library, with threads of its own, and raycheck's uploads do not start
+those of the script's obstore. A forked child that needs raycheck's copy loads one more.
 """
 
 import os
@@ -18,11 +18,11 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-_NAME = "_obstore"  # what the library's start function is named after
+_NAME = "_obstore"  # the library's start function is named after it
 
 
 def own_obstore() -> Any:
-    """The compiled module of this process. Raises ImportError or OSError where a library in memory is not allowed."""
+    """Returns this process's copy. Raises ImportError or OSError where the system allows no library in memory."""
     with _here.lock:
         if _here.module is None:
             _here.module = _load()
@@ -30,14 +30,14 @@ def own_obstore() -> Any:
 
 
 class _Process:
-    """What this process has loaded. forks: how many lie between it and the process that first came here."""
+    """Remembers what this process has loaded. forks: how many forks lie between it and the first process."""
 
     def __init__(self) -> None:
         self.forks = -1
         self.start_anew()
 
     def start_anew(self) -> None:
-        """In a forked child, where the threads of the parent's copy are not."""
+        """Forgets the parent's copy: called in a forked child, which has none of its threads."""
         self.forks += 1
         self.lock = threading.Lock()
         self.module: Any = None
@@ -53,15 +53,15 @@ def _load() -> Any:
     if original is None or original.origin is None:
         raise ImportError("obstore has no compiled part")
     if sys.platform != "linux":
-        raise ImportError("a file in memory is something that Linux has")
+        raise ImportError("only Linux can load a library from a file in memory")
     memory = os.memfd_create("raycheck-obstore")
     with os.fdopen(memory, "wb") as copy, Path(original.origin).open("rb") as source:
         shutil.copyfileobj(source, copy, 1024 * 1024)
         copy.flush()
-        # The loader of shared libraries knows them by path. It would answer with the parent's copy where a child's file
-        # has the number that the parent's had, so each generation writes the path in a way of its own.
+        # The loader of shared libraries knows them by path. Where a child's file has the number that the parent's had,
+        # it would return the parent's copy. So each generation of processes spells the path in its own way.
         path = f"/proc/self/fd/{'./' * _here.forks}{memory}"
-        name = f"raycheck.bucket.store.{_NAME}"
+        name = f"{__package__}.{_NAME}"
         spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
         assert spec is not None, "a loader was given"
         assert spec.loader is not None, "a loader was given"
@@ -73,7 +73,7 @@ def _load() -> Any:
 
 @contextmanager
 def _names_kept() -> Iterator[None]:
-    """obstore enters parts of itself into sys.modules; those of the script's own copy stay what they are."""
+    """Keeps the script's own copy in sys.modules: the copy loaded in the block enters the same names."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "obstore"}
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:

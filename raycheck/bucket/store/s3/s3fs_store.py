@@ -1,7 +1,7 @@
-"""`s3://`: S3 and its relatives through s3fs, which supplies the session, the credentials and the event loop.
+"""`s3://`: reaches S3 and compatible stores through s3fs, which supplies the session and the event loop.
 
-Requests are made on its botocore client directly: s3fs drops If-Match once a body goes multipart, retries
-conditional writes into a 412 of its own making, and uploads parts one after another.
+Requests are made on its botocore client directly. s3fs itself drops If-Match once a body goes multipart, repeats
+conditional writes, which then collide with themselves, and uploads parts one after another.
 """
 
 import base64
@@ -15,7 +15,6 @@ import s3fs
 from botocore.exceptions import FlexibleChecksumError
 
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.store.buffer_loan import CUTS
 from raycheck.bucket.store.client_options import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -28,26 +27,27 @@ from raycheck.bucket.store.interface import (
     check_conditional_size,
     check_whole,
 )
-from raycheck.bucket.store.retry import PIECE_BYTES, Pieces, RemoteStore, Repeat, bucket_time, send_parts
+from raycheck.bucket.store.part_sizes import PART_SIZES
+from raycheck.bucket.store.remote_store import RemoteStore, bucket_time
+from raycheck.bucket.store.retry import Repeat
 from raycheck.bucket.store.s3.client import session
 from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
+from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody, send_parts
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
 
 class S3Store(RemoteStore):
-    """One bucket and prefix. `chain` is shared with the engine beside this one, so that both have one identity."""
+    """Keeps objects in one bucket, below one prefix."""
 
-    def __init__(
-        self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings, chain: CredentialChain | None = None
-    ) -> None:
+    def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
         super().__init__(uri)
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._settings = settings
         self._wants_bare_etags = False
-        self._proves_copies = True  # as far as it is known
+        self._proves_copies = True  # until a copy has failed
         self._on_every = on_every_request(settings)
         self._on_write = on_write(settings)
         options = s3fs_options(settings, bucket)
@@ -55,14 +55,14 @@ class S3Store(RemoteStore):
             "max_pool_connections": 50,
             "connect_timeout": 10,
             "retries": {"total_max_attempts": 1},
-            # Bodies are pieces of the staging buffer, each part sent with its CRC-32: botocore must neither validate
-            # nor hash them (it takes only bytes for both).
+            # Bodies are read from the staging buffer, and each part carries its CRC-32. botocore must neither validate
+            # nor hash them: it can do both with bytes only.
             "parameter_validation": False,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
         }
         options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
-        self._chain = chain or CredentialChain(settings)
+        self._chain = CredentialChain(settings)
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
@@ -70,7 +70,7 @@ class S3Store(RemoteStore):
             answer = await client.get_object(**self._at(key), ChecksumMode="ENABLED")
             data = await _body(answer, partial(check_whole, self.uri, key, max_bytes=max_bytes))
             said = answer.get("ChecksumCRC32", "-")
-            if "-" not in said and said != _crc_header(data):  # "-": made of the parts' checksums
+            if "-" not in said and said != _crc_header(data):  # with a "-" it is a checksum of the parts' checksums
                 raise ChangedError
             return Got(data, answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
@@ -89,7 +89,7 @@ class S3Store(RemoteStore):
 
         try:
             return self._run(key, call)
-        except NotFoundError:  # an answer to HEAD has no body to say that the whole bucket is missing; a listing's has
+        except NotFoundError:  # an answer to HEAD has no body that could say that the bucket is missing; a listing has
             with suppress(StoreError):
                 next(self._pages(key, MaxKeys=1))
             raise
@@ -98,7 +98,7 @@ class S3Store(RemoteStore):
         for page in self._pages(prefix):
             for item in page.get("Contents", []):
                 if item["Key"].endswith("/"):
-                    continue  # an empty "folder" object, as pyarrow and consoles make them
+                    continue  # an empty object that marks a "folder"; pyarrow and consoles make them
                 yield Listed(item["Key"][len(self._prefix) :], item["Size"])
 
     def list_names(self, prefix: str) -> list[str]:
@@ -113,7 +113,7 @@ class S3Store(RemoteStore):
         self._run(key, lambda client: self._put_object(client, key, data))
 
     def part_bytes(self, size_bytes: int) -> int:
-        return CUTS["s3"].part_bytes_of(size_bytes)
+        return PART_SIZES["s3"].part_bytes_of(size_bytes)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         if size_bytes <= self.part_bytes(size_bytes):
@@ -127,7 +127,7 @@ class S3Store(RemoteStore):
         try:
             self._put_each(key, parts, size_bytes)
         except RaycheckError:
-            self._proves_copies = False  # or it had its chance: who asks has another way
+            self._proves_copies = False  # give up server-side copies for good; the caller uploads the bytes instead
             return False
         return True
 
@@ -143,7 +143,7 @@ class S3Store(RemoteStore):
             return self._start(key, partial(_upload_part, where, number, part))
 
         try:
-            done = send_parts(parts, start, in_flight=CUTS["s3"].in_flight)
+            done = send_parts(parts, start, in_flight=PART_SIZES["s3"].in_flight)
             self._complete(key, where, done, size_bytes)
         except BaseException:
             self._abandon(key, where)
@@ -153,7 +153,7 @@ class S3Store(RemoteStore):
         try:
             self._run(key, lambda client: client.complete_multipart_upload(**where, MultipartUpload={"Parts": done}))
         except NotFoundError:
-            # Completed already, and the answer was lost: the repeated request finds no such upload.
+            # It was completed before, and the answer was lost: the repeated request finds no such upload.
             if self.head(key) != size_bytes:
                 raise
 
@@ -169,8 +169,9 @@ class S3Store(RemoteStore):
         try:
             self._put_conditional(key, data, IfMatch=forms[0])
         except ConflictError:
-            # Ceph RGW compares If-Match with the bare ETag only. Still conditional, so asking twice is safe. (A swap
-            # that is overtaken while under way gets a 500 from it: a StoreError, for it may mean other things.)
+            # Ceph RGW compares If-Match with the ETag without its quotes. The second request is conditional too, so it
+            # is safe. (To a swap that another one overtakes on its way Ceph answers 500. This stays a StoreError, since
+            # it may mean other things.)
             self._put_conditional(key, data, IfMatch=forms[1])
             self._wants_bare_etags = not self._wants_bare_etags
 
@@ -208,7 +209,7 @@ class S3Store(RemoteStore):
     def _put_conditional(self, key: str, data: bytes, **condition: str) -> None:
         try:
             self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
-        except NotFoundError:  # the answer to an If-Match on a missing key
+        except NotFoundError:  # S3 answers so to an If-Match on a missing key
             raise ConflictError(f"{self.uri}: {key}: refused by its condition: it is not there") from None
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
@@ -216,7 +217,7 @@ class S3Store(RemoteStore):
         if isinstance(data, bytes):
             await client.put_object(**where, Body=data)
             return
-        with _Body(data) as body:
+        with _SeekableBody(data) as body:
             await client.put_object(**where, Body=body)
 
     def _at(self, key: str) -> dict[str, str]:
@@ -232,21 +233,21 @@ class S3Store(RemoteStore):
             where["ContinuationToken"] = page["NextContinuationToken"]
 
     def _abandon(self, key: str, where: dict[str, str]) -> None:
-        """Sweep, below `checkpoints/`, and lifecycle rules abort what is left."""
+        """Aborts an upload. The sweep, below `checkpoints/`, and lifecycle rules abort what is left."""
         self._clean_up(key, lambda client: client.abort_multipart_upload(**where))
 
     async def _client(self) -> Any:
         return await self._fs.set_session()
 
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
-        if isinstance(error, FlexibleChecksumError):  # newer botocore looks itself
+        if isinstance(error, FlexibleChecksumError):  # newer versions of botocore compare it themselves
             return self._judge(key, ChangedError())
         translated, may_repeat = translate(self.uri, key, error, self._settings)
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
 
 
-class _Body(Pieces):
-    """Pieces with what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
+class _SeekableBody(RequestBody):
+    """Adds what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
 
     def __len__(self) -> int:
         return self.size_bytes
@@ -256,7 +257,8 @@ class _Body(Pieces):
 
 
 async def _body(answer: Mapping[str, Any], check: Callable[[int], None] = lambda _: None) -> bytes:
-    """Closed also when it breaks off: its connection would stay open else. check: raises for too large a size."""
+    """Reads an answer's body, and closes it even when that fails, since its connection would stay open otherwise.
+    check: raises for a size that is too large."""
     async with answer["Body"] as body:
         if "ContentLength" in answer:
             check(answer["ContentLength"])
@@ -270,7 +272,7 @@ async def _body(answer: Mapping[str, Any], check: Callable[[int], None] = lambda
 
 async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
     crc = _crc_header(part)
-    with _Body(part) as body:
+    with _SeekableBody(part) as body:
         answer = await client.upload_part(**where, PartNumber=number, Body=body, ChecksumCRC32=crc)
     return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
 

@@ -1,1 +1,1 @@
-"""Modules as entries of the state, whatever they are wrapped in, under the names of the plain model."""
+"""Saves and restores modules, whatever they are wrapped in, under the names of the plain model."""

@@ -1,6 +1,6 @@
-"""Names of tensors as the plain model has them, so that a checkpoint does not know how the model was wrapped.
+"""Gives tensors the names that the plain model has, so that a checkpoint does not depend on how the model was wrapped.
 
-DDP and torch.compile around the module are taken off; layers that torch.compile, activation checkpointing and PEFT put
+DDP and torch.compile around the module are taken off. Layers that torch.compile, activation checkpointing and PEFT put
 in between vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
 """
 
@@ -11,12 +11,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
-"""The entry of the state and the plain name, by parameter."""
+"""The entry of the state and the plain name of each parameter."""
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DDP and torch.compile."""
+    """Returns the module inside DDP and torch.compile."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -27,26 +27,26 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
-    """From a key of this module to the plain model's. Follows the modules and not the key alone: a user's own layer may
-    well be called model or base_layer."""
+    """Returns a function that turns a key of this module into the plain model's. It follows the modules and not the key
+    alone, since a user's own layer may well be called model or base_layer."""
 
     @cache  # asked for every key at every save, while training waits
     def plain(key: str) -> str:
-        at: torch.nn.Module | None = module
+        inner: torch.nn.Module | None = module
         kept = []
         for step in key.split("."):
-            while at is not None and step not in at._modules and _CHECKPOINTED in at._modules:  # noqa: SLF001
-                at = at._modules[_CHECKPOINTED]  # noqa: SLF001  which its state_dict has left out already
-            if at is None or not _is_wrapper(at, step):
+            while inner is not None and step not in inner._modules and _CHECKPOINTED in inner._modules:  # noqa: SLF001
+                inner = inner._modules[_CHECKPOINTED]  # noqa: SLF001  its state_dict has left this step out of the key
+            if inner is None or not _is_wrapper(inner, step):
                 kept.append(step)
-            at = None if at is None else at._modules.get(step)  # noqa: SLF001
+            inner = None if inner is None else inner._modules.get(step)  # noqa: SLF001
         return ".".join(kept)
 
     return plain
 
 
 def parameter_names(modules: Mapping[str, torch.nn.Module]) -> ParameterNames:
-    """Entry and plain name of every parameter; a tied one has its first name."""
+    """Returns the entry and the plain name of every parameter. A tied parameter has its first name."""
     named: dict[torch.Tensor, tuple[str, str]] = {}
     for entry, module in modules.items():
         inside = unwrapped(module)
@@ -57,21 +57,22 @@ def parameter_names(modules: Mapping[str, torch.nn.Module]) -> ParameterNames:
 
 
 class NamedParameters:
-    """The parameters of a state's modules with their names, also of parameters that came later."""
+    """Holds the names of all parameters in a state's modules, also of parameters that were added later."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules = modules
         self._known = parameter_names(modules)
 
     def of(self, parameters: Iterable[torch.Tensor]) -> ParameterNames:
-        """The names of these and of other parameters. Those that no module has are left out."""
+        """Returns the names of these parameters, and of others. Those that no module has are missing from it."""
         if any(parameter not in self._known for parameter in parameters):
             self._known = parameter_names(self._modules)
         return self._known
 
 
 def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
-    """Whether `module` is there only to wrap its child `name`. PEFT is known by its attributes, without an import."""
+    """Returns whether `module` exists only to wrap its child `name`. PEFT is recognised by its attributes, without an
+    import."""
     match name:
         case "_orig_mod" | "_checkpoint_wrapped_module":
             return name in module._modules  # noqa: SLF001

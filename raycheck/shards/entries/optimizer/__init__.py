@@ -1,1 +1,1 @@
-"""Optimizers as entries of the state, keyed by the names of their parameters."""
+"""Saves and restores optimizers by the names of their parameters."""

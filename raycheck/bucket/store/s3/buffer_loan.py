@@ -1,0 +1,83 @@
+"""Lends the caller's buffer to a client that reads it in threads of its own, and sees when they have let go of it."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
+
+from raycheck.bucket.store.interface import Buffer
+from raycheck.errors import StoreError
+
+RETURN_TIMEOUT_S = 300.0
+"""How long a client may hold buffers after it has ended: as long as all time-outs of a request one after another."""
+_LOOK_EVERY_S = 0.005
+
+
+class BufferLoan:
+    """Lends parts to a client that may read them after its call has ended. One loan serves one call.
+
+    A memoryview cannot be released while something reads it. By this the loan sees when the client has let go of a
+    part, whatever the client's threads do.
+
+    lent_bytes: how much was lent in all. source_error: what the source of the parts raised, if it did.
+    """
+
+    def __init__(self, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.lent_bytes = 0
+        self.source_error: BaseException | None = None
+        self._out: list[memoryview] = []
+        self._is_over = False
+        self._pull = Lock()
+        self._sleep = sleep
+
+    def lend(self, part: Buffer) -> memoryview:
+        """Returns a view of `part` that only the client holds."""
+        view = memoryview(part).cast("B")
+        self._out = [out for out in self._out if not _release(out)]
+        self._out.append(view)
+        self.lent_bytes += len(view)
+        return view
+
+    def lend_each(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Lends the parts one by one, pulling each when the client asks for it, in whatever thread."""
+        source = iter(parts)
+        while True:
+            with self._pull:
+                view = self._next(source)
+            if view is None:
+                return
+            yield view
+
+    def _next(self, source: Iterator[Buffer]) -> memoryview | None:
+        if self._is_over:  # a normal end would tell the client that it has the whole object
+            raise StoreError("the upload is over")
+        try:
+            part = next(source, None)
+        except BaseException as error:
+            self.source_error = error
+            raise
+        return None if part is None else self.lend(part)
+
+    def take_back(self, timeout_s: float = RETURN_TIMEOUT_S) -> bool:
+        """Ends the loan, and waits until the client has let go of every part. Returns whether it has.
+
+        From now on nothing is lent, and the source, which reads the buffer too, no longer runs.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._is_over = True
+        if not self._pull.acquire(timeout=timeout_s):
+            return False
+        self._pull.release()
+        while not all(map(_release, self._out)):
+            if time.monotonic() > deadline:
+                return False
+            self._sleep(_LOOK_EVERY_S)
+        return True
+
+
+def _release(view: memoryview) -> bool:
+    """Releases the view unless something reads it. Returns whether it is released."""
+    try:
+        view.release()
+    except BufferError:
+        return False
+    return True

@@ -1,0 +1,70 @@
+"""`raycheck docs`: the guides of raycheck/docs/, which are installed with the package."""
+
+import sys
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from raycheck.cli.options import Text, out
+from raycheck.errors import ConfigError
+
+FIRST = (
+    "training",
+    "restoring",
+    "storage",
+    "huggingface",
+    "failures",
+    "preemption",
+    "actors",
+    "command-line",
+    "limits",
+)
+"""The guides for users, in the order in which one reads them. Those for developers follow, by name."""
+MAX_WIDTH = 120
+
+
+def docs(
+    topic: Annotated[str | None, typer.Argument(help="A guide's name; without it all guides are listed.")] = None,
+) -> None:
+    """Show a guide, or list all of them. In a pipe it is printed as it was written, in Markdown."""
+    guides = _guides()
+    if topic is None:
+        table = Table("topic", "what it tells", box=None, pad_edge=False)
+        for name, guide in guides.items():
+            table.add_row(Text(name), Text(_summary(guide.read_text(encoding="utf-8"))))
+        out.print(table)
+        out.print(Text("\nraycheck docs TOPIC shows one of them."))
+        return
+    if topic not in guides:
+        raise ConfigError(f"there is no guide {topic!r}; the guides are {', '.join(guides)}")
+    text = guides[topic].read_text(encoding="utf-8")
+    if sys.stdout.isatty():
+        _render(text)
+    else:
+        sys.stdout.write(text)
+
+
+def _guides() -> dict[str, Traversable]:
+    """Returns each guide's file by its topic, in the order in which they are listed."""
+    found = {item.name.removesuffix(".md"): item for item in files("raycheck").joinpath("docs").iterdir()}
+    return {name: found[name] for name in (*FIRST, *sorted(found.keys() - {*FIRST}))}
+
+
+def _summary(text: str) -> str:
+    """Returns the sentence below a guide's title."""
+    return text.split("\n", 3)[2]
+
+
+def _render(text: str) -> None:
+    """Print Markdown for a person: headings, tables and code in colour, links as they are named."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    screen = Console()
+    screen.print(Markdown(text, hyperlinks=False), width=min(screen.width, MAX_WIDTH))
+
+
+COMMANDS = (docs,)

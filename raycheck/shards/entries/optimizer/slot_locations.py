@@ -1,0 +1,33 @@
+"""Remembers where an optimizer's slots are kept, so that the next save need not call state_dict()."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+_TORCH_STATE_DICT = Optimizer.state_dict
+_NO_SLOTS: Mapping[Any, Any] = {}
+
+
+class SlotLocations:
+    """Fetches the slots of an optimizer from its `state`."""
+
+    def __init__(self, optimizer: Optimizer, slots: Mapping[str, tuple[Any, Any]], names: Iterable[str]) -> None:
+        """slots: the parameter and the slot's key of every slot, by name. names: the slots to fetch. Raises LookupError
+        when one of them is no slot's name."""
+        self._optimizer = optimizer
+        self._places = [slots[name] for name in names]
+
+    def fetch(self) -> list[Any]:
+        """Returns the slots in the order of the names. Raises LookupError when the optimizer has other slots now."""
+        state = self._optimizer.state
+        is_simple = all(type(slots) is dict for slots in state.values()) and is_plain(self._optimizer)
+        if not is_simple or sum(map(len, state.values())) != len(self._places):
+            raise LookupError("there are other slots now")
+        return [state.get(parameter, _NO_SLOTS)[slot] for parameter, slot in self._places]
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer gives its state by torch's own state_dict, without hooks."""
+    hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001
+    return type(optimizer).state_dict is _TORCH_STATE_DICT and "state_dict" not in vars(optimizer) and not any(hooks)
