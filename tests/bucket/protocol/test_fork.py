@@ -1,4 +1,4 @@
-"""A run that begins from another run's head: copied whole, once, and never silently from zero."""
+"""Tests a run that begins from another run's head: it is copied whole, once, and never begins silently from zero."""
 
 from pathlib import Path
 from uuid import uuid4
@@ -47,7 +47,7 @@ def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store
 
 
 def test_a_run_that_began_without_a_checkpoint_is_no_place_for_a_fork(old: Store, store: Store) -> None:
-    """It would go on from zero in silence."""
+    """A fork into it would go on from zero silently."""
     claimed(store)
 
     with pytest.raises(ConfigError, match="has begun already"):
