@@ -14,6 +14,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
@@ -38,7 +39,7 @@ class Uploaded:
 def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> str:
     """Claim the run with the first save of a group, and name the save that may be uploaded now."""
     group = f"group-of-{world_size}"
-    attempt, _ = claims.claim(Register(store), ME, group=group, world_size=world_size, resume="auto", run_id="run")
+    attempt, _ = claims.claim(Register(store), ME, group=group, world_size=world_size, resume=AUTO, run_id="run")
     return str(object_keys.CheckpointName(step=step, attempt=attempt.number, save=save))
 
 

@@ -12,6 +12,7 @@ from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol import claim as claims
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store, retry
@@ -47,7 +48,7 @@ class Trainer:
         self.acknowledged: list[str] = []
         self.failed = 0
         self._plans = PlanCache()
-        claimed = claims.claim(self.register, ME, group="g", world_size=1, resume="auto", run_id="run")
+        claimed = claims.claim(self.register, ME, group="g", world_size=1, resume=AUTO, run_id="run")
         self._attempt = claimed[0].number
 
     def save(self, number: int) -> None:
