@@ -475,7 +475,7 @@ def test_a_row_is_one_line_in_a_terminal_too(wide) -> None:
 
 def test_only_damage_exits_with_one(wide) -> None:
     uri, _ = wide
-    breaking = "from raycheck import cli\ncli.look.open_run = lambda *_: {}['bug']\ncli.main()"
+    breaking = "from raycheck import cli\ncli.browse.open_run = lambda *_: {}['bug']\ncli.main()"
 
     with Path("/dev/full").open("w") as full:
         unwritten = subprocess.run(

@@ -42,6 +42,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "peek": [raycheck.Checkpointer.peek],
     "restore": [raycheck.Checkpointer.restore, raycheck.ActorCheckpointer.restore, raycheck.Run.restore],
     "save": [raycheck.Checkpointer.save, raycheck.ActorCheckpointer.save],
+    "start_coordinator": [raycheck.start_coordinator],
     "wait": [raycheck.Checkpointer.wait, raycheck.ActorCheckpointer.wait],
 }
 ELSEWHERE = {"--lr", "--follow"}

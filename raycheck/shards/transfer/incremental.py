@@ -58,7 +58,7 @@ class KnownShard:
     digests: Mapping[str, Digest]
 
     def has_layout(self, rows: IndexRows) -> bool:
-        """Returns whether the shard has just these rows, apart from the checksums."""
+        """Returns whether the shard has exactly these rows, apart from the checksums."""
         tensors, chunks = rows
         return tensors == self.shard.tensors and chunks == tuple(replace(c, crcs=()) for c in self.shard.chunks)
 
@@ -85,7 +85,7 @@ class RestoredShards:
         return cls(manifest=manifest, index=index, digests=_digests(kept, [box.local for box in kept]))
 
     def find(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> KnownShard | None:
-        """Returns a rank's shard of a component, or None unless that shard has just these rows."""
+        """Returns a rank's shard of a component, or None unless that shard has exactly these rows."""
         saved = next((saved for saved in self.manifest.components if saved.name == component), None)
         record = next((shard for shard in saved.shards if shard.rank == rank), None) if saved else None
         if saved is None or record is None:
@@ -190,7 +190,7 @@ class Components:
             stagers += [(self._stager(name), own) for name, own in boxes.items() if name != TRAIN]
         size_bytes = sum(stager.needed_bytes(own, world_size=world_size) for stager, own in stagers)
         check_fits(size_bytes, available_bytes())
-        logging.getLogger("raycheck").info("rank %d: staging buffer, %d bytes of host memory", self._rank, size_bytes)
+        logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, size_bytes)
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
 

@@ -53,7 +53,7 @@ def rows(
     shard: ShardName, boxes: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]
 ) -> IndexRows:
     """Returns the tensors of a shard, and the chunks that it holds. A tied tensor is there under each of its names."""
-    tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in boxes]
+    tensors = [Tensor(name=box.name, dtype=box.dtype, shape=box.shape, path=box.path) for box in boxes]
     chunks = [
         Chunk(
             tensor=number,

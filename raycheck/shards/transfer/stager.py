@@ -50,7 +50,7 @@ class Staged:
         self.name = name
         self._view = view
         self._slots = slots
-        self._pieces = boxes
+        self._boxes = boxes
         self._leaves = leaves
         self._also = also
         self._copied = copied
@@ -83,7 +83,7 @@ class Staged:
         if self._shard is None:
             assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
             record = ShardRecord(**asdict(self.name), size_bytes=self.size_bytes, crc32=self.crc32)
-            tensors, chunks = rows(self.name, self._pieces, self._slots, self._crcs)
+            tensors, chunks = rows(self.name, self._boxes, self._slots, self._crcs)
             more = [(leaf, place) for leaf in self._leaves for place in self._also.get(leaf.name, ())]
             leaves = (*self._leaves, *(replace(leaf, name=name, path=path) for leaf, (name, path) in more))
             self._shard = Shard(record=record, tensors=tensors, chunks=chunks, leaves=leaves)
@@ -128,7 +128,9 @@ class Stager:
 
         A box that other ranks may hold too counts for the share that the agreement will give to each rank.
         """
-        shares = [(record_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in boxes]
+        shares = [
+            (record_for(box.local.dtype, box.sizes).record_size, 1 if box.is_unique else world_size) for box in boxes
+        ]
         return _with_slack(sum(size // holders + ALIGN for size, holders in shares))
 
     def prepare(self, boxes: Sequence[LocalBox], *, world_size: int) -> None:
@@ -137,7 +139,7 @@ class Stager:
         Raises ConfigError when the host has too little memory.
         """
         if self._buffer is None:
-            self._claim(self.needed_bytes(boxes, world_size=world_size), [p.local for p in boxes]).fault_in()
+            self._claim(self.needed_bytes(boxes, world_size=world_size), [box.local for box in boxes]).fault_in()
 
     def stage(
         self,
@@ -295,7 +297,7 @@ def _with_slack(size_bytes: int) -> int:
 
 
 def _forms_of(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> BoxForms:
-    return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(boxes, sources, strict=True))
+    return tuple((box.local.dtype, box.sizes, source.device) for box, source in zip(boxes, sources, strict=True))
 
 
 def _pickled(value: object) -> bytes:

@@ -307,8 +307,8 @@ def test_what_the_head_does_not_have_is_copied(files: Store) -> None:
     state = ranks.states[0]
     state.components.forget()
     second = ranks.save()
-    kept = state.components._kept[BASE]
-    state.components._kept[BASE] = replace(kept, checkpoint=first.entry.key)
+    kept = state.components._known[BASE]
+    state.components._known[BASE] = replace(kept, checkpoint=first.entry.key)
     third = ranks.save()
 
     assert place_of(second) == second.entry.key
