@@ -23,6 +23,7 @@ from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
+from raycheck.bucket.protocol.resume import parse_resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint
@@ -99,7 +100,7 @@ class Coordinator(Process):
             self.me,
             group=group,
             world_size=WORLD_SIZE,
-            resume=self.driver.resume,
+            resume=parse_resume(self.driver.resume),
             run_id="run-of-a-history",
         )
         if before is not None and before[0].attempt.number < attempt.number:

@@ -21,6 +21,7 @@ from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.exported_directories import ExportRecord
+from raycheck.bucket.protocol.resume import parse_resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import read_latest
@@ -120,7 +121,12 @@ class Driver:
 
     def claim(self, group: str, *, resume: str | int = "auto", world_size: int = 1) -> tuple[Attempt, Entry | None]:
         return claims.claim(
-            self.register, self.me, group=group, world_size=world_size, resume=resume, run_id="run-of-a-test"
+            self.register,
+            self.me,
+            group=group,
+            world_size=world_size,
+            resume=parse_resume(resume),
+            run_id="run-of-a-test",
         )
 
     def take_over(self, group: str) -> Attempt:

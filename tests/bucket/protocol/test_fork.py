@@ -10,6 +10,7 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.claim import Identity, claim
 from raycheck.bucket.protocol.fork import fork
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
@@ -28,7 +29,7 @@ def old() -> Store:
 
 
 def claimed(store: Store):
-    return claim(Register(store), ME, group="group", world_size=1, resume="auto", run_id="run")
+    return claim(Register(store), ME, group="group", world_size=1, resume=AUTO, run_id="run")
 
 
 def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store: Store) -> None:
