@@ -18,7 +18,7 @@ from raycheck.bucket.format.decompression import MAX_DECODED_BYTES
 from raycheck.bucket.format.index import Index, Plan
 from raycheck.bucket.format.index_codec import IndexParts, join_parts, parts_of
 from raycheck.bucket.format.manifest import Blob, Component
-from raycheck.bucket.format.plan_codec import CRC_BYTES, Known, dump_plan, load_plan
+from raycheck.bucket.format.plan_codec import CRC_BYTES, ParsedParts, dump_plan, load_plan
 from raycheck.errors import ConfigError, CorruptError
 
 
@@ -132,7 +132,7 @@ class PlanCache:
 
 
 def _merge(encoded: Sequence[bytes], components: Sequence[str]) -> CachedPlan:
-    known = Known()
+    known = ParsedParts()
     plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
     merged = merge_plans(plans)
     if len(components) > 1:

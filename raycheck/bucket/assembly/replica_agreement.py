@@ -16,7 +16,7 @@ holder, since every tensor that lies elsewhere costs each reader one more object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldBoxes:
+class HeldBox:
     """Describes a box of a tensor that other ranks may hold too.
 
     box: the id of the box, equal on all ranks that hold it. name, dtype, shape: those of the whole tensor. sizes: the
@@ -35,7 +35,7 @@ class HeldBoxes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Values:
+class ValueChecksums:
     """Describes an entry's non-tensor values by their checksums.
 
     names_crc32: the checksum of the names that this rank holds in the entry. may_differ: ranks may hold different
@@ -51,8 +51,8 @@ class Values:
 class Holdings:
     """Lists what one rank holds that other ranks may hold too. values: by entry."""
 
-    held: tuple[HeldBoxes, ...]
-    values: Mapping[str, Values]
+    held: tuple[HeldBox, ...]
+    values: Mapping[str, ValueChecksums]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +72,8 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
 
     Raises ConfigError, which names a tensor or an entry that differs between ranks and should not.
     """
-    holders: dict[str, dict[int, HeldBoxes]] = {}
-    described: dict[str, tuple[int, HeldBoxes]] = {}
+    holders: dict[str, dict[int, HeldBox]] = {}
+    described: dict[str, tuple[int, HeldBox]] = {}
     for rank, holdings in enumerate(ranks):
         for held in holdings.held:
             copies = holders.setdefault(held.box, {})
@@ -83,7 +83,7 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
     return Agreement(writers=_writers(holders), apart=_apart(ranks))
 
 
-def _refuse_other_form(first_rank: int, first: HeldBoxes, rank: int, held: HeldBoxes) -> None:
+def _refuse_other_form(first_rank: int, first: HeldBox, rank: int, held: HeldBox) -> None:
     if (first.dtype, first.shape) != (held.dtype, held.shape):
         raise ConfigError(
             f"tensor {held.name} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
@@ -92,7 +92,7 @@ def _refuse_other_form(first_rank: int, first: HeldBoxes, rank: int, held: HeldB
         )
 
 
-def _refuse_drift(copies: Mapping[int, HeldBoxes], rank: int) -> None:
+def _refuse_drift(copies: Mapping[int, HeldBox], rank: int) -> None:
     first_rank, first = next(iter(copies.items()))
     if (first.sizes, first.crc32) != (copies[rank].sizes, copies[rank].crc32):
         raise ConfigError(
@@ -102,7 +102,7 @@ def _refuse_drift(copies: Mapping[int, HeldBoxes], rank: int) -> None:
         )
 
 
-def _writers(holders: Mapping[str, Mapping[int, HeldBoxes]]) -> dict[str, int]:
+def _writers(holders: Mapping[str, Mapping[int, HeldBox]]) -> dict[str, int]:
     writers: dict[str, int] = {}
     load: dict[int, int] = {}
     for box, copies in sorted(holders.items(), key=lambda item: (-_size(item[1].values()), item[0])):
@@ -114,7 +114,7 @@ def _writers(holders: Mapping[str, Mapping[int, HeldBoxes]]) -> dict[str, int]:
     return writers
 
 
-def _size(copies: Iterable[HeldBoxes]) -> int:
+def _size(copies: Iterable[HeldBox]) -> int:
     return max((held.size_bytes for held in copies), default=0)
 
 

@@ -21,13 +21,13 @@ OBJECTS_PER_BYTE = 4
 class DecompressionBudget:
     """Bounds what all compressed parts of one object may unpack to together.
 
-    came: the bytes that were read of the object. room: the bytes that any object may unpack to, however small it is.
+    stored: the bytes that were read of the object. room: the bytes that any object may unpack to, however small it is.
     """
 
-    def __init__(self, came: int, *, what: str, room: int = ROOM_BYTES) -> None:
+    def __init__(self, stored: int, *, what: str, room: int = ROOM_BYTES) -> None:
         self._what = what
-        self._bytes = min(MAX_DECODED_BYTES, room + BYTES_PER_BYTE * came)
-        self._objects = OBJECTS + OBJECTS_PER_BYTE * came
+        self._bytes = min(MAX_DECODED_BYTES, room + BYTES_PER_BYTE * stored)
+        self._objects = OBJECTS + OBJECTS_PER_BYTE * stored
 
     def inflate(self, data: bytes) -> bytes:
         """Decompress a zlib stream. Raises CorruptError when it holds more bytes than are left."""
@@ -47,13 +47,13 @@ class DecompressionBudget:
         return json.loads(text)
 
 
-def deflate(text: bytes, *, came: int = 0) -> bytes:
+def deflate(text: bytes, *, stored: int = 0) -> bytes:
     """Compress to a zlib stream that no reader's bounds refuse.
 
-    came: the bytes beside the stream in its object, which raise the reader's bounds.
+    stored: the bytes beside the stream in its object, which raise the reader's bounds.
     """
     data = zlib.compress(text, 1)
-    seen = len(data) + came
+    seen = len(data) + stored
     if len(text) > BYTES_PER_BYTE * seen or _objects_in(text) > OBJECTS_PER_BYTE * seen:
         return zlib.compress(text, 0)
     return data

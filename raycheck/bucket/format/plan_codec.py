@@ -34,7 +34,7 @@ def dump_plan(plan: Plan) -> bytes:
     num_crcs = sum(item.num_crcs for item in plan.objects)
     if max(len(plan.tensors), len(plan.object)) > _max_tensors(num_crcs):
         raise ConfigError(
-            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} pieces and {num_crcs} checksums: "
+            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} chunks and {num_crcs} checksums: "
             f"too many of them hold nothing, or share what they hold. Readers take {_max_tensors(num_crcs)}"
         )
     lines = b"\n".join(
@@ -51,10 +51,10 @@ def dump_plan(plan: Plan) -> bytes:
     whole = b"".join((struct.pack("<Q", len(text)), text, lines, *(data for *_, data in columns)))
     if len(whole) > MAX_DECODED_BYTES:
         raise ConfigError(
-            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} pieces would have {len(whole)} bytes, and "
+            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} chunks would have {len(whole)} bytes, and "
             f"readers take {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
         )
-    return deflate(whole, came=CRC_BYTES * num_crcs)
+    return deflate(whole, stored=CRC_BYTES * num_crcs)
 
 
 def _max_tensors(num_crcs: int) -> int:
@@ -103,7 +103,7 @@ MALFORMED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ParsedParts:
     """Keeps the parsed parts of earlier plans, by their bytes: the plans of all ranks mostly have equal parts."""
 
     tensors: dict[bytes, Tensor] = field(default_factory=dict)
@@ -111,16 +111,16 @@ class Known:
     columns: dict[tuple[bytes, int, str], "Column[int]"] = field(default_factory=dict)
 
 
-def load_plan(data: bytes, *, what: str, known: Known | None = None, num_crcs: int | None = None) -> Plan:
+def load_plan(data: bytes, *, what: str, known: ParsedParts | None = None, num_crcs: int | None = None) -> Plan:
     """Parse a plan. Raises CorruptError, naming `what`, for anything that is not a well-formed one.
 
     known: parts of other ranks' plans, which are not parsed again. num_crcs: the number of checksums that came with the
     plan; None for a plan that a rank reports, which only MAX_DECODED_BYTES bounds.
     """
-    came = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
+    stored = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
     try:
         return _load_plan(
-            data, what, known or Known(), DecompressionBudget(came, what=what, room=PLAN_ROOM_BYTES), num_crcs
+            data, what, known or ParsedParts(), DecompressionBudget(stored, what=what, room=PLAN_ROOM_BYTES), num_crcs
         )
     except CorruptError:
         raise
@@ -130,13 +130,13 @@ def load_plan(data: bytes, *, what: str, known: Known | None = None, num_crcs: i
 
 def cut(data: bytes, at: int, size: int, what: str) -> bytes:
     """Return `size` bytes from `at` on. Raises CorruptError when there are fewer."""
-    part = data[at : at + size]
-    if size < 0 or len(part) != size:
+    found = data[at : at + size]
+    if size < 0 or len(found) != size:
         raise CorruptError(f"{what} is cut short")
-    return part
+    return found
 
 
-def _load_plan(data: bytes, what: str, known: Known, budget: DecompressionBudget, num_crcs: int | None) -> Plan:
+def _load_plan(data: bytes, what: str, known: ParsedParts, budget: DecompressionBudget, num_crcs: int | None) -> Plan:
     raw = budget.inflate(data)
     (length,) = struct.unpack_from("<Q", raw)
     header = budget.parse(cut(raw, 8, length, what))
@@ -213,7 +213,9 @@ def _path(value: object) -> tuple[str | int, ...]:
     return tuple(value)
 
 
-def _tensors(lines: bytes, number: object, known: Known, budget: DecompressionBudget, what: str) -> tuple[Tensor, ...]:
+def _tensors(
+    lines: bytes, number: object, known: ParsedParts, budget: DecompressionBudget, what: str
+) -> tuple[Tensor, ...]:
     """Parse the tensors, one JSON line each. A line that was seen before is not parsed again."""
     if lines in known.lines:
         return known.lines[lines]

@@ -39,7 +39,8 @@ from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.bucket.store.s3.s3fs_store import S3Store
 from raycheck.errors import ConfigError, CorruptError, DamagedError, StoreError
 from raycheck.settings import Retention
-from tests.bucket.format.test_documents import TWO, a_latest, a_manifest
+from tests.bucket.format.test_documents import a_latest, a_manifest
+from tests.support.hostile_documents import TWO
 from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.memory_store import DictStore
