@@ -36,7 +36,7 @@ GIVE_UP_S = 30.0
 def fit(
     trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None, enabled: bool = True
 ) -> Result:
-    """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
+    """Runs a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
 
     resume: how the first attempt of this call begins. "auto" goes on from the run's head, or starts fresh; "never"
     refuses a run that has checkpoints; "must" refuses one that has none; a step goes back to that step's checkpoint.
