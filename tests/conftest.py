@@ -60,7 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _needs_server(item: pytest.Item) -> bool:
     """Returns whether a test starts a store's server: by one of its fixtures, or since it runs on the store of that
     name. Others say so by the marker itself."""
-    parameters = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    parameters = (
+        item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    )
     words = {word for parameter in parameters if isinstance(parameter, str) for word in parameter.split()}
     return bool(SERVERS & (set(getattr(item, "fixturenames", ())) | words))
 
@@ -76,7 +78,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
-    limit = 480 if {"ray", "slow"} & set(request.keywords) else 120
+    limit = 480 if {"ray", "slow"} & set(request.keywords) else 240
     faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
