@@ -1,4 +1,4 @@
-"""Each storage setting, with each client, as it arrives at a server: the rows of bucket/store/engines.py.
+"""Each storage setting, with each client, as it arrives at a server: the rows of bucket/store/client_options.py.
 
 The server is a real one behind a recording proxy. `ray` is what Ray would write with: pyarrow's own S3 where its URI can
 say the settings, else the file system that raycheck builds.

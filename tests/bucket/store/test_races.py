@@ -1,7 +1,7 @@
 """One winner, each time: the one promise of a store on which everything else stands, asked of sixteen processes at once.
 
 What a racer is told and what lies in the object afterwards must agree. A winner may in theory be told that it lost:
-aiohttp sends a PUT once more when its connection breaks (see store/remote.py), and the second one meets the first. No
+aiohttp sends a PUT once more when its connection breaks (see bucket/store/retry.py), and the second one meets the first. No
 connection breaks here, so that is not allowed for.
 """
 
