@@ -78,7 +78,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
-    limit = 480 if {"ray", "slow"} & set(request.keywords) else 120
+    limit = 480 if {"ray", "slow"} & set(request.keywords) else 240
     faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()

@@ -51,21 +51,23 @@ def train_epochs(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "start",
+    ("start", "workers"),
     [
-        pytest.param(raycheck.fit, id="raycheck"),
-        pytest.param(lambda trainer: trainer.fit(), id="ray", marks=pytest.mark.slow),
+        pytest.param(raycheck.fit, 1, id="raycheck"),
+        pytest.param(lambda trainer: trainer.fit(), 2, id="ray", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_submitted_again_after_its_end_does_nothing_and_says_so(job, tmp_path: Path, start) -> None:
+def test_a_run_that_is_submitted_again_after_its_end_does_nothing_and_says_so(
+    job, tmp_path: Path, start, workers: int
+) -> None:
     storage, uri = f"file://{tmp_path}/runs", f"file://{tmp_path}/runs/run"
-    start(job(storage, "run", train=train_epochs, epochs=2))
+    start(job(storage, "run", workers=workers, train=train_epochs, epochs=2))
     store = open_store(uri)
     once = read_status(store), read_latest(store).head
 
-    start(job(storage, "run", train=train_epochs, epochs=2))
+    start(job(storage, "run", workers=workers, train=train_epochs, epochs=2))
     again = read_status(store), read_latest(store).head
-    start(job(storage, "run", train=train_epochs, epochs=3))
+    start(job(storage, "run", workers=workers, train=train_epochs, epochs=3))
 
     assert once[0].state == again[0].state == "finished"
     assert once[1] == again[1], "the second start had nothing to save"

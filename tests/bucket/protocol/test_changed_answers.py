@@ -82,6 +82,7 @@ bodies = pytest.mark.parametrize(("document", "load"), BODIES, ids=[type(item[0]
 # --- a document's own checksum ---
 
 
+@pytest.mark.enumeration
 @bodies
 def test_no_bit_of_a_document_changes_unseen(document: Document, load: Callable[..., Document]) -> None:
     data = dump(document)

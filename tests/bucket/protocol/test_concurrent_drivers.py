@@ -21,6 +21,8 @@ from tests.support.invariants import assert_invariants
 from tests.support.latest_history import assert_linear, read_logs, walk
 from tests.support.sample_checkpoints import Around, Driver
 
+pytestmark = pytest.mark.enumeration
+
 slow = pytest.mark.slow
 
 

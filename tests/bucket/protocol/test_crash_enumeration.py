@@ -43,6 +43,8 @@ from tests.support.sample_runs import (
 )
 from tests.support.stepped_processes import Clock, simulated
 
+pytestmark = pytest.mark.enumeration
+
 
 @pytest.fixture(autouse=True)
 def clock() -> Iterator[Clock]:

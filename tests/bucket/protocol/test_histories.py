@@ -17,6 +17,8 @@ from tests.support import stepped_processes
 from tests.support.broken_protocols import MUTANTS, Mutant
 from tests.support.history_rules import Histories
 
+pytestmark = pytest.mark.enumeration
+
 LONG_S = 180.0
 QUICK = settings(
     max_examples=80,

@@ -19,6 +19,8 @@ from tests.support.sample_checkpoints import Driver, write_checkpoint
 from tests.support.sample_runs import B, F, current, old
 from tests.support.stepped_processes import Clock, simulated
 
+pytestmark = pytest.mark.enumeration
+
 
 @pytest.fixture(autouse=True)
 def clock() -> Iterator[Clock]:
