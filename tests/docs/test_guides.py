@@ -48,7 +48,8 @@ OPERATORS = {"aws", "gcloud", "helm", "kubectl", "ray", "sed", "zip", "export"}
 """Programs of other people, which only those who set up a cluster are told to run."""
 NOT_RUN = {"bench", "demo", "submit", "watch-node"}
 """Commands that take minutes, or a cluster. What is given to them is parsed."""
-NOT_OURS = {"train.py", "storage.yaml", "exports/", "probes/", "checkpoints/", "attempts/", "ray/", "runs/"}
+USERS_OWN = {"train.py", "script.py"}
+NOT_OURS = {*USERS_OWN, "storage.yaml", "exports/", "probes/", "checkpoints/", "attempts/", "ray/", "runs/"}
 """What is named like a path and is the reader's own, or lies in a bucket."""
 OTHER_FLAGS = {"--preemption-notice-duration", "--all", "--quick", "--json", "--clear-soft-delete", "--write-readme"}
 each_text = pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -234,15 +235,14 @@ def test_every_path_that_a_text_names_exists(path: Path) -> None:
 
 
 def test_every_module_that_a_docstring_or_a_comment_names_exists() -> None:
-    """By its place in the package or in tests/, or by its bare name."""
+    """By the end of its path."""
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    names = {path.name for path in files}
+    places = [f"/{path.relative_to(ROOT)}" for path in files]
     missing = []
     for path in [*files, PACKAGE / "bucket/FORMAT.md"]:
         for text in words_of(path):
             for name in re.findall(r"(?<![\w./*])((?:\w+/)*[a-z_]\w*\.py)\b", text):
-                is_there = any((base / name).exists() for base in (ROOT, PACKAGE, ROOT / "tests", path.parent))
-                if not is_there and name not in names | {"train.py", "script.py"}:
+                if name not in USERS_OWN and not any(place.endswith(f"/{name}") for place in places):
                     missing.append(f"{path.relative_to(ROOT)}: {name}")
 
     assert missing == []
