@@ -184,7 +184,7 @@ def test_no_global_random_state_is_touched(workers: int):
 
 
 class Augmented(Dataset[list[float]]):
-    """Each sample with a draw from every global generator, as random augmentation does."""
+    """Gives each sample with a draw from every global generator, as random augmentation does."""
 
     def __len__(self) -> int:
         return 24
@@ -490,7 +490,7 @@ def test_a_position_saved_without_a_count_of_samples_counts_whole_epochs():
 
 
 def one_ahead(loader: Any) -> Iterator[Any]:
-    """As Accelerate's DataLoaderShard does, to know the last batch when it gives it."""
+    """Fetch one batch ahead, as Accelerate's DataLoaderShard does to know the last batch when it gives it."""
     source = iter(loader)
     batch = next(source)
     for following in source:
@@ -561,7 +561,7 @@ def test_accelerates_own_loader_goes_inside():
 
 
 class OwnGenerators(Dataset[list[float]]):
-    """As augmentation libraries keep them: in the dataset, and in what it applies."""
+    """Keeps generators of its own as augmentation libraries do: in the dataset, and in what it applies."""
 
     def __init__(self) -> None:
         self.chance = np.random.default_rng(0)
@@ -609,11 +609,11 @@ def test_generators_of_a_dataset_in_the_training_process_are_named_unless_the_st
 
     named = [record.message.split(" is a random generator")[0] for record in caplog.records]
     assert named == [
-        "rank 0: dataset.chance",
-        "rank 0: dataset.transforms[0]['flip']",
-        "rank 0: dataset.transforms[1]['crop']",
-        "rank 0: dataset.old",
-        "rank 0: dataset.transforms[1]['crop']",
+        "dataset.chance",
+        "dataset.transforms[0]['flip']",
+        "dataset.transforms[1]['crop']",
+        "dataset.old",
+        "dataset.transforms[1]['crop']",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a Checkpointer does about data and random numbers, in real runs: Ray Data, draws of the script, global state."""
+"""A Checkpointer takes care of data and random numbers in real runs: Ray Data, draws of the script, global state."""
 
 import logging
 import random

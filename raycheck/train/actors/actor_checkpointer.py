@@ -1,70 +1,63 @@
-"""A Checkpointer for a group of Ray actors that a driver leads, without Ray Train.
+"""Checkpoints a group of Ray actors that a driver leads, without Ray Train.
 
-Each actor is one rank: the Checkpointer inside it (actor_rank.py) works as in a Ray Train worker. The driver
-alone decides when to save, so that no collective is needed. Its own objects and the states of other actors are taken at
-the same step, and saved by rank 0 in the same checkpoint.
+Each actor is one rank: the Checkpointer inside it (actor_rank.py) works as in a Ray Train worker. The driver alone
+decides when to save, so that no collective is needed. The driver's own objects and the states of other actors
+(driver_state.py) are taken at the same step, and rank 0 saves them in the same checkpoint.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, fields, replace
-from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
 import ray
-from ray.actor import ActorHandle
 
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import with_settings
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings, function_name
-from raycheck.shards.entries.object_entry import ObjectEntry
-from raycheck.shards.entries.plain_value_entry import InPlace
-from raycheck.shards.entries.random_generators import GeneratorState, is_generator
-from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.storage_settings import StorageSettings
-from raycheck.train.actors.actor_rank import RankDecision, hear, join, leave, node_of, restore
-from raycheck.train.actors.actor_state import RemoteState
+from raycheck.train.actors.actor_rank import DriverDecision, follow, join, leave, node_of, restore
+from raycheck.train.actors.driver_state import DriverState
+from raycheck.train.actors.preemption_notices import PreemptionNotices
 from raycheck.train.coordinator.messages import OnCorrupt
-from raycheck.train.fit import checked_resume
+from raycheck.train.fit import settle_resume
 from raycheck.train.group import Group, same, start_coordinator
-from raycheck.train.log import logger, show_log
+from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import results, run_in
-from raycheck.train.ray_api.train_context import drain_deadline
 from raycheck.train.worker.checkpointer import RESTORE_FIRST
 from raycheck.train.worker.group_restore import RestoreResult
-from raycheck.train.worker.periodic import Periodic, start_alone
-from raycheck.train.worker.save_status import SaveStatus
-from raycheck.train.worker.save_triggers import SaveKind, SaveTriggers, due_of
-from raycheck.train.worker.step_metrics import detached, numbers_of
-from raycheck.train.worker.training_clock import TrainingClock
-from raycheck.train.worker.training_progress import ProgressCounter
+from raycheck.train.worker.periodic import start_alone
+from raycheck.train.worker.save_kind import SaveKind, kind_asked_for
+from raycheck.train.worker.save_queue import SaveStatus
+from raycheck.train.worker.save_triggers import SaveTriggers
+from raycheck.train.worker.training_progress import ProgressCounter, TrainingClock, detached, numbers_of
 
 LEAVE_S = 35.0
-NOTICE_PAUSE_S = 1.0
-DRIVER_RNG = "driver_rng"
-_owners: dict[tuple[str, str | int], str] = {}
-"""As whom this driver leads a run that it was told to resume so: with its actors made anew it goes on as the same."""
+_driver_ids: dict[tuple[str, str | int], str] = {}
+"""By a run's URI and `resume`, the id under which this driver owns the run: with new actors it goes on under it."""
 
 
 class ActorCheckpointer:
     """Saves and restores what Ray actors hold, and what the driver holds, as one run at `uri`.
 
-    actors: handles, in order of rank. state_of: called in each actor with the actor's instance, returns its state as
-    a Checkpointer takes it: what is alike on all ranks is saved once, sharded tensors by all. state: what exists once:
-    the driver's objects with state_dict/load_state_dict, dicts of plain values, Batches, and handles of other actors
-    with these two methods. settings: see SaveSettings; a notice that an actor's node is about to go brings a save,
-    and training goes on whatever on_preempt says. resume, storage: see `fit`.
+    actors: their handles, in order of rank. state_of: called in each actor with the actor's instance; returns its state
+    as a Checkpointer takes it. What is equal on all ranks is saved once, sharded tensors by all ranks. state: what
+    exists only once: the driver's objects with state_dict and load_state_dict, dicts of plain values, Batches, and
+    handles of other actors with these two methods. settings: see SaveSettings; a notice that an actor's node is about
+    to go brings a save, and training goes on whatever on_preempt says. resume, storage: see `fit`.
 
-    Use as a context manager, in the driver. Every method waits for the actors' earlier calls: call them between steps.
-    An actor that died raises Ray's RayActorError: kill the others, which may wait for it, make all anew, and another
-    ActorCheckpointer with them. The same `resume` in the same driver binds the first one only. Raises ConfigError,
-    naming the entry, for a state that cannot be saved, and for a run that `resume` forbids.
+    Use it as a context manager, in the driver. Every method waits for the actors' earlier calls: call them between
+    steps. When an actor dies, Ray's RayActorError is raised: kill the other actors, which may wait for it, make all of
+    them anew, and another ActorCheckpointer with them. The same `resume` in the same driver binds only the first of
+    these.
+
+    Raises ConfigError, naming the entry, for a state that cannot be saved, and for a run that `resume` forbids.
     """
 
     def __init__(
@@ -84,36 +77,35 @@ class ActorCheckpointer:
         self._actors = list(actors)
         self._uri = uri if storage is None else with_settings(uri, storage)
         self._settings = settings or SaveSettings()
-        self._owners = {name: _owner(name, value) for name, value in (state or {}).items()}
-        self._owners[DRIVER_RNG] = DriverRandomState()
-        self._position = ProgressCounter((state or {}).values())
+        self._state = DriverState(state or {})
+        self._counter = ProgressCounter((state or {}).values())
         self._store = open_store(self._uri)
-        self._rhythm = SaveTriggers(self._settings, Group.alone())
-        self._pace = TrainingClock()
-        self._standing = SaveStatus()
-        self._told: list[Any] = []
+        self._triggers = SaveTriggers(self._settings, Group.alone())
+        self._clock = TrainingClock()
+        self._status = SaveStatus()
+        self._answers: list[Any] = []  # Ray's references to the actors' answers to the last decision
         self._metrics: Mapping[str, object] = {}
         self._is_restored = self._is_closed = False
         if not self._settings.enabled:
-            logger.warning("run %s: raycheck is turned off: nothing is saved, and nothing is restored", self._uri)
+            logger.warning(event("raycheck is turned off: nothing is saved, and nothing is restored", run=self._uri))
             return
-        group = uuid4().hex[:16]
-        me = _owners.get((self._uri, resume))
-        told = checked_resume(resume, self._store, storage) if me is None else "auto"
-        me = _owners.setdefault((self._uri, resume), me or uuid4().hex[:16])
-        self._coordinator = start_coordinator(self._uri, owner=me, resume=told, suffix=f":{group}")
+        group_id = uuid4().hex[:16]
+        driver_id = _driver_ids.get((self._uri, resume))
+        wish = settle_resume(resume, self._store, storage) if driver_id is None else AUTO
+        driver_id = _driver_ids.setdefault((self._uri, resume), driver_id or uuid4().hex[:16])
+        self._coordinator = start_coordinator(self._uri, owner=driver_id, resume=wish, suffix=f":{group_id}")
         nodes = results([run_in(actor, node_of) for actor in self._actors])
-        place = Group(
-            id=group,
+        group = Group(
+            id=group_id,
             uri=self._uri,
             rank=0,
             world_size=1,
             coordinator=self._coordinator,
             broadcast=same,
-            notice=_Notices(nodes),
+            notice=PreemptionNotices(nodes),
         )
-        self._rhythm = SaveTriggers(self._settings, place)
-        self._join(place, nodes, state_of)
+        self._triggers = SaveTriggers(self._settings, group)
+        self._join(group, nodes, state_of)
 
     def restore(
         self,
@@ -127,9 +119,12 @@ class ActorCheckpointer:
     ) -> RestoreResult:
         """Claim the run for these actors and put the newest checkpoint into them and into the driver's objects.
 
-        As Checkpointer.restore, on all actors; returns what rank 0 was told. What the driver holds and the checkpoint
-        does not have stays as it is, and `at.report.fresh` names it. then: called in each actor with its instance once
-        all have restored, also in a fresh run: here a policy hands its weights to the actors that generate.
+        strict, only, skip, on_corrupt, cast: as for Checkpointer.restore, on all actors. The driver's objects that the
+        checkpoint does not have stay as they are, and the report names them under `fresh`. then: called in each actor
+        with its instance and its RestoreResult once all have restored, also in a fresh run; here a policy hands its
+        weights to the actors that generate.
+
+        Returns rank 0's RestoreResult. Raises as Checkpointer.restore does.
         """
         options = {
             "strict": strict,
@@ -139,82 +134,83 @@ class ActorCheckpointer:
             "cast": cast,
         }
         if not self._settings.enabled:
-            return self._begin_without(then)
-        for name, owner in self._owners.items():
-            ObjectEntry(name, owner).gather()  # what could not be saved later is said now
+            return self._start_turned_off(then)
+        self._state.check()
         found = results([run_in(actor, restore, self._uri, options) for actor in self._actors])
         at: RestoreResult = found[0][0]
-        states: dict[str, Any] = found[0][1]
-        for name, state in states.items():
-            self._owners[name].load_state_dict(deepcopy(state))  # Ray's arrays are read-only
-        counts = {name: getattr(at, name) for name in (spec.name for spec in fields(Progress))}
-        self._position.start_at(Progress(**counts))
+        self._state.load(found[0][1])
+        self._counter.start_at(Progress(**{spec.name: getattr(at, spec.name) for spec in fields(Progress)}))
         claims = [attempt.claimed_at for attempt in read_latest(self._store).attempts]
-        self._rhythm.start_at(self._position.progress, claims)
+        self._triggers.start_at(self._counter.progress, claims)
         if then is not None:
             results([run_in(actor, then, mine) for actor, (mine, _) in zip(self._actors, found, strict=True)])
-        for owner in self._owners.values():
-            if isinstance(owner, Periodic):
-                owner.start(lambda: (self._position.progress, self._rhythm.clock_s))
+        for periodic in self._state.periodics:
+            periodic.start(lambda: (self._counter.progress, self._triggers.clock_s))
         self._is_restored = True
-        self._pace.go()
-        if self._settings.at_start and not self._position.step:
-            self._say("save", save="keep")  # the actors know whether a checkpoint has this state already
-        return replace(at, **asdict(self._position.progress))
+        self._clock.go()
+        if self._settings.at_start and not self._counter.step:
+            self._tell("save", save="keep")  # the actors know whether a checkpoint has this state already
+        return replace(at, **asdict(self._counter.progress))
 
-    def _begin_without(self, then: Callable[[Any, RestoreResult], object] | None) -> RestoreResult:
-        """By SaveSettings(enabled=False), at step 0."""
-        self._position.start_at(self._position.progress)
-        at = RestoreResult(**asdict(self._position.progress), attempt=1)
+    def _start_turned_off(self, then: Callable[[Any, RestoreResult], object] | None) -> RestoreResult:
+        """Start at step 0 without restoring anything, for SaveSettings(enabled=False)."""
+        self._counter.start_at(self._counter.progress)
+        at = RestoreResult(**asdict(self._counter.progress), attempt=1)
         if then is not None:
             results([run_in(actor, then, at) for actor in self._actors])
-        periodics = [owner for owner in self._owners.values() if isinstance(owner, Periodic)]
-        start_alone(periodics, lambda: self._position.progress, world_size=1)
+        start_alone(self._state.periodics, lambda: self._counter.progress, world_size=1)
         self._is_restored = True
         return at
 
     def end_step(self, metrics: Mapping[str, object] | None = None, *, tokens: int = 0, episodes: int = 0) -> None:
-        """One optimizer step is complete on all actors. Saves when due. As Checkpointer.end_step."""
-        self._pace.stop()
-        self._hear()
-        now = self._standing  # at the end of the last step
-        busy_s = max(0.0, (now.busy_s or 0.0) - self._pace.step_s)
-        self._rhythm.trained(self._pace.step_s, is_saving=now.busy_s is not None)
-        self._position.end_step(tokens=tokens, episodes=episodes)
+        """Call this when an optimizer step is complete on all actors. It saves when a save is due.
+
+        The arguments and errors are those of Checkpointer.end_step.
+        """
+        self._clock.stop()
+        self._take_answers()
+        status = self._status  # at the end of the last step
+        busy_s = max(0.0, (status.busy_s or 0.0) - self._clock.step_s)
+        self._triggers.trained(self._clock.step_s, is_saving=status.busy_s is not None)
+        self._counter.end_step(tokens=tokens, episodes=episodes)
         self._metrics = detached(metrics or {})
-        due = None
+        kind = None
         if self._settings.enabled:
-            due = self._rhythm.is_due(
-                self._position.progress, is_busy=now.is_busy, busy_s=busy_s, metrics=self._metrics
+            kind = self._triggers.decide_at_step(
+                self._counter.progress, is_busy=status.is_busy, busy_s=busy_s, metrics=self._metrics
             )
-        self._say("step", save=due)
-        self._pace.go()
+        self._tell("step", save=kind)
+        self._clock.go()
 
     def end_epoch(self) -> None:
-        """An epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
-        self._hear()
-        self._position.end_epoch()
-        self._say("epoch", save=self._rhythm.is_epoch_due(self._position.progress, is_busy=self._standing.is_busy))
+        """Call this when an epoch is complete, with what the script does at its end. As Checkpointer.end_epoch."""
+        self._take_answers()
+        self._counter.end_epoch()
+        kind = self._triggers.decide_at_epoch_end(self._counter.progress, is_busy=self._status.is_busy)
+        self._tell("epoch", save=kind)
 
     def save(
         self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
     ) -> None:
-        """Begin a save of the state as it stands. As Checkpointer.save."""
+        """Begin a save of the state as it is now. The arguments and errors are those of Checkpointer.save."""
         self._metrics = detached(metrics or self._metrics)
-        self._say("save", save=due_of(self._settings, is_rolling=is_rolling, export=export))
+        self._tell("save", save=kind_asked_for(self._settings, is_rolling=is_rolling, export=export))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every save begun so far is committed. As Checkpointer.wait."""
-        self._say("wait", save=None, timeout_s=timeout_s)
-        self._hear()
+        """Wait until every save begun so far is committed. timeout_s and errors are those of Checkpointer.wait."""
+        self._tell("wait", save=None, timeout_s=timeout_s)
+        self._take_answers()
 
     def close(self) -> None:
-        """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being one."""
+        """Save the last step if it is not saved, and wait for the commit. Raises what kept it from being committed.
+
+        Leaving the context without an exception calls it.
+        """
         if self._is_closed:
             return
         try:
             if self._is_restored:
-                self._say("close", save="keep")
+                self._tell("close", save="keep")
         except BaseException:
             self._leave()
             raise
@@ -232,47 +228,51 @@ class ActorCheckpointer:
         # Nothing new is saved: the state may be half-way through a step.
         self._leave()
 
-    def _say(
+    def _tell(
         self,
         at: Literal["step", "epoch", "save", "wait", "close"],
         *,
         save: SaveKind | None,
         timeout_s: float | None = None,
     ) -> None:
-        """Tell the actors where training is, and wait for them where they save: until they have copied their state."""
-        self._hear()
+        """Tell the actors where training is and what to do there. When they save, wait until they have copied their
+        state."""
+        self._take_answers()
         if not self._settings.enabled:
             return
         began = time.monotonic()
-        word = RankDecision(
+        decision = DriverDecision(
             at=at,
-            progress=self._position.progress,
+            progress=self._counter.progress,
             save=save,
-            is_hurried=self._rhythm.is_hurried,
+            is_preempted=self._triggers.is_preempted,
             timeout_s=timeout_s,
         )
         states: dict[str, Any] = {}
         if save:
-            word = replace(word, metrics=numbers_of(self._metrics))
-            states = {name: owner.state_dict() for name, owner in self._owners.items()}
-        words = [replace(word, states=states), *[word] * (len(self._actors) - 1)]
-        self._told = [run_in(actor, hear, self._uri, mine) for actor, mine in zip(self._actors, words, strict=True)]
+            decision = replace(decision, metrics=numbers_of(self._metrics))
+            states = self._state.state_dicts()
+        decisions = [replace(decision, states=states), *[decision] * (len(self._actors) - 1)]
+        self._answers = [
+            run_in(actor, follow, self._uri, mine) for actor, mine in zip(self._actors, decisions, strict=True)
+        ]
         if save:
-            said_s = time.monotonic() - began
-            self._hear()
-            self._rhythm.saved(said_s + self._standing.blocked_s, self._position.progress, save, began=began)
-            self._pace.skip(time.monotonic() - began)
+            told_s = time.monotonic() - began
+            self._take_answers()
+            self._triggers.saved(told_s + self._status.blocked_s, self._counter.progress, save, began=began)
+            self._clock.skip(time.monotonic() - began)
 
-    def _hear(self) -> None:
-        if not self._settings.enabled and not self._is_restored:  # else the actors say so
+    def _take_answers(self) -> None:
+        """Wait for the actors' answers to the last decision. Raises what an actor has raised."""
+        if not self._settings.enabled and not self._is_restored:  # when it is enabled, the actors raise this
             raise ConfigError(RESTORE_FIRST)
-        told, self._told = self._told, []
-        if told:
-            self._standing = SaveStatus.joined(results(told))
-            self._rhythm.committed(None, save_s=self._standing.save_s)
+        answers, self._answers = self._answers, []
+        if answers:
+            self._status = SaveStatus.of_slowest(results(answers))
+            self._triggers.committed(self._status.save_s)
 
     def _leave(self) -> None:
-        """What is in flight is whole, and may end."""
+        """Have the actors leave. The saves in flight are whole, and may end."""
         if not self._is_closed and self._settings.enabled:
             leaving = [run_in(actor, leave, self._uri) for actor in self._actors]
             ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
@@ -283,69 +283,34 @@ class ActorCheckpointer:
         if self._settings.enabled:
             ray.kill(self._coordinator)
 
-    def _join(self, place: Group, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
+    def _join(self, group: Group, nodes: Sequence[str], state_of: Callable[[Any], Mapping[str, object]]) -> None:
         joining, settings = [], settings_for_actors(self._settings)
         for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
             mine = replace(
-                place,
+                group,
                 rank=rank,
                 world_size=len(nodes),
                 broadcast=None,
                 notice=None,
                 is_first_on_node=node not in nodes[:rank],
             )
-            joining.append(run_in(actor, join, state_of, tuple(self._owners), settings, mine))
+            joining.append(run_in(actor, join, state_of, self._state.names, settings, mine))
         results(joining)
 
 
 def settings_for_actors(settings: SaveSettings) -> SaveSettings:
-    """What actors are told. The user's own function is asked in the driver alone, and may hold what cannot travel; only
-    its name goes along, for the manifests."""
+    """Returns the settings that actors are given: they can be pickled, whatever the user's own function holds.
+
+    Only the driver asks that function; the actors get its name, for the manifests.
+    """
     return settings if settings.when is None else replace(settings, when=_AskedInDriver(function_name(settings.when)))
 
 
 class _AskedInDriver:
-    """Stands for a function of the driver's, under its name."""
+    """Takes the place of a function that only the driver can call, under the function's name."""
 
     def __init__(self, name: str) -> None:
         self.__qualname__ = name
 
     def __call__(self, *asked: object) -> bool:
-        raise AssertionError(f"the driver decides when to save, and no actor that was told {asked}")
-
-
-class _Notices:
-    """When the first of these nodes is to go, see Group; Ray is asked once a second."""
-
-    def __init__(self, nodes: Sequence[str]) -> None:
-        self._nodes = frozenset(nodes)
-        self._asked_at = float("-inf")
-        self._told: float | None = None
-        self._asking = Thread()
-
-    def __call__(self) -> float | None:
-        """The newest answer: Ray gives none while its head is away."""
-        if not self._asking.is_alive() and time.monotonic() - self._asked_at > NOTICE_PAUSE_S:
-            self._asked_at = time.monotonic()
-            self._asking = Thread(target=self._ask, name="raycheck-notices", daemon=True)
-            self._asking.start()
-        return self._told
-
-    def _ask(self) -> None:
-        self._told = drain_deadline(self._nodes)
-
-
-def _owner(name: str, value: Any) -> Any:
-    """What has the entry's state_dict and load_state_dict."""
-    if isinstance(value, ActorHandle):
-        return RemoteState(value, name)
-    if type(value) is dict:
-        return InPlace(value)
-    if is_generator(value):
-        return GeneratorState(value)
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return value
-    raise ConfigError(
-        f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict; the driver's state takes "
-        "objects and actors that have them, and dicts of plain values"
-    )
+        raise AssertionError(f"the driver decides when to save, but an actor asked with {asked}")

@@ -1,4 +1,7 @@
-"""One rank of a group of actors: the half of an ActorCheckpointer that lives in the actor."""
+"""The half of an ActorCheckpointer that lives in an actor makes the actor one rank of the group.
+
+The functions at the end run in the actor, called by the driver one after the other.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +15,16 @@ from raycheck.train.group import Group
 from raycheck.train.ray_api.calls import this_node
 from raycheck.train.worker.checkpointer import Checkpointer
 from raycheck.train.worker.group_restore import RestoreResult
-from raycheck.train.worker.save_status import SaveStatus
-from raycheck.train.worker.save_triggers import SaveKind
+from raycheck.train.worker.save_kind import SaveKind
+from raycheck.train.worker.save_queue import SaveStatus
 from raycheck.train.worker.training_progress import ProgressCounter
 
-_members: dict[str, "ActorRank"] = {}
-"""Of this process, by the run's URI."""
+_ranks: dict[str, "ActorRank"] = {}
+"""The ranks in this process, by the run's URI."""
 
 
-class _Held:
-    """What the driver holds: given for a save, and taken after a restore."""
+class _DriverEntry:
+    """Passes the state of one of the driver's entries on: to a save, and from a restore."""
 
     def __init__(self) -> None:
         self.state: Any = {}
@@ -34,119 +37,125 @@ class _Held:
         self.state, self.is_restored = state, True
 
 
-class _Told(ProgressCounter):
-    """Where the driver says that training is."""
+class _LedCounter(ProgressCounter):
+    """Takes the counts over from the driver. next_progress: what the driver has counted at the end of this step."""
 
     decides = False
-    told = Progress()
+    next_progress = Progress()
 
     def end_step(self, *, tokens: int = 0, episodes: int = 0) -> None:
         del tokens, episodes
         for data in self.data:
             data.end_step()
-        self.go_to(self.told)
+        self.go_to(self.next_progress)
 
     def end_epoch(self) -> None:
         for data in self.data:
             data.end_epoch()
-        self.go_to(self.told)
+        self.go_to(self.next_progress)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankDecision:
-    """The driver's, at one place of its loop. progress: where training is now. save: whether and as what to save.
-    is_hurried: a node is about to go. metrics, states: for that save; the latter of what the driver holds, for rank
-    0. timeout_s: of a wait."""
+class DriverDecision:
+    """Tells a rank at which place of its loop the driver is, and what it has decided there.
+
+    progress: the counts now. save: the kind of save to begin, None for none. is_preempted: a node of the group is about
+    to go. metrics, states: for that save; states are those of the driver's entries, and rank 0 alone gets them.
+    timeout_s: of a wait.
+    """
 
     at: Literal["step", "epoch", "save", "wait", "close"]
     progress: Progress
     save: SaveKind | None
-    is_hurried: bool = False
+    is_preempted: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
 
 
 class ActorRank:
-    """Calls come from the driver, one after the other. held: names of the entries that the driver holds."""
+    """Does in one actor what the driver decides. driver_names: names of the entries that the driver holds."""
 
-    def __init__(self, state: Mapping[str, object], held: Sequence[str], settings: SaveSettings, group: Group) -> None:
-        if both := sorted(set(state) & set(held)):
+    def __init__(
+        self, state: Mapping[str, object], driver_names: Sequence[str], settings: SaveSettings, group: Group
+    ) -> None:
+        if both := sorted(set(state) & set(driver_names)):
             raise ConfigError(f"state[{both[0]!r}] is in the actors' state and in the driver's; rename one of them")
-        self._held = {name: _Held() for name in held}
-        self._position = _Told(state.values())
-        entries = {**state, **{name: RankZero(owner) for name, owner in self._held.items()}}
-        self._ckpt = Checkpointer(entries, settings, group=group, position=self._position)
+        self._driver_entries = {name: _DriverEntry() for name in driver_names}
+        self._counter = _LedCounter(state.values())
+        entries = {**state, **{name: RankZero(entry) for name, entry in self._driver_entries.items()}}
+        self._checkpointer = Checkpointer(entries, settings, group=group, position=self._counter)
 
     def restore(self, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
-        """Also the states that the driver has to take back; on rank 0."""
-        at = self._ckpt.restore(**options)
-        states = {name: held.state for name, held in self._held.items() if held.is_restored}
-        self._let_go(states)
-        return at, states
+        """Restore this rank. Returns, on rank 0, also the states that the driver has to take back."""
+        result = self._checkpointer.restore(**options)
+        states = {name: entry.state for name, entry in self._driver_entries.items() if entry.is_restored}
+        self._forget_states(states)
+        return result, states
 
-    def hear(self, word: RankDecision) -> SaveStatus:
-        self._position.told, self._position.is_hurried = word.progress, word.is_hurried
-        for name, state in word.states.items():
-            self._held[name].state = state
-        if word.at == "step":
-            self._ckpt.end_step(word.metrics)
-        if word.at == "epoch":
-            self._ckpt.end_epoch()
-        if word.save:
-            self._ckpt.save_as(word.save, word.metrics)
-        if word.at == "wait":
-            self._ckpt.wait(word.timeout_s)
-        if word.at == "close":
-            self._ckpt.close()
-        self._let_go(word.states)
-        return self._ckpt.standing
+    def follow(self, decision: DriverDecision) -> SaveStatus:
+        """Do what the driver has decided. Returns the status of this rank's saves afterwards."""
+        self._counter.next_progress, self._counter.is_preempted = decision.progress, decision.is_preempted
+        for name, state in decision.states.items():
+            self._driver_entries[name].state = state
+        if decision.at == "step":
+            self._checkpointer.end_step(decision.metrics)
+        if decision.at == "epoch":
+            self._checkpointer.end_epoch()
+        if decision.save:
+            self._checkpointer.save_as(decision.save, decision.metrics)
+        if decision.at == "wait":
+            self._checkpointer.wait(decision.timeout_s)
+        if decision.at == "close":
+            self._checkpointer.close()
+        self._forget_states(decision.states)
+        return self._checkpointer.save_status
 
-    def _let_go(self, names: Iterable[str]) -> None:
-        """What the driver holds need not lie here too."""
+    def _forget_states(self, names: Iterable[str]) -> None:
+        """Free the driver's states: the driver holds them."""
         for name in names:
-            self._held[name].state = {}
+            self._driver_entries[name].state = {}
 
     def leave(self) -> None:
         """Save nothing more; a save in flight may end."""
-        gone = ConfigError("the driver has left")
-        self._ckpt.__exit__(type(gone), gone, None)
+        reason = ConfigError("the driver has left")
+        self._checkpointer.__exit__(type(reason), reason, None)
 
 
 def join(
     actor: Any,
     state_of: Callable[[Any], Mapping[str, object]],
-    held: Sequence[str],
+    driver_names: Sequence[str],
     settings: SaveSettings,
     group: Group,
 ) -> None:
-    """Make this actor a member, in the place of what it was in the same run."""
-    before = _members.pop(group.uri, None)
+    """Make this actor a rank of the group, in place of the rank that it was in the same run before."""
+    before = _ranks.pop(group.uri, None)
     if before is not None:
         before.leave()
-    _members[group.uri] = ActorRank(state_of(actor), held, settings, group)
+    _ranks[group.uri] = ActorRank(state_of(actor), driver_names, settings, group)
 
 
 def restore(actor: Any, uri: str, options: Mapping[str, Any]) -> tuple[RestoreResult, dict[str, Any]]:
     del actor
-    return _members[uri].restore(options)
+    return _ranks[uri].restore(options)
 
 
-def hear(actor: Any, uri: str, word: RankDecision) -> SaveStatus:
+def follow(actor: Any, uri: str, decision: DriverDecision) -> SaveStatus:
     del actor
-    standing = _members[uri].hear(word)
-    if word.at == "close":
-        del _members[uri]
-    return standing
+    status = _ranks[uri].follow(decision)
+    if decision.at == "close":
+        del _ranks[uri]
+    return status
 
 
 def leave(actor: Any, uri: str) -> None:
     del actor
-    if member := _members.pop(uri, None):
-        member.leave()
+    if rank := _ranks.pop(uri, None):
+        rank.leave()
 
 
 def node_of(actor: Any) -> str:
-    """The id of the actor's node."""
+    """Returns the id of the actor's node."""
     del actor
     return this_node()

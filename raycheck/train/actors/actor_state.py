@@ -1,4 +1,4 @@
-"""The state of a Ray actor as an entry of the state: rank 0 asks for it at each save and hands it back at a restore."""
+"""Makes a Ray actor's state an entry of a state: rank 0 asks for it at each save, and hands it back at a restore."""
 
 from typing import Any
 
@@ -11,7 +11,11 @@ TIMEOUT_S = 120.0
 
 
 class RemoteState:
-    """An actor's state_dict and load_state_dict, called from here. name: what messages call it. Raises Ray's errors."""
+    """Calls an actor's state_dict and load_state_dict from this process.
+
+    name: how errors call the actor. timeout_s: seconds to wait for an answer; None to wait for ever. Raises ConfigError
+    for an actor without these methods, and Ray's own errors when a call fails.
+    """
 
     def __init__(self, actor: Any, name: str, *, timeout_s: float | None = None) -> None:
         for method in ("state_dict", "load_state_dict"):
@@ -32,7 +36,7 @@ class RemoteState:
 
 
 class _OfARank(RemoteState):
-    """A save that cannot have it fails, and training goes on."""
+    """Raises StoreError when the actor does not answer: then the save fails, and training goes on."""
 
     def _ask(self, method: Any, *args: Any) -> Any:
         try:
@@ -44,10 +48,10 @@ class _OfARank(RemoteState):
 class ActorState(RankZero):
     """Puts a Ray actor's state into the checkpoint: `{"prep": raycheck.ActorState(actor)}`.
 
-    The actor needs methods state_dict and load_state_dict. Rank 0 calls them: the first at the start, to see whether it
-    can be saved, and while a save copies the state. It must answer within timeout_s seconds, else this save fails and
-    training goes on. Arrays of NumPy reach the second one read-only, as in any call of Ray's. Raises ConfigError for an
-    actor without these methods.
+    The actor needs the methods state_dict and load_state_dict. Rank 0 calls state_dict at the start, to see whether the
+    state can be saved, and while a save copies the state; it calls load_state_dict at a restore. If the actor does not
+    answer within timeout_s seconds, this save fails and training goes on. NumPy arrays reach load_state_dict read-only,
+    as in any call of Ray's. Raises ConfigError for an actor without these methods.
     """
 
     def __init__(self, actor: Any, *, timeout_s: float = TIMEOUT_S) -> None:

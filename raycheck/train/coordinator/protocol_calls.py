@@ -19,6 +19,7 @@ from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
+from raycheck.bucket.protocol.resume import Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import CorruptError, FencedError, RaycheckError, StoreError, SupersededError
@@ -39,13 +40,13 @@ class ProtocolCalls:
         register: Register,
         me: Identity,
         *,
-        resume: str | int,
+        resume: Resume,
         plans: PlanCache,
         exports: ExportJobs,
         deletes: BackgroundDeletes,
         run_log: RunLog,
     ) -> None:
-        """resume: binds the first claim of this owner; see `claim`."""
+        """resume: only this owner's first claim obeys it."""
         self._register = register
         self._store = register.store
         self._me = me

@@ -1,4 +1,4 @@
-"""A rank's side of exports: what it checks first, and when it waits. The coordinator's side is export_jobs.py."""
+"""Does a rank's part of exports: it checks them before training, and waits for them. export_jobs.py does the rest."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from raycheck.bucket.store.address import parse_uri
 from raycheck.errors import ConfigError, StoreError
 from raycheck.settings import ExportSettings
 from raycheck.train.group import Group
-from raycheck.train.log import logger, name_of
+from raycheck.train.log import event, logger
 from raycheck.train.worker.heartbeat import FencingWatch
 from raycheck.train.worker.save_queue import SaveQueue
 
@@ -20,7 +20,7 @@ WORTH_SAYING_S = 1.0
 
 
 class ExportWait:
-    """By the settings of one Checkpointer; None: there are none."""
+    """Waits for exports, as the settings of one Checkpointer say; does nothing when they have no `exports`."""
 
     def __init__(
         self, settings: ExportSettings | None, group: Group, models: Sequence[str], watch: FencingWatch
@@ -30,7 +30,7 @@ class ExportWait:
         self._settings = settings
         self._group = group
         self._watch = watch
-        self._newest: tuple[str, Progress] | None = None  # that was to be exported
+        self._newest: tuple[str, Progress] | None = None  # name and progress of the newest save with an export
         if settings is None:
             return
         if settings.entry not in models if settings.entry else len(models) != 1:
@@ -43,23 +43,25 @@ class ExportWait:
         if settings.to is not None:
             parse_uri(settings.to)
 
-    def follow(self, saver: SaveQueue, name: str, progress: Progress, *, is_hurried: bool) -> str | None:
-        """The save of checkpoint `name`, which is to be exported, has begun: wait for what the mode says, unless
-        hurried. Earlier saves have ended then, so that all ranks wait for the same. Returns the newest commit that was
-        heard of. Raises what has ended this attempt meanwhile."""
-        mode = self._settings.mode if self._settings is not None and not is_hurried else "async"
+    def follow(self, queue: SaveQueue, name: str, progress: Progress, *, is_preempted: bool) -> str | None:
+        """Wait, once the save of checkpoint `name` has begun, for the exports that the mode says.
+
+        Earlier saves have ended by then, so that all ranks wait for the same exports. is_preempted: wait for none.
+        Returns the name of the newest commit, if there was one meanwhile. Raises what has ended this attempt.
+        """
+        mode = self._settings.mode if self._settings is not None and not is_preempted else "async"
         before, self._newest = self._newest, (name, progress)
         if mode == "async":
             return None
         is_sync = mode == "sync"
-        newest = saver.wait(up_to=saver.saves - (not is_sync))
+        newest = queue.wait(up_to=queue.saves - (not is_sync))
         self._wait(self._newest if is_sync else before, but="" if is_sync else name)
         if self._watch.over is not None:
             raise self._watch.over
         return newest
 
     def finish(self, newest: str | None, progress: Progress) -> None:
-        """Training is over, and its last step is checkpoint `newest`."""
+        """Wait for all exports when training is over. newest: the checkpoint of its last step."""
         if self._settings is None:
             return
         if self._settings.at_end and newest is not None:
@@ -67,21 +69,25 @@ class ExportWait:
         self._wait(self._newest)
 
     def _wait(self, last: tuple[str, Progress] | None, *, but: str = "") -> None:
-        """Until none is under way, that of a checkpoint excepted, or this attempt is over. What keeps one from ending
-        is a warning, and nothing else. last: is begun anew where the coordinator was, and has forgotten it."""
+        """Wait until no export is under way, or this attempt is over. A failure is a warning, and nothing else.
+
+        last: the save whose export is begun again if a new coordinator does not know of it. but: a checkpoint whose
+        export is not waited for.
+        """
         began = time.monotonic()
         if last is not None:
             self._ask("export", *last, self._settings)
         while (left := self._ask("wait_for_exports", but)) and self._watch.over is None:
             if time.monotonic() > began + WAIT_TIMEOUT_S:
-                logger.warning("%s: %d exports are not waited for any more", name_of(self._group.uri), left)
+                text = "no longer waiting for exports"
+                logger.warning(event(text, exports=left, waited_s=WAIT_TIMEOUT_S, run=self._group.uri))
                 return
         if not self._group.rank and (seconds := time.monotonic() - began) > WORTH_SAYING_S:
-            logger.info("%s: waited %.1f s for exports", name_of(self._group.uri), seconds)
+            logger.info(event("waited for exports", waited_s=seconds, run=self._group.uri))
 
     def _ask(self, method: str, *args: object) -> int:
         try:
             return int(self._group.ask(method, *args, timeout_s=ASK_TIMEOUT_S, what="exports"))
         except (StoreError, RayError) as error:
-            logger.warning("%s: exports may be missing: %s", name_of(self._group.uri), error)
+            logger.warning(event("exports may be missing", cause=error, run=self._group.uri))
             return 0

@@ -1,30 +1,27 @@
-"""A restore is over when all ranks are through with it. When one finds the checkpoint damaged, all of them go back to
-the one before it: a decision that stands in `latest` before anybody trains on (step 26).
+"""Restores on all ranks together: a restore is over when every rank is through with it.
 
-The ranks' side; the coordinator's is in rendezvous.py.
+When one rank finds the checkpoint damaged, all of them go back to the one before it. That decision is written into
+`latest` before anybody trains on (step 26). This is the ranks' side; the coordinator's is in rendezvous.py.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, TypeVar
 
 from raycheck.bucket.attempt_records import ResumeRecord
-from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import pointed_by
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import DamagedError, RaycheckError, StoreError, SupersededError
-from raycheck.settings import SaveSettings
 from raycheck.shards.state.preview import Preview
+from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
+from raycheck.train.batches import Batches
 from raycheck.train.coordinator.messages import Arrival, Claim, OnCorrupt, RankRestore, RestoreDecision
-from raycheck.train.group import Group, ask_until_decided
-from raycheck.train.log import logger, name_of
-from raycheck.train.ray_api import train_context
-from raycheck.train.ray_api.train_context import dataset_names
+from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
+from raycheck.train.log import event, logger
 
 RESTORE_TIMEOUT_S = 3600.0
 """How much later than the first rank the last one may be through."""
@@ -32,14 +29,15 @@ RESTORE_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreResult:
-    """Where training stands after a restore; all zero in a fresh run.
+    """Describes where training goes on after a restore; all counts are zero in a fresh run.
 
     step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
-    as `end_step` was told so far. checkpoint: the name of what was restored, None when fresh. attempt: this life of the
-    worker group. saved_world_size: ranks that wrote it. seconds, bytes_fetched, tensors: of this rank's restore. rng:
-    what was done about random state. report: what was restored, and what was not. resume: what the end of the attempt
-    before cost, None in a run's first. is_finished: the run had come to its end with what was restored, by leaving the
-    Checkpointer's block without an exception on all ranks; a loop that goes on from here trains more, or nothing.
+    the sums that `end_step` was told so far. checkpoint: name of the restored checkpoint, None in a fresh run. attempt:
+    number of this life of the worker group. saved_world_size: number of ranks that wrote the checkpoint. seconds,
+    bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report: which entries
+    were restored, and which were not. resume: what the end of the attempt before cost, None in a run's first attempt.
+    is_finished: whether the run had come to its end with this checkpoint, by leaving the Checkpointer's block without
+    an exception on all ranks; a loop that goes on from here trains more, or nothing.
     """
 
     step: int = 0
@@ -61,11 +59,11 @@ class RestoreResult:
 
     @classmethod
     def of(
-        cls, done: Restored, where: Progress, *, claim: Claim, resume: ResumeRecord | None, seconds: float, rng: str
+        cls, done: Restored, progress: Progress, *, claim: Claim, resume: ResumeRecord | None, seconds: float, rng: str
     ) -> "RestoreResult":
-        """`where`: the position, in the data too."""
+        """Returns the result of a restore. progress: the counts from which training goes on, those of the data too."""
         return cls(
-            **asdict(where),
+            **asdict(progress),
             checkpoint=done.manifest.key,
             attempt=claim.attempt,
             saved_world_size=done.manifest.world_size,
@@ -75,7 +73,7 @@ class RestoreResult:
             rng=rng,
             report=done.report,
             resume=resume,
-            is_finished=claim.is_finished and not done.report.skipped,  # what was left out is to be trained anew
+            is_finished=claim.is_finished and not done.report.skipped,  # entries that were left out are trained anew
         )
 
 
@@ -84,19 +82,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Agreed(Generic[T]):
-    """What all ranks have read of one checkpoint: `claim` as it stands in the end, and what this rank has got. refused:
-    newer ones that are damaged, each with the proof."""
+    """Holds what all ranks have read of one checkpoint.
+
+    claim: the final claim, which names that checkpoint. result: what this rank has read. refused: newer checkpoints
+    that are damaged, each with the proof.
+    """
 
     claim: Claim
-    got: T
+    result: T
     resume: ResumeRecord | None
     refused: tuple[str, ...]
+
+
+def claim_run(group: Group) -> Claim:
+    """Claim the run for this worker group, and check what this node may do in the bucket. Every rank calls it."""
+    group.check_node()
+    claim: Claim = group.ask("claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run")
+    group.check_shared()
+    return claim
 
 
 def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrupt: OnCorrupt) -> tuple[Claim, Preview]:
     """Read what the checkpoint of `claim` says of itself, or the newest good one before it, alike on all ranks.
 
-    Returns the claim as it stands in the end. Raises DamagedError when there is none, or by `on_corrupt`.
+    Returns the final claim, which names that checkpoint. Raises DamagedError when there is no good one, or when
+    on_corrupt is "raise".
     """
 
     def read(checkpoint: Checkpoint, refused: tuple[str, ...]) -> Preview:
@@ -105,8 +115,8 @@ def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrup
     def arrival(preview: Preview, seconds: float) -> Arrival:
         return Arrival(step=preview.step, seconds=seconds)
 
-    agreed = _together(group, claim, read, arrival, on_corrupt=on_corrupt, is_peek=True)
-    return agreed.claim, agreed.got
+    agreed = _read_together(group, claim, read, arrival, on_corrupt=on_corrupt, is_peek=True)
+    return agreed.claim, agreed.result
 
 
 def restore_together(
@@ -122,21 +132,21 @@ def restore_together(
 ) -> tuple[Claim, Restored, ResumeRecord | None]:
     """Put the checkpoint of `claim` into the live state on all ranks, or the newest good one before it.
 
-    preview: what `peek_together` has answered. Returns the claim as it stands in the end. Raises DamagedError when
-    there is none, or by `on_corrupt`; SupersededError when it would be another one than was peeked at.
+    preview: the answer of `peek_together`. Returns the final claim, which names that checkpoint. Raises DamagedError
+    when there is no good one, or when on_corrupt is "raise"; SupersededError when it is another one than was peeked at.
     """
 
     def read(checkpoint: Checkpoint, refused: tuple[str, ...]) -> Restored:
         done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
         return replace(done, report=replace(done.report, refused=refused))
 
-    agreed = _together(
+    agreed = _read_together(
         group, claim, read, _arrival, on_corrupt=on_corrupt, refused=preview.refused if preview else (), preview=preview
     )
-    return agreed.claim, agreed.got, agreed.resume
+    return agreed.claim, agreed.result, agreed.resume
 
 
-def _together(
+def _read_together(
     group: Group,
     claim: Claim,
     read: Callable[[Checkpoint, tuple[str, ...]], T],
@@ -147,10 +157,11 @@ def _together(
     refused: tuple[str, ...] = (),
     preview: Preview | None = None,
 ) -> _Agreed[T]:
+    """Read checkpoint after checkpoint, newest first, until no rank finds damage."""
     began = time.monotonic()
     while True:
         assert claim.restore is not None, "a fresh run restores nothing"
-        verdict = RankRestore(
+        mine = RankRestore(
             group=group.id,
             rank=group.rank,
             world_size=group.world_size,
@@ -159,88 +170,28 @@ def _together(
             is_peek=is_peek,
         )
         checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
-        got: T | None = None
+        result: T | None = None
         try:
-            got = read(checkpoint, refused)
-            verdict = replace(verdict, arrival=arrival(got, time.monotonic() - began))
+            result = read(checkpoint, refused)
+            mine = replace(mine, arrival=arrival(result, time.monotonic() - began))
         except DamagedError as error:
-            verdict = replace(verdict, damage=str(error))
+            mine = replace(mine, damage=str(error))
         except Exception as error:
-            told = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
-            group.tell("restored", replace(verdict, failure=told))
+            failure = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
+            group.tell("restored", replace(mine, failure=failure))  # the other ranks must not wait for this one
             raise
-        ruling = _ruling(group, verdict)
-        if ruling.claim is None:
-            assert got is not None, "what is damaged here is not all well"
-            return _Agreed(claim=claim, got=got, resume=ruling.resume, refused=refused)
-        refused = (*refused, f"{verdict.key} ({ruling.message})")
-        claim = ruling.claim
+        decision = _decision_on(group, mine)
+        if decision.claim is None:
+            assert result is not None, "a rank that found damage never gets a final decision"
+            return _Agreed(claim=claim, result=result, resume=decision.resume, refused=refused)
+        refused = (*refused, f"{mine.key} ({decision.message})")
+        claim = decision.claim
         if preview is not None and claim.restore is not None:
-            # The script has acted on what peek() said of the other one. All ranks are told so, and all start again.
+            # The script has acted on what peek() said of the damaged one. All ranks are told so, and all start again.
             raise SupersededError(
-                f"rank {group.rank}: peek() answered for {verdict.key}, which is damaged ({ruling.message}); start the "
+                f"rank {group.rank}: peek() answered for {mine.key}, which is damaged ({decision.message}); start the "
                 f"workers again: peek() will answer for {claim.restore.key}"
             )
-
-
-def say_what_changed(group: Group, manifest: Manifest, settings: SaveSettings) -> None:
-    """Since the checkpoint was saved. The settings of the script always hold."""
-    before, now = set(manifest.settings), set(settings.chosen)
-    if before != now and not group.rank:
-        texts = [", ".join(sorted(said)) or "defaults" for said in (now - before, before - now)]
-        logger.info("%s: settings since %s: now %s, before %s", name_of(group.uri), manifest.key, *texts)
-
-
-def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
-    """Say so when a script that reads ray.train.get_checkpoint() too would mix two steps: after a hard kill Ray is some
-    commits behind, and it may have checkpoints that the script itself reported."""
-    if group.rank or not group.is_ray_train:
-        return
-    path = train_context.checkpoint_path()
-    name = pointed_by(path) if path else None
-    if path is None if restored is None else name is not None and name.step == restored.step:
-        return
-    ours = "starts fresh" if restored is None else f"has restored step {restored.step}"
-    theirs = f"is of step {name.step}" if name else f"is {path}" if path else "is none"
-    logger.warning(
-        "%s: raycheck %s, while ray.train.get_checkpoint() %s: take step, epoch and weights from restore() alone",
-        name_of(group.uri),
-        ours,
-        theirs,
-    )
-
-
-def furthest_of(resume: ResumeRecord | None) -> int:
-    """The furthest step that an attempt before this one is known to have completed; -1 for none."""
-    return -1 if resume is None or resume.furthest_step is None else resume.furthest_step
-
-
-def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
-    """Without a position in the data in the state: warn of Ray Data's epoch that is cut off, at a run's first start and
-    whenever it happens. It is no error: a run of one epoch loses nothing, and one that is restarted at night is better
-    off with some samples twice than with an end. restored: None in a fresh run."""
-    names = ", ".join(dataset_names())
-    if group.rank or (restored is not None and restored.epoch_step == 0) or not (names or restored):
-        return
-    where = name_of(group.uri)
-    if restored is not None:
-        where += (
-            f": training goes on at step {restored.step}, after {restored.epoch_step} steps of epoch {restored.epoch}"
-        )
-    if not names:
-        logger.info("%s; the state has no position in the data, which begin where the script begins them", where)
-        return
-    happens = "the epoch begins anew after a restart in the middle of it, while step and schedule go on"
-    if restored is not None:
-        happens = "they begin that epoch anew, so that its samples are trained on again"
-    logger.warning(
-        "%s; the datasets of Ray Data (%s) cannot say where they stand: %s. Call end_epoch() after each epoch and loop "
-        "over range(at.epoch, epochs); where the order of an epoch is fixed, skip its first at.epoch_step batches; "
-        "raycheck.Batches need neither",
-        where,
-        names,
-        happens,
-    )
 
 
 def _arrival(done: Restored, seconds: float) -> Arrival:
@@ -253,14 +204,35 @@ def _arrival(done: Restored, seconds: float) -> Arrival:
     )
 
 
-def _ruling(group: Group, verdict: RankRestore) -> RestoreDecision:
-    what = f"{'peek at' if verdict.is_peek else 'restore of'} {verdict.key}"
+def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
+    """Hand in how this rank's restore ended, and wait for the decision that all ranks are told."""
+    what = f"{'peek at' if mine.is_peek else 'restore of'} {mine.key}"
     decision: RestoreDecision = ask_until_decided(
         group,
         "restored",
-        verdict,
+        mine,
         deadline=time.monotonic() + RESTORE_TIMEOUT_S,
         what=what,
         late=lambda missing: StoreError(f"rank {group.rank}: {what}: {missing} within {RESTORE_TIMEOUT_S:.0f} s"),
     )
     return decision
+
+
+def apply_random_state(done: Restored, group: Group, data: Iterable[Batches]) -> str:
+    """Put the checkpoint's random state back now, and inside an epoch once more just before the first batch.
+
+    A script draws before its first batch: a shuffle, or an iterator's seed. The run that saved the checkpoint in the
+    middle of an epoch had drawn these before the checkpoint. Returns what was done, as text.
+    """
+    text = done.apply_rng(group.rank)
+    applied = rng_values()
+
+    def apply_again() -> None:
+        if rng_values() != applied:
+            said = "random numbers were drawn between restore() and the first batch: the random state is put back"
+            logger.info(event(said, checkpoint=done.manifest.key, rank=group.rank, run=group.uri))
+        done.apply_rng(group.rank)
+
+    for stream in data if done.rng_values else ():
+        stream.before_first_batch(apply_again)
+    return text

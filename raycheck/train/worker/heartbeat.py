@@ -1,5 +1,8 @@
-"""What rank 0 has to do with the coordinator between saves: say how far it is, hear whether a save is wanted, and find
-out that the attempt is over."""
+"""Rank 0 and the coordinator keep in touch between saves.
+
+About once a second rank 0 sends a heartbeat: how far training is. The answer says whether a save is wanted. A second
+thread has the coordinator check from time to time that this attempt has not been fenced.
+"""
 
 import threading
 import time
@@ -9,40 +12,42 @@ from typing import Any
 from raycheck.errors import CorruptError, FencedError, RaycheckError, SupersededError
 from raycheck.train.coordinator.messages import HeartbeatMessage
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group
-from raycheck.train.log import logger
+from raycheck.train.log import event, logger
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 WATCH_S = 45.0
 """How often the coordinator looks at `latest` for rank 0."""
 
 
 class Heartbeat:
-    """Silent on the other ranks. Never waits."""
+    """Sends rank 0's heartbeats to the coordinator. It never waits, and sends nothing on the other ranks."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self._group = group
         self._clock = clock
-        self._beaten = float("-inf")
-        self._told: Any = None
+        self._sent_at = float("-inf")
+        self._unanswered: Any = None
 
-    @property
-    def is_save_wanted(self) -> bool:
-        """Whether the last word was answered so; said once."""
-        answer = None if self._told is None else self._group.answer(self._told)
+    def take_save_request(self) -> bool:
+        """Return whether the coordinator has answered the last heartbeat by asking for a save. It says so once."""
+        answer = None if self._unanswered is None else self._group.answer(self._unanswered)
         if answer is not None:
-            self._told = None
+            self._unanswered = None
         return bool(answer)
 
-    def beat(self, pulse: Callable[[], HeartbeatMessage], *, is_last: bool = False) -> None:
-        """About once a second."""
-        if self._group.rank or (self._clock() - self._beaten < BEAT_S and not is_last):
+    def send(self, message: Callable[[], HeartbeatMessage], *, is_last: bool = False) -> None:
+        """Send a heartbeat, unless the last one is less than a second old. is_last: send it in any case."""
+        if self._group.rank or (self._clock() - self._sent_at < HEARTBEAT_S and not is_last):
             return
-        self._beaten = self._clock()
-        self._told = self._group.tell("heartbeat", self._group.id, pulse())
+        self._sent_at = self._clock()
+        self._unanswered = self._group.tell("heartbeat", self._group.id, message())
 
 
 class FencingWatch:
-    """A thread on rank 0 that learns that the attempt is over even when no save is due."""
+    """Learns in a thread on rank 0 that the attempt is over, even when no save is due.
+
+    over: the error that ended it, None while it is live.
+    """
 
     def __init__(self, group: Group) -> None:
         self.over: RaycheckError | None = None
@@ -68,4 +73,4 @@ class FencingWatch:
                 self.over = error
                 return
             except RaycheckError as error:
-                logger.warning("the run's latest could not be watched: %s", error)
+                logger.warning(event("could not check latest for a newer attempt", cause=error, run=self._group.uri))

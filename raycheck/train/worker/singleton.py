@@ -1,4 +1,4 @@
-"""One open Checkpointer per run and rank in a process: two of them would take turns at superseding each other."""
+"""One process holds at most one open Checkpointer per run and rank: two of them would supersede each other in turn."""
 
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -14,12 +14,12 @@ class _Closable(Protocol):
 _open: "WeakValueDictionary[tuple[str, int], _Closable]" = WeakValueDictionary()
 
 
-def be_the_only_one(one: _Closable, *, uri: str, rank: int) -> None:
-    """Raises ConfigError when another one is open here."""
+def register_open(checkpointer: _Closable, *, uri: str, rank: int) -> None:
+    """Register the open Checkpointer of a run and rank. Raises ConfigError when this process has another open one."""
     other = _open.get((uri, rank))
     if other is not None and not other.is_closed:
         raise ConfigError(
-            f"{uri}: there is an open Checkpointer of this run in this process already. One holds the whole state "
+            f"{uri}: this process already has an open Checkpointer of this run. One holds the whole state "
             "(give it all models and optimizers); close it before making another"
         )
-    _open[uri, rank] = one
+    _open[uri, rank] = checkpointer

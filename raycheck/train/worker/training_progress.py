@@ -1,7 +1,14 @@
-"""How far a training is: what a checkpoint keeps as `progress`."""
+"""Counts a training's progress, measures how long it trains, and takes in the metrics of its steps.
 
-from collections.abc import Iterable
+The counts are what a checkpoint keeps as `progress`; the seconds are its `trained_s`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+
+import torch
 
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
@@ -10,18 +17,21 @@ from raycheck.train.batches import Batches
 
 
 class ProgressCounter:
-    """Counts steps, tokens and episodes; epochs and samples too where no Batches in the state does. decides: else
-    somebody says from outside when to save, and is_hurried, that a node is about to go."""
+    """Counts steps, tokens and episodes; also epochs and samples, unless Batches in the state count them.
+
+    decides: whether this rank takes part in the decision to save; False when a driver decides for it. is_preempted: a
+    node of the group is about to go, as far as that driver has said.
+    """
 
     decides = True
-    is_hurried = False
+    is_preempted = False
 
     def __init__(self, entries: Iterable[object]) -> None:
         self.watch(entries)
         self.progress = Progress()
 
     def watch(self, entries: Iterable[object]) -> None:
-        """Count the epochs and samples of the Batches among these. Raises ConfigError for two of them."""
+        """Take epochs and samples from the Batches among these entries. Raises ConfigError when there are two."""
         entries = list(entries)
         self.data = [value for value in entries if isinstance(value, Batches)]
         if len(self.data) > 1:
@@ -34,7 +44,7 @@ class ProgressCounter:
         return self.progress.step
 
     def end_step(self, *, tokens: int, episodes: int) -> None:
-        """Raises ConfigError for what is no count."""
+        """Count one step. Raises ConfigError for tokens or episodes that are not whole numbers of at least 0."""
         for name, count in (("tokens", tokens), ("episodes", episodes)):
             if type(count) is not int or count < 0:
                 raise ConfigError(f"end_step({name}={count!r}): give a whole number of at least 0")
@@ -45,18 +55,69 @@ class ProgressCounter:
         self.go_to(replace(at, **counts, tokens=at.tokens + tokens, episodes=at.episodes + episodes))
 
     def end_epoch(self) -> None:
+        """Count one epoch, and begin the next one."""
         for data in self.data:
             data.end_epoch()
         self.go_to(replace(self.progress, epoch=self.progress.epoch + 1, epoch_step=0))
 
     def start_at(self, progress: Progress) -> None:
-        """Training begins here, after a restore or afresh."""
+        """Start counting here, after a restore or in a fresh run."""
         for data in self.data:
-            data.leave_loaders()
+            data.end_loaders()
         self.go_to(progress)
 
     def go_to(self, progress: Progress) -> None:
-        """Batches know their own place."""
+        """Take over these counts, except those that Batches keep themselves."""
         for data in self.data:
             progress = replace(progress, epoch=data.epoch, epoch_step=data.epoch_step, samples=data.samples)
         self.progress = progress
+
+
+class TrainingClock:
+    """Measures seconds of training: those in the restored state, plus those of the steps since. Saves do not count.
+
+    It runs between the end of one `end_step` and the beginning of the next. trained_s: the sum. step_s: how long the
+    last step took.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+        self.trained_s = 0.0
+        self.step_s = 0.0
+
+    def go(self, trained_s: float | None = None) -> None:
+        """Let the clock run. trained_s: seconds of training in the restored state, given once after a restore."""
+        if trained_s is not None:
+            self.trained_s = trained_s
+        self._since = self._clock()
+
+    def skip(self, seconds: float) -> None:
+        """Leave out the last `seconds`: they were not training."""
+        if self._since is not None:
+            self._since += seconds
+
+    def stop(self) -> None:
+        """Stop at the end of a step, and add its seconds."""
+        if self._since is not None:
+            self.step_s = self._clock() - self._since
+            self.trained_s += self.step_s
+        self._since = None
+
+
+def detached(metrics: Mapping[str, object]) -> dict[str, object]:
+    """Returns the metrics with tensors detached, so that keeping a metric does not keep its graph alive."""
+    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+
+
+def numbers_of(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Returns the finite metrics as floats. Raises ConfigError, naming the metric, for a value that is no number."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()  # noqa: PLW2901  waits for the device, so it is read only on a step that saves
+        if not isinstance(value, int | float):
+            raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}; give a number or a 0-dim tensor")
+        if math.isfinite(value):  # JSON has no nan, and a run that diverges must still be saved
+            numbers[name] = float(value)
+    return numbers

@@ -1,8 +1,8 @@
-"""How long to train between two saves, when the user gives a budget instead of an interval: SaveSettings(overhead=...).
+"""Computes how long to train between two saves from the user's budget, SaveSettings(overhead=...).
 
-Saving too often costs time each time, too rarely costs what is lost at a failure. Young (1974) and Daly (2006) balance
-the two by the cost of a save and the mean time between failures. Both are observed: the cost on rank 0, the failures as
-attempts of the run. Rank 0's alone; the others hear its word.
+Saving too often costs time each time; saving too rarely costs what is lost at a failure. Young (1974) and Daly (2006)
+balance the two by the cost of a save and the mean time between failures. Rank 0 observes both: the cost on itself, the
+failures as attempts of the run. The other ranks only hear its decision.
 """
 
 import math
@@ -11,15 +11,17 @@ from collections import deque
 from collections.abc import Sequence
 
 PRIOR_S = 3600.0
-"""A run that has not been hurt yet counts as one that was hurt once in an hour more than it has been observed."""
+"""Added to the observed time: a run without a failure has a mean time between failures of its age plus an hour."""
 RECENT = 200
-"""Of so many steps the usual time is taken."""
+"""The number of steps from which the usual step time is taken."""
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between two saves that lose least, for a save that costs `cost_s` and failures that come
-    every `mtbf_s` on average. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-    dumps", Future Generation Computer Systems 22 (2006), equation 37."""
+    """Returns the seconds of training between two saves that lose the least time.
+
+    cost_s: what a save costs. mtbf_s: mean time between failures. J. T. Daly, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006), equation 37.
+    """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     share = cost_s / (2 * mtbf_s)
@@ -27,12 +29,15 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def mtbf_s(claims: Sequence[float], now: float) -> float:
-    """Mean seconds between failures of a run whose attempts began at these times."""
+    """Returns the mean seconds between failures of a run whose attempts began at the times `claims`."""
     return (now - claims[0] + PRIOR_S) / len(claims)
 
 
 class Interval:
-    """overhead: the share of training time that saves may cost. at_most_s: never wait longer than this."""
+    """Measures what saves cost, and computes from it how long to train between two of them.
+
+    overhead: the share of training time that saves may cost. at_most_s: the longest interval; None for no limit.
+    """
 
     def __init__(self, overhead: float, *, at_most_s: float | None) -> None:
         self._overhead = overhead
@@ -44,16 +49,16 @@ class Interval:
         self._beside: list[float] = []
 
     def start(self, claims: Sequence[float]) -> None:
-        """claims: bucket times at which the run's attempts began, this one's last."""
+        """Take over when the run's attempts began. claims: times of the bucket's clock, this attempt's last."""
         self._claims = tuple(claims)
 
     def step(self, seconds: float, *, is_saving: bool) -> None:
-        """A step took so long, beside a save or alone."""
+        """Note how long a step took. is_saving: a save was under way beside it."""
         self._trained_s += seconds
         (self._beside if is_saving else self._alone).append(seconds)
 
     def saved(self, blocked_s: float) -> None:
-        """A save blocked training for so long; the steps beside a save since then were beside the one before."""
+        """Note how long a save has blocked training. The steps noted as `is_saving` so far ran beside the last save."""
         slowed_s = 0.0
         if self._alone:
             usual_s = statistics.median(self._alone)  # not the mean: first steps and evaluations take long
@@ -64,7 +69,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """To train until the next save. At once when none has been measured."""
+        """Seconds to train until the next save; 0 before the first one, which is needed to measure its cost."""
         if self._cost_s is None:
             return 0.0
         best = daly_interval_s(self._cost_s, mtbf_s(self._claims, self._claims[-1] + self._trained_s))

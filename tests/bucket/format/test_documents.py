@@ -1,5 +1,6 @@
-"""Names, documents, the index and lossless values: what is written can be read back, and what lies in the bucket is
-hostile until it is parsed. Whatever bytes come in, CorruptError is all that may come out.
+"""Tests names, documents, the index and values: all that is written can be read back.
+
+Bytes from a bucket are hostile until they are parsed: for any other bytes CorruptError is the only error allowed.
 """
 
 import datetime as dt
@@ -241,7 +242,7 @@ def test_a_changed_document_keeps_what_it_did_not_understand():
 
 
 def documents_in(tree: Any) -> list[dict[str, Any]]:
-    """Every object of the tree that is a document of its own, not a mapping of metrics."""
+    """Yield every object of the tree that is a document of its own, not a mapping of metrics."""
     if isinstance(tree, list):
         return [found for item in tree for found in documents_in(item)]
     if not isinstance(tree, dict):
@@ -350,7 +351,7 @@ def test_deep_nesting_is_corrupt_where_a_field_is_known(make, load, brackets, de
 @pytest.mark.parametrize("text", ["1e999", '"\\ud800"', "[" * 50 + "]" * 50, "[" * 990 + "]" * 990])
 @pytest.mark.parametrize("level", ["top", "attempt"])
 def test_whatever_latest_is_read_can_be_written_back(level, text):
-    """A body that is accepted is one that a commit goes on from; what cannot be written must be refused on reading."""
+    """A commit goes on from any body that is accepted, so a body that cannot be written must be refused on reading."""
     tree = json.loads(dump(a_latest()))
     (tree if level == "top" else tree["attempts"][0])["of_a_newer_writer"] = "@"
     body = resealed(json.dumps(tree).replace('"@"', text))
@@ -431,7 +432,7 @@ json_values = st.recursive(
 
 
 def mutated_tree(data: st.DataObject, tree: Any) -> Any:
-    """`tree` with one place in it removed, replaced or repeated."""
+    """Return `tree` with one place in it removed, replaced or repeated."""
     if isinstance(tree, dict | list) and tree and data.draw(st.integers(0, 5)):
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         key = data.draw(st.sampled_from(keys))
@@ -586,7 +587,7 @@ def test_a_chunk_outside_its_tensor_is_corrupt():
 
 
 def opened(body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Header and parts."""
+    """Split an index into header and parts."""
     (length,) = struct.unpack_from("<Q", body, len(MAGIC))
     at = len(MAGIC) + 8
     return json.loads(body[at : at + length]), body[at + length :]
@@ -598,7 +599,7 @@ def closed(header: object, parts: bytes) -> bytes:
 
 
 def opened_plan(index: Index) -> tuple[dict[str, Any], bytes, bytes]:
-    """Header, lines and columns of its plan."""
+    """Split the plan of an index into header, lines and columns."""
     raw = zlib.decompress(parts_of(index).plan)
     (length,) = struct.unpack_from("<Q", raw)
     header = json.loads(raw[8 : 8 + length])
@@ -607,7 +608,7 @@ def opened_plan(index: Index) -> tuple[dict[str, Any], bytes, bytes]:
 
 
 def with_plan(header: Any, lines: bytes, columns: bytes) -> bytes:
-    """The index with this plan."""
+    """Encode the index with this plan."""
     if isinstance(header, dict) and isinstance(header.get("tensors"), list) and header["tensors"][1:] != [len(lines)]:
         header = header | {"tensors": [*header["tensors"][:1], len(lines)]}
     text = json.dumps(header).encode()
@@ -792,7 +793,7 @@ def test_sections_of_all_ranks_merge_into_one_index():
 
 
 def merge(sections: list[Index]) -> tuple[Index, bool]:
-    """The whole index, and whether ranks wrote the same box."""
+    """Return the whole index, and whether ranks wrote one box twice."""
     merged = merge_plans([section.plan for section in sections])
     kept = [
         crc for section, cuts in zip(sections, merged.cuts, strict=True) for cut in cuts for crc in section.crcs[cut]
@@ -823,7 +824,7 @@ def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
 
 @st.composite
 def tilings(draw) -> tuple[tuple[int, ...], list[Chunk]]:
-    """A shape, and boxes that cover it exactly once: every dimension cut at random places."""
+    """Draw a shape, and boxes that cover it exactly once: every dimension is cut at random places."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
     spans = product(*(list(pairwise(dimension)) for dimension in cuts))

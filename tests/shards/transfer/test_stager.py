@@ -1,4 +1,4 @@
-"""Staging: one reused buffer that is the object itself, complete and frozen from the moment `stage` returns."""
+"""Staging fills one reused buffer that is the object itself, complete and frozen from the moment `stage` returns."""
 
 import contextlib
 import copy
@@ -54,7 +54,7 @@ def fresh_bytes(tensors: dict[str, torch.Tensor], values: dict[str, object]) -> 
 
 
 def addresses(staged: Staged) -> list[int]:
-    """Where the parts lie in this process's memory."""
+    """Returns the parts' addresses in this process's memory."""
     return [torch.frombuffer(part, dtype=torch.uint8).data_ptr() for part in staged.parts(1 << 30)]
 
 

@@ -103,7 +103,7 @@ class Counter:
 
 @pytest.fixture(scope="module")
 def pool(cluster: None) -> list[Any]:
-    """To start an actor takes seconds."""
+    """Returns two actors for the whole module, since starting one takes seconds."""
     return [Rank.remote(), Rank.remote()]
 
 
@@ -125,7 +125,7 @@ def led(
 
 
 def train(actors: list[Any], ckpt: raycheck.ActorCheckpointer, steps: int) -> None:
-    """Every weight is the number of the step that set it."""
+    """Train so that every weight is the number of the step that set it."""
     at = ckpt.restore()
     for step in range(at.step + 1, at.step + steps + 1):
         ray.get([actor.set.remote(step) for actor in actors])

@@ -1,4 +1,4 @@
-"""Hugging Face exports by triggers of their own, written by tasks on the ranks' nodes behind the training."""
+"""Hugging Face exports have triggers of their own, and are written by tasks on the ranks' nodes beside the training."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def small_model() -> LlamaForCausalLM:
 
 
 class Tokenizer:
-    """Kept as the files it writes, of which one is empty and one larger than a part of an upload."""
+    """Writes two files, by which it is kept: one is empty, and one is larger than a part of an upload."""
 
     def save_pretrained(self, folder: str) -> None:
         Path(folder, "tokenizer.json").write_text("{" + " " * 6_000_000 + "}")
@@ -50,7 +50,7 @@ class Tokenizer:
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """One rank with a small language model. Notes at each step which exports were whole when it ended."""
+    """Trains a small language model as one rank, and notes at each step how many exports are whole."""
 
     def __init__(self, uri: str, coordinator, settings: SaveSettings) -> None:
         self.model = small_model()
@@ -143,7 +143,7 @@ def test_names_by_epoch_in_another_bucket_and_no_second_export_of_what_is_there(
 
 @ray.remote(num_cpus=0)
 class Shard:
-    """One rank of a model that two hold together."""
+    """Trains one rank's half of a model that two ranks hold together."""
 
     def __init__(self, uri: str, coordinator, rank: int, rendezvous: str) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -203,7 +203,7 @@ def test_an_export_whose_task_is_killed_is_done_again(cluster: None, wire, tmp_p
 
 @ray.remote(num_cpus=0)
 class Policy:
-    """What a driver's Checkpointer saves."""
+    """Holds the model that a driver's ActorCheckpointer saves."""
 
     def __init__(self) -> None:
         self.model = small_model()
@@ -234,10 +234,10 @@ def test_a_driver_of_actors_exports_when_due_and_when_asked(cluster: None, tmp_p
 
 def test_an_export_is_due_by_its_own_triggers_and_saves() -> None:
     exports = ExportSettings(every_steps=6, every_epochs=2)
-    rhythm = SaveTriggers(SaveSettings(every_steps=4, exports=exports), test_save_triggers.group(0, 1, None))
+    triggers = SaveTriggers(SaveSettings(every_steps=4, exports=exports), test_save_triggers.group(0, 1, None))
 
-    due = [rhythm.is_due(Progress(step=step)) for step in range(1, 13)]
-    ends = [rhythm.is_epoch_due(Progress(step=12, epoch=epoch)) for epoch in range(1, 5)]
+    due = [triggers.decide_at_step(Progress(step=step)) for step in range(1, 13)]
+    ends = [triggers.decide_at_epoch_end(Progress(step=12, epoch=epoch)) for epoch in range(1, 5)]
 
     assert due == [None, None, None, "keep", None, "export", None, "keep", None, None, None, "export"]
     assert ends == [None, "export", None, "export"]
@@ -247,15 +247,15 @@ def test_an_export_by_time_is_rank_0_s_word(monkeypatch: pytest.MonkeyPatch) -> 
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     settings = SaveSettings(every_seconds=20.0, exports=ExportSettings(every_seconds=50.0))
-    rhythm = SaveTriggers(settings, test_save_triggers.group(0, 1, lambda value: value))
+    triggers = SaveTriggers(settings, test_save_triggers.group(0, 1, lambda value: value))
     saved = []
 
     for step in range(1, 13):
         clock[0] += 10.0
         progress = Progress(step=step)
-        if due := rhythm.is_due(progress):
+        if due := triggers.decide_at_step(progress):
             saved.append((step, due))
-            rhythm.saved(0.0, progress, due, began=time.monotonic())
+            triggers.saved(0.0, progress, due, began=time.monotonic())
 
     assert saved == [(2, "keep"), (4, "keep"), (5, "export"), (7, "keep"), (9, "keep"), (10, "export"), (12, "keep")]
     with pytest.raises(ConfigError, match=r"every_seconds.*needs Group"):
@@ -289,16 +289,16 @@ def test_what_has_not_begun_when_the_next_is_due_is_given_up(cluster: None, tmp_
 
 
 def test_who_leaves_a_node_is_told_not_to_wait_for_exports() -> None:
-    rhythm = SaveTriggers(
+    triggers = SaveTriggers(
         SaveSettings(exports=ExportSettings(every_steps=1)), test_save_triggers.group(0, 1, lambda value: value)
     )
 
-    rhythm.is_due(Progress(step=1))
-    before = rhythm.is_hurried
-    rhythm._leaving.hear(time.time() + 60)
-    rhythm.is_due(Progress(step=2))
+    triggers.decide_at_step(Progress(step=1))
+    before = triggers.is_preempted
+    triggers._preemption.take_notice(time.time() + 60)
+    triggers.decide_at_step(Progress(step=2))
 
-    assert (before, rhythm.is_hurried) == (False, True)
+    assert (before, triggers.is_preempted) == (False, True)
 
 
 @pytest.mark.parametrize(

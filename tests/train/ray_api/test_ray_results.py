@@ -1,4 +1,4 @@
-"""What Ray is told of commits: its Result, its choice of the best, its validation functions, and nothing twice."""
+"""Ray is told of commits, of each once: for its Result, its choice of the best, and its validation functions."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.validation_config import ValidationConfig
 
 import raycheck
-import raycheck.train.worker.save_triggers
+import raycheck.train.worker.ray_reports
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
@@ -38,7 +38,7 @@ def names(result: Any) -> list[str]:
 
 def test_ray_ranks_commits_by_their_metrics_and_its_result_has_those_of_the_last(cluster: None, tmp_path: Path) -> None:
     def train_fn(config: dict) -> None:
-        raycheck.train.worker.save_triggers.RAY_REPORT_PAUSE_S = 0.0
+        raycheck.train.worker.ray_reports.RAY_REPORT_PAUSE_S = 0.0
         model = torch.nn.Linear(2, 1, bias=False)
         metrics: list[dict] = [{"loss": 3.0}, {"loss": float("nan")}, {"loss": 1.0}, {"other": 7}, {"loss": 2.0}]
         with raycheck.Checkpointer({"model": model}, raycheck.SaveSettings(every_steps=1)) as ckpt:
@@ -48,7 +48,7 @@ def test_ray_ranks_commits_by_their_metrics_and_its_result_has_those_of_the_last
                     model.weight.fill_(step)
                 ray.train.report({"own": step})
                 ckpt.end_step(mine)
-                wait_until(lambda: ckpt.standing.busy_s is None)
+                wait_until(lambda: ckpt.save_status.busy_s is None)
 
     def wait_until(holds) -> None:
         deadline = time.monotonic() + 60

@@ -10,7 +10,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.tune.integration.ray_train import TuneReportCallback
 
 import raycheck
-import raycheck.train.worker.save_triggers
+import raycheck.train.worker.ray_reports
 from raycheck.bucket.format.object_keys import pointed_by
 from raycheck.bucket.store import open_store
 from tests.support.invariants import assert_invariants
@@ -57,7 +57,7 @@ def test_every_trial_of_ray_tune_is_a_run_with_a_name_of_its_own(cluster: None, 
 
 def reporting(config: dict) -> None:
     """Saves at every step, tells Ray of each commit, and reports a loss at every second step, as Ray's guide has it."""
-    raycheck.train.worker.save_triggers.RAY_REPORT_PAUSE_S = 0.0
+    raycheck.train.worker.ray_reports.RAY_REPORT_PAUSE_S = 0.0
     with raycheck.Checkpointer({"model": torch.nn.Linear(4, 1)}, raycheck.SaveSettings(every_steps=1)) as ckpt:
         for step in range(ckpt.restore().step, 6):
             ckpt.end_step({"unscored": step})

@@ -27,7 +27,7 @@ def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 @ray.remote(num_cpus=0)
 class Holder:
-    """One rank that holds a replicated model, and a number of its own."""
+    """Is one rank that holds a replicated model, and a number of its own."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Holder:
         self.ckpt.save()
 
     def train_on(self, steps: int) -> tuple[int, int]:
-        """With a stream of batches inside a dict; returns its position, and that of the progress."""
+        """Train on a stream of batches inside a dict. Returns its position, and that of the progress."""
         data = raycheck.Batches(range(40), global_batch=4, rank=0, world_size=1)
         state = {"model": self.model, "data": {"train": data}}
         self.ckpt.close()
@@ -83,7 +83,7 @@ class Holder:
             at = ckpt.restore()
             for _, _ in zip(range(steps), data.loader(at.epoch), strict=False):
                 ckpt.end_step()
-            return data.state_dict()["consumed"], ckpt._position.progress.samples
+            return data.state_dict()["consumed"], ckpt._counter.progress.samples
 
     def wait(self) -> None:
         self.ckpt._claimed().wait()
@@ -107,7 +107,7 @@ class Holder:
             time.sleep(0.05)
         with pytest.raises(raycheck.SupersededError):
             self.ckpt.end_step()
-        return self.ckpt._position.step
+        return self.ckpt._counter.step
 
     def close(self) -> list[str]:
         """Returns raycheck's threads that are left a moment later."""

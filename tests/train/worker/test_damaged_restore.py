@@ -149,7 +149,7 @@ def test_a_store_that_cannot_be_read_is_no_damage(cluster: None, s3: str, fault:
 
 @pytest.mark.slow
 def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(cluster: None, s3: str) -> None:
-    """It has forgotten who was told what, so no rank may train on beside one that was told otherwise."""
+    """It no longer knows what it has told each rank, so no rank may train on beside one that was told otherwise."""
     uri = join_uri(s3, uuid4().hex)
     trained(uri, steps=4)
     first = raycheck.start_coordinator(uri, owner="bob")
@@ -174,11 +174,11 @@ def test_a_coordinator_that_was_started_again_meanwhile_ends_the_attempt(cluster
 def test_a_run_under_ray_train_goes_on_before_the_damage_and_comes_to_the_same(job, s3: str, tmp_path: Path) -> None:
     """Two ranks with a process group, so that what they share is read by one of them."""
     storage = join_uri(s3, uuid4().hex)
-    uri = join_uri(storage, "hurt")
-    raycheck.fit(job(storage, "hurt", mode="ddp", epochs=1))
+    uri = join_uri(storage, "damaged")
+    raycheck.fit(job(storage, "damaged", mode="ddp", epochs=1))
     damage(open_store(uri), SAMPLES // BATCH, "model.0.weight")
 
-    raycheck.fit(job(storage, "hurt", mode="ddp", epochs=2))
+    raycheck.fit(job(storage, "damaged", mode="ddp", epochs=2))
 
     assert [event["at"] for event in story(tmp_path, "start")] == [0, 8]
     for rank in range(2):

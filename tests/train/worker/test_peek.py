@@ -1,4 +1,4 @@
-"""What a script learns before it has anything to restore into, entries that come late, and a wait for the commits."""
+"""A script learns what it needs before it has anything to restore into, adds entries late, and waits for the commits."""
 
 import time
 from typing import Any
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itse
 
 @ray.remote(num_cpus=0)
 class Late:
-    """One rank whose optimizer and schedule are made only when the step is known."""
+    """Is one rank whose optimizer and schedule are made only when the step is known."""
 
     def __init__(self, rank: int, world_size: int, group: str, uri: str, coordinator: Any, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_damage_that_one_rank_peeks_takes_all_ranks_to_the_one_before(cluster: N
 
 
 def test_a_restore_that_finds_damage_after_a_peek_starts_again_and_peeks_anew(cluster: None, s3: str) -> None:
-    """None may go on from step 2 in a script that was told of step 4."""
+    """No script that was told of step 4 may go on from step 2."""
     uri = join_uri(s3, uuid4().hex)
     trained(uri)
     bad = damage(open_store(uri), 4, "model.weight")

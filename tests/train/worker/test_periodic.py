@@ -26,7 +26,7 @@ from tests.train.worker.test_save_triggers import Ranks, group
 
 
 class Now:
-    """Where a training is, and its clock, which begins at 0 in each attempt."""
+    """Says where a training is, and its clock, which begins at 0 in each attempt."""
 
     def __init__(self, step: int = 0, *, epoch: int = 0, clock_s: float = 0.0) -> None:
         self.step, self.epoch, self.clock_s = step, epoch, clock_s
@@ -114,7 +114,7 @@ def test_what_was_not_restored_begins_where_training_is():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 7), st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12), st.booleans()), max_size=8))
-def test_however_often_a_run_was_hurt_no_turn_that_stands_is_taken_twice_and_none_is_left_out(every, lives):
+def test_however_often_a_run_failed_no_turn_that_stands_is_taken_twice_and_none_is_left_out(every, lives):
     """lives: steps until the crash, the last of them that is saved, and whether it is saved before its turn is taken."""
     saved: tuple[int, dict | None, list[int]] = (0, None, [])
     starts = set()
@@ -143,12 +143,12 @@ def test_every_rank_hears_rank_0_of_time():
 
     def one(rank: int) -> list[int]:
         mine = group(rank, 3, ranks.broadcast_of(rank))
-        rhythm, work = SaveTriggers(SaveSettings(), mine), Periodic(every_seconds=1e-9)
+        triggers, work = SaveTriggers(SaveSettings(), mine), Periodic(every_seconds=1e-9)
         at = Now()
-        work.start(lambda: (at()[0], rhythm.clock_s))
+        work.start(lambda: (at()[0], triggers.clock_s))
         found = []
         for at.step in range(1, 6000):  # rank 0 speaks at each 1000th at least
-            rhythm.is_due(Progress(step=at.step))
+            triggers.decide_at_step(Progress(step=at.step))
             if work.take_turn():
                 found.append(at.step)
         return [*found, work.state_dict()["seconds"]]
@@ -214,7 +214,7 @@ def test_a_logger_hears_of_no_step_twice_and_evaluation_is_done_again_only_where
                         told.write(f"log {step}\n")
                 if at.attempt == 1 and step == 8:
                     wait_for_step_5(config["uri"])
-                    raise RuntimeError("hurt")
+                    raise RuntimeError("failed")
 
     def wait_for_step_5(uri: str) -> None:
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What rank 0 saves when a node is about to go, second by second."""
+"""Rank 0 saves at the right seconds when a node is about to go."""
 
 import math
 
@@ -18,14 +18,14 @@ class Clock:
 def saves(*, notice_s: float, save_s: float, busy_s: float = 0.0, again_s: float = 0.5) -> list[float]:
     """Seconds after a notice of `notice_s` at which a save is begun, asked every again_s, until the node goes."""
     clock = Clock(1000.0)
-    leaving = Preemption(clock)
+    preemption = Preemption(clock)
     begun = []
     while clock.now < 1000.0 + notice_s:
         left_s = max(0.0, busy_s - (clock.now - 1000.0))
-        if leaving.hear(1000.0 + notice_s):
-            is_due = leaving.fits(save_s=save_s, busy_s=left_s)
+        if preemption.take_notice(1000.0 + notice_s):
+            is_due = preemption.can_save_in_time(save_s=save_s, busy_s=left_s)
         else:
-            is_due = leaving.is_last_chance(save_s=save_s, busy_s=left_s, again_s=again_s)
+            is_due = preemption.take_last_chance(save_s=save_s, busy_s=left_s, again_s=again_s)
         if is_due:
             begun.append(clock.now - 1000.0)
         clock.now += again_s
@@ -56,31 +56,31 @@ def test_what_the_saves_under_way_still_need_is_counted() -> None:
 
 def test_a_notice_without_a_time_has_the_two_minutes_that_ray_waits() -> None:
     clock = Clock(1000.0)
-    leaving = Preemption(clock)
+    preemption = Preemption(clock)
 
-    assert leaving.hear(math.inf)
-    assert leaving.fits(save_s=60.0, busy_s=0.0)
-    assert not leaving.is_last_chance(save_s=4.0, busy_s=0.0, again_s=1.0)
+    assert preemption.take_notice(math.inf)
+    assert preemption.can_save_in_time(save_s=60.0, busy_s=0.0)
+    assert not preemption.take_last_chance(save_s=4.0, busy_s=0.0, again_s=1.0)
     clock.now += 102.0
-    assert leaving.is_last_chance(save_s=4.0, busy_s=0.0, again_s=1.0)
+    assert preemption.take_last_chance(save_s=4.0, busy_s=0.0, again_s=1.0)
 
 
 def test_a_time_from_a_clock_an_hour_off_still_brings_a_save() -> None:
     behind, ahead = Preemption(Clock(1000.0 + 3600.0)), Preemption(Clock(1000.0 - 3600.0))
 
-    for leaving in (behind, ahead):
-        assert leaving.hear(1030.0)
-        assert leaving.fits(save_s=10.0, busy_s=0.0)
-        assert not leaving.is_last_chance(save_s=10.0, busy_s=0.0, again_s=1.0)
+    for preemption in (behind, ahead):
+        assert preemption.take_notice(1030.0)
+        assert preemption.can_save_in_time(save_s=10.0, busy_s=0.0)
+        assert not preemption.take_last_chance(save_s=10.0, busy_s=0.0, again_s=1.0)
 
 
 def test_each_new_time_is_news_and_brings_its_own_saves() -> None:
     clock = Clock(0.0)
-    leaving = Preemption(clock)
+    preemption = Preemption(clock)
 
-    news = [leaving.hear(notice) for notice in (None, 100.0, 100.0, 60.0)]
+    is_new = [preemption.take_notice(notice) for notice in (None, 100.0, 100.0, 60.0)]
 
-    assert news == [False, True, False, True]
+    assert is_new == [False, True, False, True]
     clock.now = 55.0
-    assert leaving.is_last_chance(save_s=2.0, busy_s=0.0, again_s=1.0)
-    assert not leaving.is_last_chance(save_s=2.0, busy_s=0.0, again_s=1.0), "once"
+    assert preemption.take_last_chance(save_s=2.0, busy_s=0.0, again_s=1.0)
+    assert not preemption.take_last_chance(save_s=2.0, busy_s=0.0, again_s=1.0), "once"

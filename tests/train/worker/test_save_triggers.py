@@ -41,12 +41,14 @@ class Ranks:
         return broadcast
 
     def run(self, settings: SaveSettings, steps: int, busy: Callable[[int, int], bool]) -> list[list[int]]:
-        """By rank, the steps at which it would save. busy: of (rank, step)."""
+        """Returns by rank the steps at which it would save. busy: whether (rank, step) is busy."""
 
         def one(rank: int) -> list[int]:
-            rhythm = SaveTriggers(settings, group(rank, self.size, self.broadcast_of(rank)))
+            triggers = SaveTriggers(settings, group(rank, self.size, self.broadcast_of(rank)))
             return [
-                step for step in range(1, steps + 1) if rhythm.is_due(Progress(step=step), is_busy=busy(rank, step))
+                step
+                for step in range(1, steps + 1)
+                if triggers.decide_at_step(Progress(step=step), is_busy=busy(rank, step))
             ]
 
         threads = [InThread(lambda rank=rank: one(rank)) for rank in range(self.size)]
@@ -68,7 +70,7 @@ def test_a_busy_rank_0_skips_the_save_of_all_ranks():
 
 
 def test_another_rank_that_is_busy_does_not_decide():
-    """Its save has its outcome already, or rank 0 would be busy as well; it only has to hear of it."""
+    """Such a rank's save has its outcome already, or rank 0 would be busy as well; it only has to hear of it."""
     settings = SaveSettings(every_steps=3, when_busy="skip")
 
     saved = Ranks(3).run(settings, 9, lambda rank, step: rank > 0)
@@ -77,15 +79,19 @@ def test_another_rank_that_is_busy_does_not_decide():
 
 
 def test_who_waits_skips_nothing_and_asks_nobody():
-    rhythm = SaveTriggers(SaveSettings(every_steps=2), group(1, 2, None))
+    triggers = SaveTriggers(SaveSettings(every_steps=2), group(1, 2, None))
 
-    assert [step for step in range(1, 7) if rhythm.is_due(Progress(step=step), is_busy=True)] == [2, 4, 6]
+    assert [step for step in range(1, 7) if triggers.decide_at_step(Progress(step=step), is_busy=True)] == [2, 4, 6]
 
 
 def test_a_rank_alone_decides_by_itself():
-    rhythm = SaveTriggers(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
+    triggers = SaveTriggers(SaveSettings(every_steps=1, when_busy="skip"), group(0, 1, None))
 
-    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
+    assert [triggers.decide_at_step(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == [
+        "keep",
+        None,
+        "keep",
+    ]
 
 
 def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
@@ -107,15 +113,15 @@ def test_a_policy_that_does_not_exist_is_refused():
 
 
 def steps_saved(settings: SaveSettings, *, tokens: list[int], start: int = 0) -> list[int]:
-    """By a rank alone, whose steps take so many tokens each, after a restore at `start` tokens."""
-    rhythm = SaveTriggers(settings, group(0, 1, lambda value: value))
-    rhythm.start_at(Progress(tokens=start), [0.0])
+    """Returns the steps at which a rank alone saves after a restore at `start` tokens. tokens: of each step."""
+    triggers = SaveTriggers(settings, group(0, 1, lambda value: value))
+    triggers.start_at(Progress(tokens=start), [0.0])
     saved = []
     for step in range(1, len(tokens) + 1):
         progress = Progress(step=step, tokens=start + sum(tokens[:step]))
-        if rhythm.is_due(progress):
+        if triggers.decide_at_step(progress):
             saved.append(step)
-            rhythm.saved(0.0, progress, began=time.monotonic())
+            triggers.saved(0.0, progress, began=time.monotonic())
     return saved
 
 
@@ -133,25 +139,29 @@ def test_triggers_are_joined_by_or_and_a_save_for_one_counts_for_all():
 
 
 def test_an_epoch_that_ends_without_a_word_is_saved_after_the_first_step_of_the_next():
-    rhythm = SaveTriggers(SaveSettings(every_epochs=1), group(1, 2, None))
-    rhythm.start_at(Progress(step=3, epoch=1), [0.0])
+    triggers = SaveTriggers(SaveSettings(every_epochs=1), group(1, 2, None))
+    triggers.start_at(Progress(step=3, epoch=1), [0.0])
 
-    due = [rhythm.is_due(Progress(step=step, epoch=1 + step // 6)) for step in range(4, 14)]
+    due = [triggers.decide_at_step(Progress(step=step, epoch=1 + step // 6)) for step in range(4, 14)]
 
     assert due == [None, None, "keep", None, None, None, None, None, "keep", None]
 
 
 def test_tokens_that_nobody_counts_are_an_error_and_not_never():
-    rhythm = SaveTriggers(SaveSettings(every_tokens=5), group(0, 1, None))
+    triggers = SaveTriggers(SaveSettings(every_tokens=5), group(0, 1, None))
 
     with pytest.raises(ConfigError, match=r"end_step\(tokens=...\)"):
-        rhythm.is_due(Progress(step=1))
+        triggers.decide_at_step(Progress(step=1))
 
 
 def test_an_epoch_ends_in_a_save_where_it_is_asked_for():
-    rhythm = SaveTriggers(SaveSettings(every_epochs=2), group(1, 2, None))
+    triggers = SaveTriggers(SaveSettings(every_epochs=2), group(1, 2, None))
 
-    assert [epoch for epoch in range(1, 7) if rhythm.is_epoch_due(Progress(step=10 * epoch, epoch=epoch))] == [2, 4, 6]
+    assert [epoch for epoch in range(1, 7) if triggers.decide_at_epoch_end(Progress(step=10 * epoch, epoch=epoch))] == [
+        2,
+        4,
+        6,
+    ]
 
 
 def test_tokens_need_a_way_to_decide_alike():
@@ -167,9 +177,9 @@ def test_the_default_interval_stands_only_where_no_trigger_is_given(trigger: dic
 
 
 def test_rolling_saves_come_between_the_kept_ones_and_restart_no_count_of_theirs():
-    rhythm = SaveTriggers(SaveSettings(every_steps=6, rolling_every_steps=2), group(0, 1, None))
+    triggers = SaveTriggers(SaveSettings(every_steps=6, rolling_every_steps=2), group(0, 1, None))
 
-    assert [rhythm.is_due(Progress(step=step)) for step in range(1, 8)] == [
+    assert [triggers.decide_at_step(Progress(step=step)) for step in range(1, 8)] == [
         None,
         "roll",
         None,
@@ -181,26 +191,28 @@ def test_rolling_saves_come_between_the_kept_ones_and_restart_no_count_of_theirs
 
 
 def test_a_rolling_save_does_not_put_off_a_kept_one():
-    rhythm = SaveTriggers(SaveSettings(every_tokens=100, rolling_every_seconds=1e-9), group(0, 1, lambda value: value))
+    triggers = SaveTriggers(
+        SaveSettings(every_tokens=100, rolling_every_seconds=1e-9), group(0, 1, lambda value: value)
+    )
     due = []
     for step in (1, 2, 3, 4):
         progress = Progress(step=step, tokens=40 * step)
-        due.append(rhythm.is_due(progress))
-        rhythm.saved(0.0, progress, due[-1], began=time.monotonic())
+        due.append(triggers.decide_at_step(progress))
+        triggers.saved(0.0, progress, due[-1], began=time.monotonic())
 
     assert due == ["roll", "roll", "keep", "roll"]
 
 
 def test_listed_steps_are_saved_and_nothing_else_is():
-    rhythm = SaveTriggers(SaveSettings(at_steps=[5, 2, 5]), group(1, 2, None))
+    triggers = SaveTriggers(SaveSettings(at_steps=[5, 2, 5]), group(1, 2, None))
 
-    assert [step for step in range(1, 300) if rhythm.is_due(Progress(step=step))] == [2, 5]
+    assert [step for step in range(1, 300) if triggers.decide_at_step(Progress(step=step))] == [2, 5]
 
 
 def test_listed_steps_come_beside_other_triggers():
-    rhythm = SaveTriggers(SaveSettings(at_steps=range(5, 7), every_steps=4), group(1, 2, None))
+    triggers = SaveTriggers(SaveSettings(at_steps=range(5, 7), every_steps=4), group(1, 2, None))
 
-    assert [step for step in range(1, 10) if rhythm.is_due(Progress(step=step))] == [4, 5, 6, 8]
+    assert [step for step in range(1, 10) if triggers.decide_at_step(Progress(step=step))] == [4, 5, 6, 8]
 
 
 @pytest.mark.parametrize("given", [[0], [1.0], [True], ["3"], "35", 7, None, {2: 3}])
@@ -216,17 +228,17 @@ def test_a_switch_or_a_function_that_is_none_is_refused(wrong: dict[str, Any]):
 
 
 def of_all_ranks(settings: SaveSettings, losses: list[list[float]]) -> list[Any]:
-    """By rank, the steps at which it would save, or what it raised; losses: by rank and step."""
+    """Returns by rank the steps at which it would save, or what it raised. losses: by rank and step."""
     ranks = Ranks(len(losses))
 
     def one(rank: int) -> Any:
-        rhythm = SaveTriggers(settings, group(rank, ranks.size, ranks.broadcast_of(rank)))
-        rhythm.start_at(Progress(), [0.0])
+        triggers = SaveTriggers(settings, group(rank, ranks.size, ranks.broadcast_of(rank)))
+        triggers.start_at(Progress(), [0.0])
         try:
             return [
                 step
                 for step, loss in enumerate(losses[rank], 1)
-                if rhythm.is_due(Progress(step=step), metrics={"loss": loss})
+                if triggers.decide_at_step(Progress(step=step), metrics={"loss": loss})
             ]
         except ConfigError as error:
             return error
@@ -274,10 +286,14 @@ def test_yes_may_come_from_numpy_or_torch(answer: Any):
 
 
 def test_a_function_that_asks_while_a_save_is_under_way_is_skipped_where_that_is_wished():
-    rhythm = SaveTriggers(SaveSettings(when=lambda step, metrics: True, when_busy="skip"), group(0, 1, None))
+    triggers = SaveTriggers(SaveSettings(when=lambda step, metrics: True, when_busy="skip"), group(0, 1, None))
 
-    assert [rhythm.is_due(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == ["keep", None, "keep"]
-    assert rhythm.skipped == 1
+    assert [triggers.decide_at_step(Progress(step=step), is_busy=step == 2) for step in (1, 2, 3)] == [
+        "keep",
+        None,
+        "keep",
+    ]
+    assert triggers.skipped == 1
 
 
 def test_a_function_needs_a_way_to_decide_alike():
@@ -293,9 +309,9 @@ def test_tokens_that_nobody_counts_are_said_on_all_ranks():
 
 
 def test_a_rank_alone_needs_no_broadcast_to_save_by_time():
-    rhythm = SaveTriggers(SaveSettings(every_seconds=1e-9), group(0, 1, None))
+    triggers = SaveTriggers(SaveSettings(every_seconds=1e-9), group(0, 1, None))
 
-    assert rhythm.is_due(Progress(step=1)) == "keep"
+    assert triggers.decide_at_step(Progress(step=1)) == "keep"
 
 
 def test_settings_are_told_alike_in_each_process():

@@ -1,4 +1,4 @@
-"""How far a training is, in all that is counted, and that a restore goes on counting there."""
+"""A training counts all of its progress, and a restore goes on counting there."""
 
 import pytest
 

@@ -35,7 +35,7 @@ def train_fn(settings):
                 ckpt.save(export=True)
                 ckpt.wait()
             ckpt.end_epoch()
-        print(ckpt._position.progress)
+        print(ckpt._counter.progress)
     assert torch.equal(before, torch.get_rng_state())
 
 train_fn(raycheck.SaveSettings(enabled=False, every_tokens=7, at_start=True, when=lambda step, metrics: 1 / 0,

@@ -1,4 +1,4 @@
-"""The interval between saves from what they cost and how often the run is hurt."""
+"""The interval between saves from what they cost and how often the run fails."""
 
 import random
 
@@ -9,7 +9,7 @@ from raycheck.train.worker.young_daly import Interval, daly_interval_s, mtbf_s
 
 
 def lost_share(interval_s: float, *, cost_s: float, mtbf: float, seed: int = 1) -> float:
-    """Of a long simulated run with exponential failures: the share of time that is not training that stands."""
+    """Returns the share of a long simulated run, with exponential failures, that is not training which was kept."""
     dice = random.Random(seed)
     wall, stands = 0.0, 0.0
     while wall < 4000 * mtbf:
@@ -36,7 +36,7 @@ def test_a_save_dearer_than_the_time_between_failures_is_made_that_often() -> No
     assert daly_interval_s(300.0, 100.0) == 100.0
 
 
-def test_failures_are_counted_and_a_run_that_was_never_hurt_is_trusted_more_with_time() -> None:
+def test_failures_are_counted_and_a_run_that_never_failed_is_trusted_more_with_time() -> None:
     assert mtbf_s([0.0], 0.0) == 3600.0
     assert mtbf_s([0.0], 9 * 3600.0) == 10 * 3600.0
     assert mtbf_s([0.0, 1000.0, 2000.0, 3000.0], 5400.0) == 2250.0

@@ -1,0 +1,73 @@
+"""Iterates over one rank's batches, for the training loop."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+from raycheck.errors import ConfigError
+from raycheck.train.data.stream_position import StreamPosition
+
+
+class BatchLoader:
+    """Gives one rank's batches, as Batches.loader describes. It begins when its first batch is asked for.
+
+    Iterated anew after a restore or after end_epoch, it goes on where the stream is then. When one of these happens
+    while it is in use, or another loader is begun, its next batch raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        position: StreamPosition,
+        epoch: int | None,
+        open_epoch: Callable[[int], tuple[int, Iterable[Any]]],
+    ) -> None:
+        """epoch: None for the stream's own. open_epoch: returns how many batches are left of an epoch, and these."""
+        self._position = position
+        self._asked_epoch = epoch
+        self._open_epoch = open_epoch
+        self._epoch = epoch or 0
+        self._turn = -1
+        self._length = 0
+        self._batches: Iterator[Any] | None = None
+        self._is_over = False
+
+    def __len__(self) -> int:
+        """Returns how many batches this pass gives, those already given included."""
+        has_turn = self._position.has_turn(self._turn)
+        if has_turn and not self._is_over:
+            return self._length
+        return self._position.batches_left(self._asked_epoch, is_again=has_turn)
+
+    def __iter__(self) -> Self:
+        has_turn = self._position.has_turn(self._turn)
+        if has_turn and not self._is_over:
+            return self
+        if has_turn and self._asked_epoch is not None:
+            raise ConfigError(
+                f"this loader has given all of epoch {self._epoch}; take loader({self._epoch + 1}) for the next one, "
+                "or loader() without an epoch, which gives the next one each time it is iterated"
+            )
+        self._batches = None
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin()
+        if self._is_over:
+            raise StopIteration
+        if not self._position.has_turn(self._turn):
+            raise self._position.lost_turn_error(self._epoch)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._is_over = True
+            self._batches = iter(())  # lets loader workers go
+            raise
+        self._position.deliver()
+        return batch
+
+    def _begin(self) -> Iterator[Any]:
+        is_again = self._is_over and self._position.has_turn(self._turn)
+        self._turn, self._epoch = self._position.begin_loader(self._asked_epoch, is_again=is_again)
+        self._is_over = False
+        self._length, batches = self._open_epoch(self._epoch)
+        return iter(batches)

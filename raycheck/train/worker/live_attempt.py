@@ -1,0 +1,280 @@
+"""Runs one rank's saving while its attempt is the live one: from the end of restore() to the end of training.
+
+A step pays for one copy of the state; save_queue.py does the rest in the background. `end_step` shows the order in
+which everything happens.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn, Self
+
+from ray.exceptions import RayError
+
+from raycheck.errors import SaveFailedError, StoreError, SupersededError
+from raycheck.settings import SaveSettings
+from raycheck.shards.state.restore_result import Restored
+from raycheck.shards.state.restore_selection import EVERYTHING, Selection
+from raycheck.shards.state.train_state import TrainState
+from raycheck.train.coordinator.messages import Claim, HeartbeatMessage
+from raycheck.train.group import Group, ask_until_decided
+from raycheck.train.log import event, logger
+from raycheck.train.worker.export_wait import ExportWait
+from raycheck.train.worker.heartbeat import FencingWatch, Heartbeat
+from raycheck.train.worker.save_kind import SaveKind, strongest
+from raycheck.train.worker.save_queue import SaveQueue, SaveStatus
+from raycheck.train.worker.save_triggers import SaveTriggers
+from raycheck.train.worker.training_progress import ProgressCounter, TrainingClock, detached
+
+LAST_WORDS_S = 30.0
+"""How long an upload in flight may go on after the training function raised."""
+NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingPoint:
+    """Describes how an attempt begins: in a fresh run, or with the state that a restore has filled.
+
+    lineage: the partial restores that the state has gone through. trained_s: seconds of training in the state.
+    began_at: when the run began, in unix seconds by the store's clock. saved_as: the kind of the checkpoint that holds
+    this very state, None when no checkpoint does.
+    """
+
+    claim: Claim
+    lineage: tuple[str, ...] = ()
+    trained_s: float = 0.0
+    began_at: float
+    saved_as: SaveKind | None = None
+
+    @classmethod
+    def fresh(cls, claim: Claim, selection: Selection) -> Self:
+        lineage = (str(selection),) if selection != EVERYTHING else ()
+        return cls(claim=claim, lineage=lineage, began_at=claim.claims[0])
+
+    @classmethod
+    def restored(cls, claim: Claim, done: Restored) -> Self:
+        kind: SaveKind = "roll" if done.manifest.rolling else "keep"
+        return cls(
+            claim=claim,
+            lineage=done.lineage,
+            trained_s=done.trained_s,
+            began_at=done.manifest.began_at or claim.claims[-1],
+            saved_as=kind if done.is_whole else None,
+        )
+
+
+class LiveAttempt:
+    """Counts, decides, saves and reports on one rank, from the restore to the end of its attempt."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        settings: SaveSettings,
+        group: Group,
+        *,
+        start: StartingPoint,
+        counter: ProgressCounter,
+        triggers: SaveTriggers,
+        watch: FencingWatch,
+        export_wait: ExportWait,
+    ) -> None:
+        """counter: has the counts from which training goes on."""
+        self._state = state
+        self._settings = settings
+        self._group = group
+        self._counter = counter
+        self._triggers = triggers
+        self._watch = watch
+        self._export_wait = export_wait
+        self._clock = TrainingClock()
+        self._heartbeat = Heartbeat(group)
+        self._began_at = start.began_at
+        self._queue = SaveQueue(
+            state,
+            settings,
+            group,
+            attempt=start.claim.attempt,
+            restored_from=None if start.claim.restore is None else start.claim.restore.key,
+            partial=start.lineage,
+            saved_step=counter.step,
+            began_at=start.began_at,
+        )
+        self._is_prepared = False
+        self._metrics: dict[str, object] = {}  # of the newest step
+        self._begun = (counter.step, start.saved_as) if start.saved_as else NOTHING_SAVED  # the newest save
+        self._begun_name = (-1, "")  # step and name of the newest save of this attempt
+        self._blocked_s = 0.0
+        triggers.start_at(counter.progress, start.claim.claims)
+        self._clock.go(start.trained_s)
+
+    @property
+    def save_status(self) -> SaveStatus:
+        return self._queue.status(self._blocked_s)
+
+    def end_step(self, metrics: Mapping[str, object] | None, *, tokens: int, episodes: int) -> None:
+        """Do all that happens at the end of a step. See Checkpointer.end_step."""
+        queue = self._queue
+        self._clock.stop()
+        self._triggers.trained(self._clock.step_s, is_saving=queue.busy_s is not None)
+        self._counter.end_step(tokens=tokens, episodes=episodes)
+        self._metrics = detached(metrics or {})
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._state.prepare()
+        self._note_commit(queue.poll())
+        self._raise_if_over()
+        if self._heartbeat.take_save_request():
+            self._triggers.save_soon()
+        kind = self._triggers.decide_at_step(
+            self._counter.progress, is_busy=queue.is_busy, busy_s=queue.busy_s or 0.0, metrics=self._metrics
+        )
+        if kind:
+            self.save_as(kind, metrics)
+        if self._triggers.must_leave:
+            self._leave_node()
+        self._triggers.report_to_ray()
+        self._heartbeat.send(self._message)
+        self._clock.go()
+
+    def end_epoch(self) -> None:
+        """Count an epoch, and save when due. See Checkpointer.end_epoch."""
+        self._counter.end_epoch()
+        self._queue.saved_step, self._begun = -1, NOTHING_SAVED  # the state differs now from what this step saved
+        self._note_commit(self._queue.poll())
+        if kind := self._triggers.decide_at_epoch_end(self._counter.progress, is_busy=self._queue.is_busy):
+            self.save_as(kind, self._metrics)
+
+    def save_at_start(self) -> None:
+        """Save step 0 for SaveSettings(at_start=True), unless a checkpoint has this state."""
+        is_saved = self._begun[0] == self._counter.step
+        if self._settings.at_start and self._counter.decides and not self._counter.step and not is_saved:
+            self._save({}, "keep")
+
+    def save_as(self, kind: SaveKind, metrics: Mapping[str, object] | None) -> None:
+        """Begin a save, unless this step is saved already as this kind or as one that includes it."""
+        step, before = self._begun
+        if step != self._counter.step or strongest(before, kind) != before:
+            self._save(metrics or {}, kind)
+        elif not self._group.rank:
+            logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
+
+    def _save(self, metrics: Mapping[str, object], kind: SaveKind) -> None:
+        queue, progress, began = self._queue, self._counter.progress, time.monotonic()
+        self._begun = progress.step, kind
+        self._note_commit(queue.wait_for_buffer())
+        is_reported = self._triggers.can_report_soon()
+        name = queue.begin(progress, metrics, kind=kind, trained_s=self._clock.trained_s, is_reported=is_reported)
+        self._begun_name = progress.step, name
+        self._blocked_s = time.monotonic() - began
+        self._triggers.saved(self._blocked_s, progress, kind, began=began)
+        if kind == "export":
+            is_preempted = self._triggers.is_preempted or self._counter.is_preempted
+            self._note_commit(self._export_wait.follow(queue, name, progress, is_preempted=is_preempted))
+        self._clock.skip(time.monotonic() - began)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until the saves begun so far are committed. See Checkpointer.wait."""
+        queue, began = self._queue, time.monotonic()
+        self._note_commit(queue.wait(queue.longest_s if timeout_s is None else min(timeout_s, queue.longest_s)))
+        self._clock.skip(time.monotonic() - began)
+        self._raise_if_over()
+        if problem := queue.problem:
+            if timeout_s is None:  # with a time-out some ranks may not have heard of it, and all must save alike
+                self._begun = NOTHING_SAVED
+            raise SaveFailedError(f"rank {self._group.rank}: wait(): {problem}")
+
+    def validate(self) -> None:
+        """Have Ray validate this step's checkpoint once it is committed."""
+        step, name = self._begun_name
+        if step != self._counter.step:
+            text = "cannot validate: the step was not saved in this attempt"
+            logger.warning(event(text, step=self._counter.step, run=self._group.uri))
+            return
+        self._queue.validate(name)
+        self._triggers.ray_reports.committed(self._queue.pointers.pointed)  # it is reported in a turn of its own
+
+    def finish(self) -> None:
+        """Save the last step, wait for all that is under way, and write into `latest` that the run has finished."""
+        queue = self._queue
+        self._heartbeat.send(self._message, is_last=True)
+        if self._watch.over is None:
+            self._note_commit(queue.wait())  # afterwards all ranks know of the same saves
+            if queue.saved_step != self._counter.step or self._begun == (self._counter.step, "roll"):
+                self._save(self._metrics, "keep")
+            queue.finish(self._counter.step)
+            queue.point_ray_to_newest()
+            self._triggers.ray_reports.add_validations(queue.pointers.take_validations())
+            self._triggers.committed(queue.save_s)
+            self._triggers.ray_reports.committed(queue.pointers.pointed)
+            self._triggers.report_all_to_ray()
+            self._export_wait.finish(queue.newest, self._counter.progress)
+        self._raise_if_over()
+        _write_finish(self._group, wait_s=self._settings.save_timeout_s)
+
+    def abandon(self) -> None:
+        """Let the saves in flight end after training has raised, for a short time, and save nothing new.
+
+        The state may be half-way through a step; what is in flight was copied whole.
+        """
+        self._heartbeat.send(self._message, is_last=True)
+        try:
+            self._queue.wait(LAST_WORDS_S)
+        except Exception as late:  # noqa: BLE001  nothing may take the place of the error that ended training
+            logger.warning(event("lost the save in flight", rank=self._group.rank, cause=late, run=self._group.uri))
+
+    def stop(self) -> None:
+        """Let the save thread end."""
+        self._queue.stop()
+
+    def _leave_node(self) -> NoReturn:
+        """End the attempt for on_preempt="restart": Ray starts the workers again, on nodes that stay."""
+        self._note_commit(self._queue.wait())
+        step = self._counter.step
+        saved = f"step {step} is saved" if self._queue.saved_step == step else f"step {step} is not saved"
+        self._watch.over = SupersededError(
+            f'rank {self._group.rank}: a node of this group is about to go, {saved}; leaving by on_preempt="restart"'
+        )
+        raise self._watch.over
+
+    def _note_commit(self, committed: str | None) -> None:
+        """Hand on what the queue has just said. committed: name of a checkpoint that was committed since."""
+        self._triggers.ray_reports.add_validations(self._queue.pointers.take_validations())
+        if committed is not None:
+            self._triggers.committed(self._queue.save_s)
+            self._triggers.ray_reports.committed(self._queue.pointers.pointed)
+
+    def _raise_if_over(self) -> None:
+        if self._watch.over is not None:
+            raise self._watch.over
+
+    def _message(self) -> HeartbeatMessage:
+        return HeartbeatMessage(
+            step=self._counter.step,
+            trained_s=self._clock.trained_s,
+            step_s=self._clock.step_s,
+            began_at=self._began_at,
+            begun=self._begun[0],
+            failed=self._queue.failed,
+            skipped=self._triggers.skipped,
+        )
+
+
+def _write_finish(group: Group, *, wait_s: float) -> None:
+    """Write into `latest` that the run has finished, once all ranks are at the end and all is committed.
+
+    Only warns when the store or another rank keeps this from being done: the checkpoints are whole. Raises FencedError
+    or SupersededError when somebody else has gone on with the run.
+    """
+    try:
+        ask_until_decided(
+            group,
+            "finish",
+            group.id,
+            group.rank,
+            group.world_size,
+            deadline=time.monotonic() + wait_s,
+            what="end of the run",
+            late=lambda missing: StoreError(f"{missing} within {wait_s:.0f} s"),
+        )
+    except (StoreError, RayError) as error:
+        logger.warning(event(f"the run has finished, but latest does not say so: {error}", run=group.uri))
