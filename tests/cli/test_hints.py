@@ -41,6 +41,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "loader": [raycheck.Batches.loader],
     "peek": [raycheck.Checkpointer.peek],
     "restore": [raycheck.Checkpointer.restore, raycheck.ActorCheckpointer.restore, raycheck.Run.restore],
+    "start_coordinator": [raycheck.start_coordinator],
     "save": [raycheck.Checkpointer.save, raycheck.ActorCheckpointer.save],
     "wait": [raycheck.Checkpointer.wait, raycheck.ActorCheckpointer.wait],
 }
