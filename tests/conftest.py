@@ -60,7 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _needs_server(item: pytest.Item) -> bool:
     """Returns whether a test starts a store's server: by one of its fixtures, or since it runs on the store of that
     name. Others say so by the marker itself."""
-    parameters = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    parameters = (
+        item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    )
     words = {word for parameter in parameters if isinstance(parameter, str) for word in parameter.split()}
     return bool(SERVERS & (set(getattr(item, "fixturenames", ())) | words))
 
