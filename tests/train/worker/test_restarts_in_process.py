@@ -43,6 +43,7 @@ def train(uri: str, *, world_size: int, until: int, peeks: bool = False, **resto
                     if step == until:
                         return at, data.samples
                 ckpt.end_epoch()
+        raise AssertionError("ten epochs did not reach the step")
 
     results = [
         thread.join() for thread in [InThread(lambda g=g: rank(g)) for g in group_of(uri, world_size=world_size)]
