@@ -166,8 +166,8 @@ class SaveSettings:
         every_epochs, at_steps, when and overhead is given, else None.
     every_seconds: save this many seconds after the last save began.
     every_tokens: save once this many tokens were trained on since the last save, as `end_step(tokens=...)` counts them.
-    every_epochs: save at every so many calls of `end_epoch`. With Batches in the state: after the first step of an
-        epoch, once this many have ended.
+    every_epochs: save each time this many epochs have ended: when `end_epoch` is called, or, with Batches in the state,
+        after the first step of the next epoch.
     at_steps: save after each of these optimizer steps. Default: none.
     at_start: save at step 0 too, at the end of a `restore` that finds nothing, or that takes only a part and begins at
         step 0. Default: False.

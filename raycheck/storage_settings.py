@@ -63,7 +63,7 @@ class StorageSettings:
 
     @property
     def is_plain_http(self) -> bool:
-        """True when the endpoint is plain http://, so that no certificate is checked."""
+        """Returns whether the endpoint is plain http://, so that no certificate is checked."""
         return self.endpoint is not None and self.endpoint.startswith("http://")
 
     @classmethod

@@ -1,6 +1,7 @@
 """Fixtures that all tests share: real stores, and a limit on how long a test may take."""
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
+from hypothesis import settings
 
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
@@ -23,31 +25,60 @@ EMULATOR = os.environ.get("RAYCHECK_TEST_GCS", "").rstrip("/")
 GOOGLES = ["gs", "emulator"] if EMULATOR else ["gs"]
 """The servers of the GCS API: ours, and beside it the one whose URL RAYCHECK_TEST_GCS names, Google's own
 storage-testbench for example. It is given a bucket."""
+SERVERS = {"s3", "gcs", "gs", "emulator", "azure", "az", "ministack", "ceph"}
+"""The fixtures that start a server, and the parameters that make a test ask for one of them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(RAY_worker_niceness="0")  # Ray's 15 starves its workers beside the tests that run meanwhile
+    settings.register_profile("quick", max_examples=20)
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
     config.stash[_STDERR] = os.dup(2)  # while a test runs, 2 is pytest's own file, which is lost with the process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only what needs no server and no Ray and enumerates nothing")
     parser.addoption("--all", action="store_true", help="also the long profiles")
     parser.addoption("--gpu", action="store_true", help="also what needs an accelerator")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow want --all, those marked gpu want --gpu. Without it they are deselected, which pytest counts in
-    its summary; none is skipped."""
+    """Leaves out tests by their markers: `slow` ones run only with --all, `gpu` ones only with --gpu, and --quick leaves
+    out those of `ray`, `server` and `enumeration`. They are deselected, which pytest counts in its summary; none is
+    skipped."""
     left_out = {mark for mark, option in (("slow", "--all"), ("gpu", "--gpu")) if not config.getoption(option)}
+    left_out |= {"ray", "server", "enumeration"} if config.getoption("--quick") else set()
+    for item in items:
+        if _needs_server(item):
+            item.add_marker("server")
     config.hook.pytest_deselected(items=[item for item in items if left_out & set(item.keywords)])
     items[:] = [item for item in items if not left_out & set(item.keywords)]
+
+
+def _needs_server(item: pytest.Item) -> bool:
+    """Returns whether a test starts a store's server: by one of its fixtures, or since it runs on the store of that
+    name. Others say so by the marker itself."""
+    parameters = (
+        item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    )
+    words = {word for parameter in parameters if isinstance(parameter, str) for word in parameter.split()}
+    return bool(SERVERS & (set(getattr(item, "fixturenames", ())) | words))
+
+
+def pytest_collection_finish() -> None:
+    """Makes full collections of garbage rare, and spares them what the imports made. With Python's own threshold every
+    few clients of S3 cause one, and a walk through all of torch, Ray and botocore takes up to two seconds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test waits for ever: after its limit all threads' stacks are printed and the process ends."""
-    limit = 480 if {"ray", "slow"} & set(request.keywords) else 120
+    limit = 480 if {"ray", "slow"} & set(request.keywords) else 240
     faulthandler.dump_traceback_later(limit, exit=True, file=request.config.stash[_STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -101,9 +132,10 @@ def azure() -> Iterator[str]:
         yield connection
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=["memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("file", "s3"))])
 def uri(request: pytest.FixtureRequest, tmp_path) -> str:
-    """The root of a run that does not exist yet, on each store that the protocol's tests run on."""
+    """The root of a run that does not exist yet. In memory, as that a folder and S3 behave alike is what the store's
+    conformance tests say; on those, too, with --all."""
     return new_root(request, tmp_path)
 
 

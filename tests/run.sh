@@ -1,19 +1,33 @@
 #!/bin/sh
-# Every check of the project. `--all` adds the long profiles; anything else goes to pytest.
+# Every check of the project, for two cores:
+#   sh tests/run.sh --quick   before a commit, 3 minutes: no Ray, no server, no enumeration
+#   sh tests/run.sh           before a merge, 12 minutes
+#   sh tests/run.sh --all     the long profiles, too
+# Anything else goes to pytest, a path for example.
 extras=train,demo,dev
 . "$(dirname "$0")/../cluster/bootstrap.sh"
 cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m mypy
 case " $* " in *" --all "*) # made once
     for made in ministack_server ceph_server oldest_ray; do "$python" -m "tests.support.$made"; done ;;
 esac
-# Two at a time: the Ray tests wait most of the time, and must not meet a second Ray. 5: none of them was asked for.
-"$python" -m pytest -m "not ray" "$@" &
-others=$!
+
+# Two processes at a time. 5 is pytest's status when none of its tests was asked for.
+tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 status=0
-"$python" -m pytest -m ray "$@" || status=$?
-wait "$others" || { rest=$?; [ "$rest" = 5 ] || status=$rest; }
-[ "$status" = 5 ] && status=0
+case " $* " in
+*" --quick "*)
+    "$python" -m mypy &
+    beside=$!
+    tests "$@" || status=1 ;;
+*) # the Ray tests wait much of the time, and must not meet a second Ray
+    (
+        "$python" -m mypy
+        tests -m "not ray" "$@"
+    ) &
+    beside=$!
+    tests -m ray "$@" || status=1 ;;
+esac
+wait "$beside" || status=1
 exit "$status"

@@ -145,3 +145,39 @@ def test_no_class_name_stands_for_two_things() -> None:
                 homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
 
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+ASKS = ("is_", "has_", "can_", "may_", "must_", "needs_", "knows", "fits", "takes", "touches")
+CHANGES = ("append", "add", "pop", "popleft", "insert", "remove", "discard", "clear", "update", "setdefault", "extend")
+TALKS = ("remote", "flock", "broadcast", "all_gather", "barrier", "info", "warning")
+
+
+def act_in(function: ast.AST) -> str:
+    """The first statement of a function that changes something it does not own, or talks to somebody; "" if none does."""
+    for node in ast.walk(function):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+            own = [item for target in targets for item in getattr(target, "elts", [target])]
+            if any(isinstance(item, ast.Attribute | ast.Subscript) for item in own):
+                return ast.unparse(node)
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            return ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in CHANGES and ast.unparse(node.func.value).startswith("self."):
+                return ast.unparse(node)
+            if node.func.attr in TALKS:
+                return ast.unparse(node)
+    return ""
+
+
+def test_a_question_does_not_act() -> None:
+    """What is called like a question, or is a property, changes nothing and talks to nobody."""
+    acting = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_property = any(ast.unparse(mark).endswith("property") for mark in node.decorator_list)
+                if (is_property or node.name.lstrip("_").startswith(ASKS)) and (act := act_in(node)):
+                    acting[f"{path.relative_to(PACKAGE)}:{node.name}"] = act
+
+    assert acting == {}

@@ -50,12 +50,12 @@ def verify(
     index = cache(partial(read_index, manifest))
     for key, record in manifest.objects():
         try:
-            there, problem = _compare(store, key, record.size_bytes, record.crc32 if reads else None)
+            found, problem = _compare(store, key, record.size_bytes, record.crc32 if reads else None)
         except CorruptError as error:  # no file, or one that has shrunk meanwhile
-            there, problem = None, str(error)
+            found, problem = None, str(error)
         where: tuple[str, ...] = ()
         if problem and isinstance(record, ShardRecord):
-            where = _where(store, index, key, record, there or 0)
+            where = _where(store, index, key, record, found or 0)
         yield Finding(key=key, size_bytes=record.size_bytes, problem=problem, where=where)
 
 
@@ -65,12 +65,12 @@ def _compare(store: Store, key: str, size: int, crc: int | None) -> tuple[int | 
     Each wrong answer is asked for again before it counts, since it may have changed on its way. crc: None to compare
     sizes only.
     """
-    there = next((there for _ in range(READS - 1) if (there := _size(store, key)) == size), None)
-    there = _size(store, key) if there is None else there
-    if there is None:
-        return there, "missing"
-    if there != size:
-        return there, f"has {there} bytes, the manifest says {size}"
+    found = next((found for _ in range(READS - 1) if (found := _size(store, key)) == size), None)
+    found = _size(store, key) if found is None else found
+    if found is None:
+        return found, "missing"
+    if found != size:
+        return found, f"has {found} bytes, the manifest says {size}"
     total = crc
     for _ in range(READS if crc is not None else 0):
         total = 0
@@ -78,7 +78,7 @@ def _compare(store: Store, key: str, size: int, crc: int | None) -> tuple[int | 
             total = crc32(store.get_range(key, start, min(start + READ_BYTES, size)), total)
         if total == crc:
             break
-    return there, "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
+    return found, "" if total == crc else f"has checksum {total:08x}, the manifest says {crc:08x}"
 
 
 def _size(store: Store, key: str) -> int | None:

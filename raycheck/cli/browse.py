@@ -36,7 +36,7 @@ MAX_ATTEMPTS = 20
 
 
 def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
-    """List a run's committed checkpoints, and the state of the run."""
+    """List a run's committed checkpoints, and its state."""
     run = open_run(uri, settings_of(storage))
     if as_json:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
@@ -55,7 +55,10 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
 
 
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
-    """Show a run, its attempts, and one checkpoint (the head, or --step)."""
+    """Show a run, its attempts, and one checkpoint.
+
+    The checkpoint is the head, or the newest one of --step.
+    """
     run = open_run(uri, settings_of(storage))
     checkpoint = run.head if step is None else run.at_step(step)
     began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
@@ -92,8 +95,9 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
 
 
 def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
-    """Read every object of every checkpoint (or of --step), and compare its size and checksums.
+    """Read all checkpoints and compare their checksums.
 
+    With --step only that checkpoint is read. Every object's size and checksums are compared with what was committed.
     Damage is named by rank, component, tensor and sub-block of 4 MiB. The exit code is 1 then.
     """
     run = open_run(uri, settings_of(storage))

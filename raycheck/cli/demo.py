@@ -17,7 +17,10 @@ def demo(  # noqa: PLR0917  typer makes options of them
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Train a small Llama on Ray, save to a bucket, kill a worker, and see the run go on."""
+    """Train on Ray, kill a worker, and see the run go on.
+
+    The model is a small Llama, which is saved to a bucket.
+    """
     from raycheck.demo import run_demo
 
     run_demo(root=root, workers=workers, steps=steps, kill_step=kill_step, save_every=save_every, as_json=as_json)

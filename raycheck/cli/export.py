@@ -28,7 +28,10 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Write a checkpoint (the head, or --step) as a Hugging Face directory."""
+    """Write a checkpoint as a Hugging Face directory.
+
+    The checkpoint is the head, or the newest one of --step.
+    """
     from raycheck.run import export_hf as export
 
     began = time.monotonic()

@@ -30,12 +30,12 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be
 
 
 def pin(uri: Uri, step: To, storage: Storage = None) -> None:
-    """Keep a checkpoint, whatever retention rules say, until it is unpinned."""
+    """Keep a checkpoint, whatever retention rules say."""
     _pin(uri, step, settings_of(storage), pinned=True)
 
 
 def unpin(uri: Uri, step: To, storage: Storage = None) -> None:
-    """Leave a pinned checkpoint to the retention rules again."""
+    """Leave a pinned checkpoint to retention rules again."""
     _pin(uri, step, settings_of(storage), pinned=False)
 
 
@@ -57,10 +57,11 @@ def prune(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Drop expired checkpoints and those that no rule given here keeps; delete what was dropped, after a grace.
+    """Drop checkpoints that no rule given here keeps.
 
-    With no --keep option only expired checkpoints go. Rolling checkpoints are subject to --rolling-keep-last alone;
-    without it they stay. The head and pinned checkpoints always stay. A running training goes on.
+    Expired ones are dropped too. What was dropped is deleted after a grace for readers. With no --keep option only
+    expired checkpoints go. Rolling checkpoints are subject to --rolling-keep-last alone; without it they stay. The head
+    and pinned checkpoints always stay. A running training goes on.
     """
     register = Register(open_store(uri, settings_of(storage)))
     body, got = register.read_existing()
@@ -89,10 +90,10 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Delete older Hugging Face directories that trainings of this run exported, even while somebody reads them.
+    """Delete older Hugging Face exports of this run.
 
-    A directory goes only when its record proves that it is this run's, whole and unchanged. Exports by hand and those
-    of pinned checkpoints stay.
+    Only those that its trainings wrote are deleted, even while somebody reads them. A directory goes only when its
+    record proves that it is this run's, whole and unchanged. Exports by hand and those of pinned checkpoints stay.
     """
     settings = settings_of(storage)
     body = read_latest(open_store(uri, settings))
@@ -131,7 +132,10 @@ def sweep(
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Delete what earlier attempts left behind without a commit: torn saves, and uploads that never ended."""
+    """Delete what earlier attempts left uncommitted.
+
+    These are torn saves, and uploads that never ended.
+    """
     store = open_store(uri, settings_of(storage))
     found = (deletes.plan_sweep if dry_run else deletes.sweep)(store, also_whole=whole)
     _print_deletions(found, () if dry_run else [item.name for item in found], {}, dry_run=dry_run, as_json=as_json)
@@ -142,14 +146,20 @@ def rewind(
     step: To,
     storage: Storage = None,
 ) -> None:
-    """Make an earlier checkpoint the head, which the next start restores. A training that still runs is stopped."""
+    """Make an earlier checkpoint the head.
+
+    The next start restores it. A training that still runs is stopped.
+    """
     checkpoint = _checkpoint(uri, step, settings_of(storage))
     body = rewind_run(Register(checkpoint.store), checkpoint.entry.key)
     out.print(Text(f"head is {body.head}; later checkpoints stay listed until retention drops them"))
 
 
 def repair(uri: Uri, storage: Storage = None) -> None:
-    """Rebuild a lost, rolled back or damaged `latest` from the manifests. Stop training, prunes and sweeps first."""
+    """Rebuild a lost or damaged `latest`.
+
+    It is rebuilt from the manifests, also after it was rolled back. Stop training, prunes and sweeps first.
+    """
     done = repair_run(open_store(uri, settings_of(storage)))
     for entry in done.latest.live:
         out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}{'  pinned' if entry.pinned else ''}"))

@@ -61,11 +61,11 @@ def submit(  # noqa: PLR0917  typer makes options of them
     retries: Annotated[int, typer.Option(min=0, help="How often to submit again after a failure.")] = 3,
     storage: Storage = None,
 ) -> None:
-    """Submit a training script as a Ray job, follow it, and submit it again when it fails.
+    """Run a training script as a Ray job, with retries.
 
-    It gives up after --retries, when nothing was committed between two failures, and when another try cannot help:
-    the run had finished, the driver gave up for good, or the script ended at once. Exit codes: 0 it succeeded, 1 it
-    failed or was stopped. Ctrl-C leaves the job running.
+    The job is followed, and submitted again when it fails. It gives up after --retries, when nothing was committed
+    between two failures, and when another try cannot help: the run had finished, the driver gave up for good, or the
+    script ended at once. Exit codes: 0 it succeeded, 1 it failed or was stopped. Ctrl-C leaves the job running.
     """
     env = yaml_of(runtime_env, option="--runtime-env") if runtime_env else {}
     if working_dir is not None:

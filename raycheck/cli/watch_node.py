@@ -33,9 +33,10 @@ def watch_node(  # noqa: PLR0917  typer makes options of them
         float, typer.Option(min=0, help="Seconds to wait at the start for Ray on this machine.")
     ] = 300.0,
 ) -> None:
-    """Watch for the cloud's preemption notice and drain this machine's Ray node, so that training saves in time.
+    """Drain this Ray node when the cloud takes it away.
 
-    Runs until the machine goes away, or until SIGTERM.
+    Waits for the cloud's preemption notice, and drains the node so that training saves in time. Runs until the machine
+    goes away, or until SIGTERM.
     """
     show_log()
     end_on_sigterm()

@@ -1,4 +1,7 @@
-"""`raycheck demo`: a real run that loses a worker and goes on, shown as it happens."""
+"""Trains a real run that loses a worker and goes on, and shows it as it happens (`raycheck demo`).
+
+server.py is the bucket, job.py is the training as a user writes it, and this file starts both and prints the story.
+"""
 
 import io
 import json
@@ -30,7 +33,10 @@ POLL_S = 0.3
 def run_demo(
     *, root: str | None, workers: int, steps: int, kill_step: int, save_every: int, as_json: bool
 ) -> dict[str, Any]:
-    """The whole story; prints it, and with `as_json` one JSON object at the end instead of the table."""
+    """Run the demo and print what happens; with `as_json` the end is one JSON object instead of a table.
+
+    Returns that object. Raises ConfigError for options that do not go together.
+    """
     if kill_step >= steps:
         raise ConfigError(f"--kill-step {kill_step} must be below --steps {steps}; 0 kills nobody")
     screen = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
@@ -38,7 +44,7 @@ def run_demo(
     with _bucket(root) as uri:
         config = {"steps": steps, "kill_step": kill_step, "save_every": save_every}
         screen.print(Text(f"the run is {join_uri(uri, RUN)}"), soft_wrap=True)
-        with redirect_stdout(io.StringIO()):  # Ray prints its own account of the death; the story is told here
+        with redirect_stdout(io.StringIO()):  # Ray prints the worker's death too, at length
             events = _train(screen, uri, workers, config)
         run = open_run(join_uri(uri, RUN))
         where = join_uri(uri, RUN) if root is not None else f"file://{_keep(run)}/{RUN}"
@@ -55,6 +61,7 @@ def run_demo(
 
 @contextmanager
 def _bucket(root: str | None) -> Iterator[str]:
+    """Yields the URI below which the run is written: `root`, or an embedded server for the length of the block."""
     if root is not None:
         yield root if "://" in root else str(Path(root).absolute())
     else:
@@ -63,7 +70,7 @@ def _bucket(root: str | None) -> Iterator[str]:
 
 
 def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> list[dict[str, Any]]:
-    # Quiet, since the story is what we show: Ray's own log lines stay in its session folder.
+    # Ray is kept quiet, since the demo shows what happens. Ray's own log lines stay in its session folder.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -97,7 +104,7 @@ def _train(screen: Console, uri: str, workers: int, config: dict[str, Any]) -> l
 
 @contextmanager
 def _shown(screen: Console, board: Any, uri: str) -> Iterator[None]:
-    """Print events as they come, from the board and from `latest` itself, until the block ends."""
+    """Print events as they come, from the board and from the run's `latest`, until the block ends."""
     import ray
 
     over = threading.Event()
@@ -145,7 +152,7 @@ def _print_event(screen: Console, event: dict[str, Any]) -> None:
 
 
 def _keep(run: Run) -> Path:
-    """Copy the whole run out of the embedded server, which forgets it when it stops."""
+    """Copy the whole run out of the embedded server, which keeps it in memory only. Returns the folder."""
     folder = Path(tempfile.mkdtemp(prefix="raycheck-demo-"))
     kept = open_store(f"file://{folder}/{RUN}")
     for item in run.store.list_objects(""):
@@ -154,7 +161,10 @@ def _keep(run: Run) -> Path:
 
 
 def _hugging_face(run: Run) -> tuple[Path, str]:
-    """Export the head as a Hugging Face directory, load it as anyone would, and let it write some bytes."""
+    """Export the head as a Hugging Face directory, load it with transformers, and let the model write some bytes.
+
+    Returns the directory and the text.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -213,7 +223,7 @@ def _epilogue(screen: Console, run: Run, result: dict[str, Any], *, folder: Path
             f"  {command} ls {where}\n"
             f"  {command} show {where}\n"
             f"  {command} verify {where}\n"
-            f"  {command} demo --root {root} --steps {steps + 20} --kill-step 0     # resumes it"
+            f"  {command} demo --root {root} --steps {steps + 20} --kill-step 0     # resumes the run"
         ),
         soft_wrap=True,
     )

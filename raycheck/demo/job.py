@@ -1,4 +1,4 @@
-"""What the demo trains: a byte-level Llama on Python's own source files, with FSDP2. A train_fn as a user writes it."""
+"""Trains a byte-level Llama on Python's own source files, with FSDP2. It is a training function as users write it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ GLOBAL_BATCH = 24
 
 
 def build_model() -> Any:
-    """About 3 M parameters, randomly initialised; one token per byte."""
+    """Make a Llama of about 3 M parameters, randomly initialised, whose tokens are bytes."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
@@ -39,7 +39,7 @@ def build_model() -> Any:
 
 
 class StandardLibrary(Dataset[torch.Tensor]):
-    """The text of the Python standard library, cut into contexts of 128 bytes."""
+    """Serves the text of the Python standard library, cut into contexts of 128 bytes."""
 
     def __init__(self) -> None:
         text = b""
@@ -58,7 +58,7 @@ class StandardLibrary(Dataset[torch.Tensor]):
 
 @ray.remote(num_cpus=0)
 class Board:
-    """Where the workers pin what happens, for the driver to show; it also grants the one kill."""
+    """Collects the workers' events, which the driver shows, and grants the one kill."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -76,7 +76,10 @@ class Board:
 
 
 def train_fn(config: dict[str, Any]) -> None:
-    """One worker. Leaves after config["steps"] steps; the last rank kills itself once, after config["kill_step"]."""
+    """Train in one worker, for config["steps"] steps.
+
+    The last rank kills itself once, after step config["kill_step"].
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = ray.train.torch.get_device()

@@ -1,4 +1,4 @@
-"""The demo's own bucket: moto's S3 server as a child process on 127.0.0.1. Its objects live in its memory."""
+"""Starts the demo's own bucket: moto's S3 server as a child process on 127.0.0.1, with its objects in its memory."""
 
 import os
 import socket
@@ -20,12 +20,12 @@ START_TIMEOUT_S = 60.0
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """A running server with one empty bucket; yields its URI. Sets throw-away credentials in this process.
+    """Runs a server with one empty bucket, and yields the bucket's URI. Sets throw-away credentials in this process.
 
     Raises ConfigError when moto is not installed or does not start.
     """
     port = _free_port()
-    # moto wants any credentials at all; real ones must not be sent to it, nor a profile be looked up.
+    # moto wants some credentials. Real ones must not be sent to it, and no profile must be looked up.
     os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_EC2_METADATA_DISABLED="true")  # noqa: S106
     command = [sys.executable, "-c", _SERVE, str(port)]
     address = f"127.0.0.1:{port}"
@@ -40,8 +40,8 @@ def s3_server() -> Iterator[str]:
             server.kill()
 
 
-# The pipe closes when the parent dies, however it dies, and takes the server along. moto looks at a condition first and
-# writes then: two requests at once may both find it true, so those that carry one take turns.
+# The pipe closes when the parent dies, however it dies; that ends the server. moto checks a condition and then writes,
+# so that two requests at once may both find it true. Requests with a condition therefore take turns.
 _SERVE = """
 import io, os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

@@ -1,7 +1,8 @@
-"""What each cloud says of this machine's near end, as its documentation has it; nothing here has met a real one.
+"""Reads the preemption notices of each cloud, from its documentation; nothing here was tried on a real cloud.
 
-A source answers what is pending now, the same at every look. What is new, and what follows from it, is watch.py's.
-Every method raises ConnectionError when the service is away, or answers other than documented; it may be asked again.
+A source returns the notices that are pending now, and repeats them at every request. watch.py decides which are new and
+what follows. Every method raises ConnectionError when the service does not answer, or answers other than documented; it
+may be called again.
 """
 
 import json
@@ -22,8 +23,10 @@ DETECT_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """deadline: unix seconds at which the machine may go, None when the cloud says none. The same kind and message at
-    two looks are the same notice."""
+    """Describes a pending notice. Two notices of equal kind and message are one.
+
+    deadline: unix seconds at which the machine may be gone; None when the cloud does not tell.
+    """
 
     cloud: str
     kind: str
@@ -32,19 +35,19 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """One cloud's metadata service."""
+    """Asks one cloud's metadata service."""
 
     endpoint: str
 
-    def is_here(self) -> bool:
-        """Whether the endpoint is this cloud's, within a second."""
+    def detect(self) -> bool:
+        """Ask the endpoint, for a second at most. Returns whether this cloud's service answers there."""
 
     def notices(self, now: float) -> tuple[Notice, ...]:
-        """What is pending. now: unix seconds, for deadlines that a cloud gives as a span."""
+        """Ask for the pending notices. now: unix seconds, for clouds that tell only how much time is left."""
 
 
 class Ec2:
-    """Amazon EC2, by IMDSv2. A rebalance recommendation is no notice yet: it has no deadline.
+    """Asks Amazon EC2, by IMDSv2. A rebalance recommendation is a notice without a deadline.
 
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
@@ -52,7 +55,7 @@ class Ec2:
     """
 
     TOKEN_TTL_S = 21600
-    """The most that the service grants."""
+    """The longest lifetime of a token that the service grants, in seconds."""
 
     def __init__(self, endpoint: str = ENDPOINT, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.endpoint = checked(endpoint)
@@ -60,19 +63,19 @@ class Ec2:
         self._token = ""
         self._renew_at = 0.0
 
-    def is_here(self) -> bool:
+    def detect(self) -> bool:
         return bool(self._new_token(timeout_s=DETECT_TIMEOUT_S))
 
     def notices(self, now: float) -> tuple[Notice, ...]:
         del now
         answer = self._get("spot/instance-action")
         if answer is not None:
-            return (_read(answer, _interruption),)  # without asking further: what comes next must not hide it
+            return (_read(answer, _interruption),)  # ask no further: an error there must not hide this
         answer = self._get("events/recommendations/rebalance")
         return () if answer is None else (_read(answer, _recommendation),)
 
     def _get(self, path: str) -> MetadataResponse | None:
-        """None where the item is not present, which is how EC2 says that nothing is pending."""
+        """Returns the answer for an item, or None when EC2 does not have it, which means that nothing is pending."""
         url = f"{self.endpoint}/latest/meta-data/{path}"
         if self._clock() >= self._renew_at:
             self._new_token()
@@ -100,9 +103,11 @@ class Ec2:
 
 
 class Gce:
-    """Google Compute Engine. `preempted` turns TRUE at most 30 s before the end. With
-    --preemption-notice-duration=120s it does so 120 s earlier, but does not say so: 30 s are assumed.
-    A VM with GPUs is told of host maintenance an hour ahead; one that is to migrate lives on.
+    """Asks Google Compute Engine. `preempted` turns TRUE at most 30 s before the end.
+
+    With --preemption-notice-duration=120s it does so 120 s before, but the service does not say which: 30 s are
+    assumed. A VM with GPUs is told of host maintenance an hour ahead. A VM that will be migrated lives on and has no
+    notice.
 
     https://cloud.google.com/compute/docs/instances/create-use-spot
     https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance
@@ -115,7 +120,7 @@ class Gce:
     def __init__(self, endpoint: str = ENDPOINT) -> None:
         self.endpoint = checked(endpoint)
 
-    def is_here(self) -> bool:
+    def detect(self) -> bool:
         return self._get("preempted", timeout_s=DETECT_TIMEOUT_S) in {"TRUE", "FALSE"}
 
     def notices(self, now: float) -> tuple[Notice, ...]:
@@ -138,9 +143,9 @@ class Gce:
 
 
 class Azure:
-    """Azure's Scheduled Events, of which only those are taken that name this VM and end it; a Freeze passes.
+    """Asks Azure's Scheduled Events for those that name this VM and end it. A Freeze does not end it.
 
-    An event that has begun has no time any more. The first request of a VM may take two minutes, as it turns the
+    An event that has begun has no time any more. The first request of a VM may take two minutes, since it turns the
     service on.
 
     https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
@@ -155,7 +160,7 @@ class Azure:
         self._name = ""
         self._timeout_s = self.FIRST_TIMEOUT_S
 
-    def is_here(self) -> bool:
+    def detect(self) -> bool:
         return bool(self._own_name(timeout_s=DETECT_TIMEOUT_S))
 
     def notices(self, now: float) -> tuple[Notice, ...]:
@@ -176,7 +181,7 @@ class Azure:
         return found
 
     def _own_name(self, *, timeout_s: float = TIMEOUT_S) -> str:
-        """As events name the VM; an event also goes to the others of its group."""
+        """Ask for the name by which events mean this VM; an event is also sent to the other VMs of its group."""
         if not self._name:
             answer = self._get("instance/compute/name?api-version=2021-02-01&format=text", timeout_s=timeout_s)
             if not answer.text or not answer.text.isprintable():
@@ -192,11 +197,14 @@ class Azure:
 
 
 CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"gce": Gce, "azure": Azure, "aws": Ec2}
-"""The surest to be told from another first: Google's answers carry a header, EC2's only a token."""
+"""Sources by cloud, the most surely detected first: Google's answers carry a header, EC2's only a token."""
 
 
 def source_of(cloud: str | None, endpoint: str = ENDPOINT) -> NoticeSource:
-    """The named cloud's source, or that of the cloud whose service answers. Raises ConfigError when none does."""
+    """Returns the source of the named cloud, or of the cloud whose service answers.
+
+    Raises ConfigError when none does.
+    """
     if cloud is not None:
         if cloud not in CLOUDS:
             raise ConfigError(f"--cloud {cloud}: there are: {', '.join(sorted(CLOUDS))}")
@@ -205,7 +213,7 @@ def source_of(cloud: str | None, endpoint: str = ENDPOINT) -> NoticeSource:
     for make in CLOUDS.values():
         source = make(endpoint)
         try:
-            if source.is_here():
+            if source.detect():
                 return source
         except ConnectionError as error:
             problems.append(str(error))
@@ -227,6 +235,7 @@ def _recommendation(found: dict[str, str]) -> Notice:
 
 
 def _read(answer: MetadataResponse, read: Callable[[Any], T]) -> T:
+    """Parse an answer as JSON by `read`. Raises ConnectionError for one that is not as documented."""
     try:
         return read(json.loads(answer.text))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -234,4 +243,5 @@ def _read(answer: MetadataResponse, read: Callable[[Any], T]) -> T:
 
 
 def _unix(at: datetime) -> float:
+    """Returns unix seconds. A time without a zone is in UTC, as the clouds document it."""
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()

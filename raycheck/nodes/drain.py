@@ -1,7 +1,8 @@
-"""This machine's node in Ray, and its drain: every name of Ray's core that may change. Written for Ray 2.60.
+"""Finds this machine's node in Ray and drains it. Every unstable name of Ray's core is here; written for Ray 2.60.
 
-Each call is a process of its own, killed after ATTEMPT_S: a client of Ray's GCS blocks up to 40 s in its constructor,
-where no signal arrives, and ends its process when the GCS stays away for a minute. The watch itself never loads Ray.
+Each call is a process of its own, killed after ATTEMPT_S. A client of Ray's GCS can block for 40 s in its constructor,
+where no signal arrives, and ends its process when the GCS is unreachable for a minute. The watch itself never loads
+Ray.
 """
 
 import json
@@ -21,7 +22,7 @@ from raycheck.errors import ConfigError
 
 logger = getLogger("raycheck")
 ATTEMPT_S = 30.0
-"""For one call, most of it for loading Ray: 0.7 s, and 15 s were seen on an overloaded machine."""
+"""The limit for one call. Most of the time goes into loading Ray: 0.7 s, and up to 15 s on an overloaded machine."""
 CONNECT_S = 3.0
 CALL_S = 8.0
 PAUSE_S = 5.0
@@ -29,7 +30,7 @@ PAUSE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayNode:
-    """address: of the cluster's GCS, host:port."""
+    """Identifies a node of Ray. address: of the cluster's GCS, as host:port."""
 
     node_id: str
     address: str
@@ -43,7 +44,10 @@ def wait_for_node(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RayNode:
-    """find_node, until it finds one. Raises ConfigError after timeout_s, and at once for what waiting cannot mend."""
+    """Call find_node until it finds the node.
+
+    Raises ConfigError after timeout_s, or at once when waiting cannot help.
+    """
     end = clock() + timeout_s
     said = ""
     while True:
@@ -59,31 +63,34 @@ def wait_for_node(
 
 
 def find_node(address: str | None, node_id: str | None) -> RayNode:
-    """This machine's live node. address: host:port of the GCS; None: RAY_ADDRESS, else the Ray that runs here.
+    """Find this machine's live node.
 
-    Raises ConnectionError when it is not there (yet), ConfigError when it cannot be told which one it is.
+    address: host:port of the GCS; None: RAY_ADDRESS, else the Ray that runs here. node_id: Ray's hex id; None: find it.
+    Raises ConnectionError when the node is not there, perhaps not yet. Raises ConfigError when several nodes of this
+    machine match.
     """
     return _in_child({"address": address, "node_id": node_id})
 
 
 def drain_node(address: str | None, node_id: str | None, *, deadline: float, reason: str) -> RayNode:
-    """Have Ray drain this machine's node, found anew: it may have been restarted. deadline: unix seconds.
+    """Have Ray drain this machine's node, which is looked up again since Ray may have been restarted.
 
-    Raises ConnectionError and ConfigError when it is not drained.
+    deadline: unix seconds. Raises ConnectionError or ConfigError when the node was not drained.
     """
     return _in_child({"address": address, "node_id": node_id, "drain": (round(deadline * 1000), reason)})
 
 
 def choose(alive: Mapping[str, str], *, wanted: str | None, local: Iterable[str], own_ip: str, address: str) -> str:
-    """The one node that is meant. alive: IP by id of the live nodes; local: ids that processes of this machine have.
+    """Choose the node of this machine.
 
-    Raises as find_node does.
+    alive: IP by id of the live nodes. wanted: the id that the user gave. local: ids found among the processes of this
+    machine. Raises as find_node does.
     """
     if wanted is not None:
         if wanted not in alive:
             raise ConnectionError(f"--node-id {wanted} is not one of the {len(alive)} live nodes of Ray at {address}")
         return wanted
-    # A container beside Ray's sees none of its processes, but has its address.
+    # A container beside Ray's does not see Ray's processes, but shares its address.
     found = sorted(alive.keys() & set(local)) or sorted(name for name, ip in alive.items() if ip == own_ip)
     if len(found) > 1:
         raise ConfigError(f"{len(found)} nodes of Ray at {address} run here; give --node-id: {', '.join(found)}")
@@ -93,6 +100,7 @@ def choose(alive: Mapping[str, str], *, wanted: str | None, local: Iterable[str]
 
 
 def _in_child(request: Mapping[str, Any]) -> RayNode:
+    """Call Ray in a child process (this file as a script), and raise its error here."""
     node_id = request["node_id"]
     if node_id is not None and not re.fullmatch(r"[0-9a-f]{8,}", node_id):
         raise ConfigError(f"--node-id {node_id}: give the hex id that ray list nodes shows")
@@ -115,6 +123,7 @@ def _in_child(request: Mapping[str, Any]) -> RayNode:
 
 
 def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] | None = None) -> RayNode:
+    """Find the node, in the child process. drain: drain it too, with this deadline in unix milliseconds and reason."""
     services = import_module("ray._private.services")
     gcs = _reachable(services, address)
     try:
@@ -125,7 +134,7 @@ def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] |
         own = {"local": services.find_node_ids(), "own_ip": services.get_node_ip_address(gcs)}
         node = RayNode(node_id=choose(alive, wanted=node_id, address=gcs, **own), address=gcs)
         if drain is not None:
-            # Of the two reasons the one that a node cannot reject. An id that Ray does not know is "accepted", too.
+            # A node cannot reject a drain for this reason. Ray also "accepts" the drain of an id that it does not know.
             reasons = import_module("ray.core.generated.autoscaler_pb2").DrainNodeReason
             reason = reasons.Value("DRAIN_NODE_REASON_PREEMPTION")
             is_accepted, why_not = client.drain_node(node.node_id, reason, drain[1], drain[0], timeout=CALL_S)
@@ -137,7 +146,7 @@ def _call_ray(address: str | None, node_id: str | None, drain: tuple[int, str] |
 
 
 def _reachable(services: Any, address: str | None) -> str:
-    """host:port of the GCS, where something listens: at a closed port Ray's own client would try for 40 s."""
+    """Returns host:port of the GCS, after a connection to it: at a closed port Ray's own client would try for 40 s."""
     given = address or os.environ.get("RAY_ADDRESS") or "of the Ray that runs here"
     try:
         gcs = str(services.canonicalize_bootstrap_address_or_die(address))
@@ -151,6 +160,7 @@ def _reachable(services: Any, address: str | None) -> str:
 
 
 def _main() -> None:
+    """Answer one request in the child process: print the node, or the error, as JSON."""
     try:
         answer = asdict(_call_ray(**json.loads(sys.argv[1])))
     except ConfigError as error:
@@ -158,7 +168,7 @@ def _main() -> None:
     except ModuleNotFoundError as error:
         answer = {"error": f"{error}: pip install 'raycheck[train]' where Ray runs", "is_final": True}
     except (ImportError, AttributeError, TypeError) as error:
-        answer = {"error": f"this Ray has other inner names than 2.60: {error}", "is_final": True}
+        answer = {"error": f"this Ray has other internal names than 2.60: {error}", "is_final": True}
     except OSError as error:
         answer = {"error": str(error), "is_final": False}
     print(json.dumps(answer))  # noqa: T201

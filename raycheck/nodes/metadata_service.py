@@ -1,7 +1,7 @@
-"""One request to a cloud's metadata service: plain HTTP on a link-local address, by the standard library alone.
+"""Sends one request to a cloud's metadata service: plain HTTP to a link-local address, by the standard library alone.
 
-Never through a proxy, which the clouds forbid, and never redirected: a service that sends one elsewhere is none of
-theirs. Any answer counts as one, whatever its status; only the way to it can fail.
+It never goes through a proxy, which the clouds forbid, and follows no redirect: a service that redirects is not a
+cloud's. An answer of any status is an answer; only the connection can fail.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from urllib.request import HTTPHandler, OpenerDirector, Request
 from raycheck.errors import ConfigError
 
 ENDPOINT = "http://169.254.169.254"
-"""Of all three clouds; https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-retrieval.html,
+"""The address of the service in all three clouds: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-retrieval.html,
 https://cloud.google.com/compute/docs/metadata/querying-metadata,
 https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service"""
 TIMEOUT_S = 5.0
@@ -25,7 +25,10 @@ _opener.add_handler(HTTPHandler())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetadataResponse:
-    """flavor: the header Metadata-Flavor, by which Google's server makes itself known; else empty."""
+    """Holds an answer of the service.
+
+    flavor: the header Metadata-Flavor, which only Google's server sends; else empty.
+    """
 
     url: str
     status: int
@@ -33,19 +36,22 @@ class MetadataResponse:
     flavor: str
 
     def unexpected(self, hint: str = "") -> ConnectionError:
-        """What to raise for an answer that is not as documented."""
+        """Returns the error to raise for an answer that is not as documented."""
         return ConnectionError(f"{self.url}: HTTP {self.status}, {self.text[:200]!r}, is not as documented{hint}")
 
 
 def checked(endpoint: str) -> str:
-    """The endpoint without a slash at its end. Raises ConfigError when it is no http:// URL."""
+    """Returns the endpoint without a slash at its end. Raises ConfigError when it is no http:// URL."""
     if not endpoint.startswith("http://"):
         raise ConfigError(f"--endpoint {endpoint}: metadata services speak plain HTTP; give http://host[:port]")
     return endpoint.rstrip("/")
 
 
 def ask(url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> MetadataResponse:
-    """Raises ConnectionError when nobody answers in time, or not in HTTP; the same call may succeed later."""
+    """Send a request and return the answer.
+
+    Raises ConnectionError when nobody answers in time, or not in HTTP; the call may succeed later.
+    """
     try:
         with _opener.open(Request(url, headers=dict(headers), method=method), timeout=timeout_s) as got:  # noqa: S310
             text = got.read(MAX_BYTES).decode(errors="replace").strip()

@@ -1,7 +1,7 @@
-"""The loop: look for notices, and have Ray drain this node, once for each, until the machine is gone.
+"""Asks for preemption notices in a loop, and has Ray drain this node once for each, until the machine is gone.
 
-A metadata service or a Ray that is away ends nothing: it is logged once when it goes and once when it is back. A
-drain that fails is tried again at every look until the notice's deadline.
+The loop survives a metadata service or a Ray that does not answer: this is logged once when it begins and once when it
+is over. A drain that fails is tried again in every round until the notice's deadline.
 """
 
 import signal
@@ -17,14 +17,16 @@ from raycheck.nodes.cloud_notices import REBALANCE, Notice, NoticeSource
 
 logger = getLogger("raycheck")
 INTERVAL_S = 1.0
-"""For all clouds: a notice may leave 30 s (Google, Azure), Azure itself advises one request per second and limits them
-to five, and a request goes no further than this machine's host."""
+"""Seconds between two requests, for all clouds. A notice may leave 30 s (Google, Azure), Azure advises one request per
+second and allows five, and a request goes no further than this machine's host."""
 FALLBACK_S = 120.0
-"""What Ray Train assumes, too, when a drain has no deadline."""
+"""The time until a deadline that the cloud does not tell. Ray Train assumes it too when a drain has no deadline."""
 SLACK_S = 1.0
+"""Deadlines that differ by no more than this are one."""
 
 Drain = Callable[[float, str], None]
-"""Drains this node: deadline in unix seconds, and why. Raises RaycheckError or ConnectionError when it did not."""
+"""Drains this node, given the deadline in unix seconds and the reason. Raises RaycheckError or ConnectionError when
+the node was not drained."""
 
 
 def watch(
@@ -36,9 +38,9 @@ def watch(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> NoReturn:
-    """Look every interval_s, and drain. Ends by SystemExit only, which SIGTERM raises after `end_on_sigterm()`.
+    """Ask every interval_s, and drain when a notice is due. It ends only by SystemExit: see end_on_sigterm.
 
-    rebalance_deadline_s: drain at a rebalance recommendation, too, with a deadline so far ahead; None: only log it.
+    rebalance_deadline_s: also drain at a rebalance recommendation, with a deadline this far ahead. None: only log it.
     """
     state = NodeWatch(source, drain, rebalance_deadline_s=rebalance_deadline_s, clock=clock)
     try:
@@ -46,18 +48,18 @@ def watch(
             state.look()
             sleep(interval_s)
     except SystemExit:
-        if state.is_source_up:  # a cloud may say it with the very shutdown that ends this process
+        if state.is_source_up:  # a cloud may give notice with the very shutdown that ends this process
             state.look()
         raise
 
 
 def end_on_sigterm() -> None:
-    """From now on SIGTERM raises SystemExit(0) in the main thread."""
+    """Make SIGTERM raise SystemExit(0) in the main thread from now on."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 
 class NodeWatch:
-    """What is known by now: which notices are pending, and which deadline Ray was told."""
+    """Knows which notices are pending and which deadline Ray was told, and acts on what is new."""
 
     def __init__(
         self, source: NoticeSource, drain: Drain, *, rebalance_deadline_s: float | None, clock: Callable[[], float]
@@ -72,13 +74,16 @@ class NodeWatch:
         self._is_drain_failing = False
 
     def look(self) -> None:
-        """Ask the metadata service, and drain if something is due. Raises nothing for either being away."""
+        """Ask the metadata service, and drain if a notice is due.
+
+        Raises nothing when the service or Ray does not answer.
+        """
         now = self._clock()
         try:
             found = self._source.notices(now)
         except ConnectionError as error:
             if self.is_source_up:
-                logger.warning("no notice can be seen while the metadata service does not answer: %s", error)
+                logger.warning("the metadata service does not answer, so no notice can be seen: %s", error)
             self.is_source_up = False
         else:
             if not self.is_source_up:
@@ -88,6 +93,7 @@ class NodeWatch:
         self._drain_if_due()
 
     def _learn(self, found: tuple[Notice, ...], now: float) -> None:
+        """Remember the pending notices, and log those that are new or withdrawn."""
         before, self._pending = self._pending, {}
         for notice in found:
             key = (notice.kind, notice.message)
@@ -97,12 +103,16 @@ class NodeWatch:
                 what = f"deadline {_text(until)}" if until else "only logged; --rebalance-deadline S drains the node"
                 logger.warning("notice: %s (%s)", notice.message, what)
         if before and not found:
-            kept = "" if self._told is None else "; Ray takes no drain back: restart it on this node"
+            kept = "" if self._told is None else "; Ray cannot take a drain back: restart Ray on this node"
             logger.warning("the notice is withdrawn%s", kept)
             self._told = None
 
     def _deadline(self, notice: Notice, now: float, before: float | None) -> float | None:
-        """Fixed when first seen, as some clouds give only a span; after that it moves only nearer."""
+        """Returns the deadline of a notice; None: only log it.
+
+        It is fixed when the notice is first seen, since some clouds tell only how much time is left; after that it can
+        only come nearer. before: the deadline so far.
+        """
         span = FALLBACK_S
         if notice.kind == REBALANCE:
             if self._rebalance_deadline_s is None:
@@ -113,7 +123,7 @@ class NodeWatch:
         return notice.deadline if before is None else min(before, notice.deadline)
 
     def _drain_if_due(self) -> None:
-        """Tell Ray the nearest deadline, unless it knows. Each drain replaces the one before."""
+        """Drain with the nearest deadline, unless Ray has it already. Each drain replaces the one before."""
         pending = {until: why for (_, why), until in self._pending.items() if until is not None}
         if not pending:
             return
@@ -124,13 +134,13 @@ class NodeWatch:
             self._drain(until, pending[until])
         except (RaycheckError, ConnectionError) as error:
             if not self._is_drain_failing:
-                logger.error("the node is not drained, which is tried again until %s: %s", _text(until), error)  # noqa: TRY400
+                logger.error("could not drain this node; retrying until %s: %s", _text(until), error)  # noqa: TRY400
             self._is_drain_failing = True
             if self._clock() < until:
                 return
-            logger.error("the deadline %s has passed and the node was not drained: %s", _text(until), error)  # noqa: TRY400
+            logger.error("the deadline %s has passed, and this node was not drained: %s", _text(until), error)  # noqa: TRY400
         else:
-            logger.warning("the node is drained, deadline %s: %s", _text(until), pending[until])
+            logger.warning("drained this node, deadline %s: %s", _text(until), pending[until])
         self._told, self._is_drain_failing = until, False
 
 

@@ -1,4 +1,4 @@
-"""`raycheck.fit`: trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
+"""`fit` runs trainer.fit() with a coordinator in the driver, sensible retries, and errors as they were raised."""
 
 import os
 from contextlib import suppress
@@ -9,16 +9,16 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, Result, TrainingFailedError
 
-from raycheck.bucket.protocol.claim import check_resume
 from raycheck.bucket.protocol.fork import fork
+from raycheck.bucket.protocol.resume import AUTO, Fork, Resume, key_to_restore, parse_resume
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri, kind_of, with_settings
-from raycheck.errors import ConfigError, NotFoundError
+from raycheck.errors import NotFoundError
 from raycheck.storage_settings import StorageSettings
 from raycheck.train.driver_signals import saves_on_signals
 from raycheck.train.group import start_coordinator
-from raycheck.train.log import logger, show_log
+from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import call
 from raycheck.train.ray_api.controller_callbacks import RunGuard, guarded
 from raycheck.train.ray_api.failure_causes import causes_of, final_error, mistake_behind
@@ -29,31 +29,34 @@ MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
 COLLECTIVE_TIMEOUT_S = 1800
 SAVE_NOW_S = 600.0
-PUT_DOWN_S = 30.0
+GIVE_UP_S = 30.0
+"""How long a driver that ends with an error waits until the error is in the attempt's record."""
 
 
 def fit(
     trainer: Any, *, resume: str | int = "auto", storage: StorageSettings | None = None, enabled: bool = True
 ) -> Result:
-    """Run a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
+    """Runs a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
 
-    resume: "auto" goes on from the run's head, or starts; "never" refuses a run that has checkpoints; "must" refuses
-    one that has none; a step goes back to that step's checkpoint; another run's URI begins a new run from a copy of
-    that run's head, and goes on with it when it exists. It binds the first attempt of this call.
+    resume: how the first attempt of this call begins. "auto" goes on from the run's head, or starts fresh; "never"
+    refuses a run that has checkpoints; "must" refuses one that has none; a step goes back to that step's checkpoint.
+    Another run's URI begins a new run from a copy of that run's head, and goes on with the new run when it exists.
 
-    storage: how the bucket is reached, over what the storage path's query says; also that of a run to begin from. It
-    travels with the run's URI to the coordinator, the workers and Ray itself.
+    storage: how the bucket is reached; it overrides the query of the storage path. It also holds for a run to begin
+    from. It travels with the run's URI to the coordinator, the workers and Ray itself.
 
-    enabled: False is trainer.fit() as Ray has it, in whose workers every Checkpointer is off, as by
-    SaveSettings(enabled=False); nobody looks at resume and storage then.
+    enabled: False runs Ray's own trainer.fit(); every Checkpointer in its workers is turned off, as by
+    SaveSettings(enabled=False). resume and storage are ignored then.
 
-    SIGUSR1 to this process asks for a save; SIGTERM too, and ends it after the commit, for which it waits 30 s and
-    three times the last save at most. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead controller is
-    started again up to 3 times. Raises ConfigError before anything starts for a run that could never resume and for a
-    place that Ray's own file system does not reach, where Ray would hang; FencedError when another driver has taken the
-    run over, and Ray's TrainingFailedError for everything else that ends a run; but a mistake in the program
-    (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as it is and at once when
-    this call has not completed a step by then, since another try would end alike.
+    SIGUSR1 to this process asks for a save. So does SIGTERM, which then ends the process: after the commit, for which
+    it waits at most 30 s and three times the last save. FailureConfig(max_failures=0), Ray's default, becomes 3. A dead
+    controller is started again up to 3 times.
+
+    Raises ConfigError before anything starts, for a run that could never resume and for a place that Ray's own file
+    system does not reach, where Ray would hang. Raises FencedError when another driver has taken the run over. A
+    mistake in the program (`failure_causes.MISTAKES`: AttributeError, TypeError, ImportError and the like) is raised as
+    it is, and at once, when this call has not completed a step by then: another try would end alike. Everything else
+    that ends a run is Ray's TrainingFailedError.
     """
     show_log()
     if not enabled:
@@ -63,14 +66,14 @@ def fit(
     where = storage_uri(config) if storage is None else with_settings(storage_uri(config), storage)
     uri = join_uri(where, config.name)
     store = open_store(uri)
-    resume = checked_resume(resume, store, storage)
+    wish = settle_resume(resume, store, storage)
     check_ray_storage(config, where, store)
     _settle_failures(config)
     # Ray's collectives wait for ever by default; a rank that left the loop must not hold the others (I9).
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(COLLECTIVE_TIMEOUT_S))
     if not ray.is_initialized():
         ray.init()
-    coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=resume)
+    coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=wish)
     callbacks = list(config.callbacks or ())
     config.callbacks = guarded(callbacks, coordinator, uri)
     try:
@@ -78,7 +81,7 @@ def fit(
             return _fit_again(trainer)
     except BaseException as error:
         final = (final_error(error) or mistake_behind(error)) if isinstance(error, TrainingFailedError) else None
-        _put_down(coordinator, error, final)
+        _record_failure(coordinator, error, final)
         if final is not None:
             raise final from error
         raise
@@ -87,8 +90,27 @@ def fit(
         ray.kill(coordinator)
 
 
+def settle_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> Resume:
+    """Does what `resume` asks for before the claim: forks the run at another URI, or refuses what cannot be met.
+
+    Refusing it here takes a second; the claim would refuse it only after workers were started. The claim decides all
+    the same. storage: see `fit`. Returns what the claim is to obey. Raises ConfigError, and what `fork` raises.
+    """
+    wish = parse_resume(resume)
+    if isinstance(wish, Fork):
+        is_alike = kind_of(wish.uri) == kind_of(store.uri)
+        fork(open_store(wish.uri, storage if is_alike else None), store, run_id=uuid4().hex)
+        return AUTO
+    try:
+        body = read_latest(store)
+    except NotFoundError:
+        body = None
+    key_to_restore(store.uri, body, wish)
+    return wish
+
+
 def _fit_without(trainer: Any) -> Result:
-    """Only word of it goes along, so that a training function need not be told, too."""
+    """Runs the trainer with raycheck turned off; a RunGuard tells the workers so."""
     logger.warning("raycheck is turned off by fit(enabled=False): nothing is saved, and nothing is restored")
     config = trainer.run_config
     callbacks = list(config.callbacks or ())
@@ -100,38 +122,8 @@ def _fit_without(trainer: Any) -> Result:
     return result
 
 
-def _put_down(coordinator: Any, error: BaseException, final: BaseException | None) -> None:
-    """Why this driver gives the run up goes into the attempt's record: else nobody could tell it from one that died."""
-    said = final or error
-    lines = causes_of(getattr(said, "worker_failures", {}))
-    cause = "; ".join(lines) or f"{type(said).__name__}: {said}".partition("\n")[0]
-    with suppress(Exception):
-        call(coordinator.give_up, cause, final is not None, timeout_s=PUT_DOWN_S)
-
-
-def _save_now(coordinator: Any) -> bool:
-    return bool(call(coordinator.save_now, timeout_s=SAVE_NOW_S))
-
-
-def checked_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> str | int:
-    """What the coordinator is told. Looks into the bucket, so that a wish that cannot be met is refused in a second
-    and not after workers were started; the claim decides all the same."""
-    if isinstance(resume, str) and resume not in ("auto", "never", "must"):
-        if "://" not in resume and not resume.startswith("/"):
-            raise ConfigError(f"fit(resume={resume!r}): give 'auto', 'never', 'must', a step, or another run's URI")
-        is_alike = kind_of(resume) == kind_of(store.uri)
-        fork(open_store(resume, storage if is_alike else None), store, run_id=uuid4().hex)
-        return "auto"
-    try:
-        body = read_latest(store)
-    except NotFoundError:
-        body = None
-    check_resume(store.uri, body, resume)
-    return resume
-
-
 def _fit_again(trainer: Any) -> Result:
-    """The controller is never restarted by Ray, and its death is not a TrainingFailedError."""
+    """Runs the trainer, and again when its controller died: Ray never restarts one, nor counts it as a failure."""
     for left in reversed(range(CONTROLLER_RETRIES + 1)):
         try:
             result: Result = trainer.fit()
@@ -139,20 +131,38 @@ def _fit_again(trainer: Any) -> Result:
             release_nodes_of(str(error.actor_id))
             if not left:
                 raise
-            logger.warning("Ray Train's controller died; starting it again (%d more times)", left)
+            logger.warning(event("Ray Train's controller died: starting it again", retries_left=left))
         else:
             return result
     raise AssertionError("unreachable: the last round returns or raises")
 
 
+def _save_now(coordinator: Any) -> bool:
+    return bool(call(coordinator.save_now, timeout_s=SAVE_NOW_S))
+
+
+def _record_failure(coordinator: Any, error: BaseException, final: BaseException | None) -> None:
+    """Has the coordinator record why this driver gives the run up, to tell this from a driver that died."""
+    shown = final or error
+    lines = causes_of(getattr(shown, "worker_failures", {}))
+    cause = "; ".join(lines) or f"{type(shown).__name__}: {shown}".partition("\n")[0]
+    with suppress(Exception):
+        call(coordinator.give_up, cause, final is not None, timeout_s=GIVE_UP_S)
+
+
 def _settle_failures(config: Any) -> None:
+    """Changes a FailureConfig under which the run would not survive, and says so."""
     failures = config.failure_config or FailureConfig()
     if failures.max_failures == 0:
-        logger.info("FailureConfig(max_failures) was 0, so that no failure would be survived; using %d", MAX_FAILURES)
+        logger.info(
+            "max_failures is 0, Ray's default: the first failure would end the run. Using %d; set "
+            "FailureConfig(max_failures=...) to choose",
+            MAX_FAILURES,
+        )
         failures.max_failures = MAX_FAILURES
         config.failure_config = failures
     if keep_collectives_whole(failures):
         logger.warning(
-            "FailureConfig(relax_collectives_on_preemption=True) would let ranks go on without the others, so that "
-            "they no longer decide alike when to save; it is turned off"
+            "FailureConfig(relax_collectives_on_preemption=True) is turned off: it would let ranks go on without the "
+            "others, so that they would no longer decide alike when to save"
         )

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycheck.bucket.format.object_keys import LATEST_KEY
 from raycheck.bucket.protocol.preflight import probe_node
+from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
 from raycheck.train.coordinator.actor import Coordinator
@@ -184,15 +185,20 @@ def ask_until_decided(
             raise late(answer.message)
 
 
-def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffix: str = "") -> Any:
+def start_coordinator(uri: str, *, owner: str, resume: str | int | Resume = "auto", suffix: str = "") -> Any:
     """Starts the coordinator actor for the run at `uri`. Returns its handle; the actor ends with the calling process.
 
     It is pinned to this node, so that it is not on a preemptible node unless the driver is. owner: the id of the driver
-    that owns the run. resume: see `fit`. suffix: makes the actor's name differ from that of an earlier coordinator of
-    the same owner that is just ending.
+    that owns the run. resume: see `fit`; but another run's URI is refused with a ConfigError. suffix: makes the actor's
+    name differ from that of an earlier coordinator of the same owner that is just ending.
     """
     root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     job = ray.get_runtime_context().get_job_id()
+    wish = parse_resume(resume) if isinstance(resume, str | int) else resume
+    if isinstance(wish, Fork):
+        raise ConfigError(
+            f"start_coordinator(resume={resume!r}): only fit and ActorCheckpointer begin from another run"
+        )
     actor: Any = ray.remote(Coordinator)
     return actor.options(
         name=f"raycheck:{job}:{root}:{owner}{suffix}",
@@ -200,7 +206,7 @@ def start_coordinator(uri: str, *, owner: str, resume: str | int = "auto", suffi
         max_restarts=-1,
         max_concurrency=4096,
         scheduling_strategy=NodeAffinitySchedulingStrategy(this_node(), soft=False),
-    ).remote(uri, owner, resume)
+    ).remote(uri, owner, wish)
 
 
 def same(value: Any) -> Any:

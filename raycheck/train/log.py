@@ -30,11 +30,6 @@ def _shown(value: object) -> str:
     return text if text and not any(map(str.isspace, text)) else f'"{text}"'
 
 
-def name_of(uri: str) -> str:
-    """Returns the name by which log lines call a run: the last segment of its URI."""
-    return f"run {uri.partition('?')[0].rstrip('/').rpartition('/')[2]}"
-
-
 def show_log() -> None:
     """Print INFO lines to stderr if nobody has configured logging.
 

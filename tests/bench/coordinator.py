@@ -21,6 +21,7 @@ from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.bucket.format.object_keys import index_key, shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.format.values import encode
+from raycheck.bucket.protocol.resume import Never
 from raycheck.bucket.store import open_store
 from raycheck.train.coordinator.actor import Coordinator
 from raycheck.train.coordinator.messages import Outcome, Pending
@@ -43,7 +44,7 @@ def cost(world_size: int, *, tensors: int, saves: int = 3) -> dict[str, float]:
     """Of one world size: the first save, and the median of those after it, whose plans are the same."""
     sections = simulated(world_size, tensors=tensors)
     uri = f"memory://{uuid4().hex}"
-    coordinator = Coordinator(uri, "bench", "never")
+    coordinator = Coordinator(uri, "bench", Never())
     seconds = asyncio.run(_saves(coordinator, sections, saves=saves + 1))
     name = "step-000000001-a1-s1"
     data = open_store(uri).get(index_key(name)).data

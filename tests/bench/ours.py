@@ -13,6 +13,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol.resume import Never
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
@@ -42,7 +43,7 @@ class Ours:
         self._state = state
         self._train_state = TrainState(state.live, rank=0, world_size=1)
         self._register = Register(store)
-        self._attempt = claims.claim(self._register, ME, group="bench", world_size=1, resume="never", run_id="run")[0]
+        self._attempt = claims.claim(self._register, ME, group="bench", world_size=1, resume=Never(), run_id="run")[0]
         self._plans = PlanCache()
         self._saves = 0
 

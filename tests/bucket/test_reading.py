@@ -1,4 +1,4 @@
-"""The read side: every kind of damage is found and named, dropped is told from damaged, and nothing is written."""
+"""Tests reading: every kind of damage is found and named, dropped is told from damaged, and nothing is written."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from tests.support.sample_checkpoints import (
 
 @pytest.fixture
 def saved(store) -> Manifest:
-    """A run with two checkpoints; the newer one, of two ranks."""
+    """Makes a run with two checkpoints, the newer one of two ranks. Returns the manifest of that one."""
     ann = Driver(store)
     ann.claim("g1", world_size=2)
     ann.save(1, 1, world_size=2)
@@ -211,7 +211,7 @@ def test_a_manifest_of_another_checkpoint_is_refused(store, saved):
 
 
 def test_a_manifest_that_says_it_is_another_checkpoint_is_corrupt(store, saved):
-    """Even with the right checksum in latest: whoever reads by it would read another checkpoint's objects."""
+    """It is refused even with the right checksum in latest: its keys are another checkpoint's."""
     older = read_latest(store).live[0]
     entry = {"manifest_crc32": older.manifest_crc32}
 
@@ -255,7 +255,7 @@ def test_an_index_that_is_none_is_corrupt(store, saved, body):
 
 
 class edited_latest:  # noqa: N801  reads as a verb: with edited_latest(...)
-    """`latest` with other fields in its newest entry, put back afterwards."""
+    """Change fields of the newest entry in `latest`, and put it back afterwards."""
 
     def __init__(self, store: Store, entry: dict[str, object]) -> None:
         self.store = store
@@ -275,7 +275,7 @@ class edited_latest:  # noqa: N801  reads as a verb: with edited_latest(...)
 
 
 class LongAgo(Around):
-    """The bucket's clock, past the grace."""
+    """Sets the bucket's clock past the grace."""
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES):
         got = self.inner.get(key, max_bytes)
@@ -409,7 +409,7 @@ def test_two_runs_in_one_bucket_do_not_see_each_other(uri):
 
 
 class ReadsOnly(Around):
-    """Remembers which verbs were used, and has no others than those that read."""
+    """Remembers which verbs were used, and has only those that read."""
 
     VERBS = ("get", "get_range", "head", "list_objects", "list_names")
 

@@ -1,4 +1,4 @@
-"""The command line, as a real process on a real run."""
+"""The command line on a real run."""
 
 import fcntl
 import importlib.util
@@ -30,6 +30,7 @@ from raycheck.cli.options import age
 from raycheck.errors import NotFoundError
 from raycheck.run import open_run
 from tests.support import hf_models
+from tests.support.command_line import raycheck
 from tests.support.invariants import assert_invariants
 from tests.support.sample_checkpoints import Driver, write_export
 from tests.support.save_without_ray import save_state
@@ -44,12 +45,6 @@ def run(tmp_path: Path) -> tuple[str, Store]:
         state = {"model": torch.nn.Linear(40, 30)}
         save_state(store, state, save_number=number, step=step, metrics={"loss": 1.0 / step})
     return uri, store
-
-
-def raycheck(*args: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "raycheck", *args], capture_output=True, text=True, check=False, timeout=60
-    )
 
 
 def test_ls_lists_committed_checkpoints(run) -> None:
@@ -480,7 +475,7 @@ def test_a_row_is_one_line_in_a_terminal_too(wide) -> None:
 
 def test_only_damage_exits_with_one(wide) -> None:
     uri, _ = wide
-    breaking = "from raycheck import cli\ncli.look.open_run = lambda *_: {}['bug']\ncli.main()"
+    breaking = "from raycheck import cli\ncli.browse.open_run = lambda *_: {}['bug']\ncli.main()"
 
     with Path("/dev/full").open("w") as full:
         unwritten = subprocess.run(

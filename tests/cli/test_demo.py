@@ -22,7 +22,7 @@ def demo(*args: str) -> "subprocess.CompletedProcess[str]":
 
 
 def lose_a_worker() -> dict[str, Any]:
-    """What the demo says of itself."""
+    """Run the demo. Returns what it says about itself."""
     done = demo("--json", "--workers", "2", "--steps", "12", "--kill-step", "8", "--save-every", "3")
     assert done.returncode == 0, done.stderr
     facts: dict[str, Any] = json.loads(done.stdout)

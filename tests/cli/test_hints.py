@@ -42,6 +42,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "peek": [raycheck.Checkpointer.peek],
     "restore": [raycheck.Checkpointer.restore, raycheck.ActorCheckpointer.restore, raycheck.Run.restore],
     "save": [raycheck.Checkpointer.save, raycheck.ActorCheckpointer.save],
+    "start_coordinator": [raycheck.start_coordinator],
     "wait": [raycheck.Checkpointer.wait, raycheck.ActorCheckpointer.wait],
 }
 ELSEWHERE = {"--lr", "--follow"}
@@ -49,7 +50,7 @@ ELSEWHERE = {"--lr", "--follow"}
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Every text in the package that is no docstring, with the placeholders of an f-string as `{}`."""
+    """Yields every text in the package that is no docstring, with the placeholders of an f-string as `{}`."""
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         lone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -101,7 +102,7 @@ def test_every_flag_that_a_message_names_is_one_of_a_command() -> None:
 
 
 def complaint(*args: str) -> str:
-    """What the command line would print; in this process, since to import torch takes seconds."""
+    """Returns what the command line would print. It runs in this process, since to import torch takes seconds."""
     error = CliRunner().invoke(app, args).exception
     assert isinstance(error, raycheck.RaycheckError)
     return str(error)

@@ -43,7 +43,7 @@ DOCUMENTS = ("latest", "manifest", "end", "start", "index header", "plan header"
 
 
 def answered(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a command, in this process."""
+    """Run a command in this process. Returns exit code, output and errors."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", ["raycheck", *arguments])
@@ -236,7 +236,7 @@ COMMANDS = {
 
 
 def check(uri: str, command: str, folder: Path) -> tuple[int, str]:
-    """Run it; exit code and errors. Raises AssertionError for an ending that is none."""
+    """Run a command. Returns exit code and errors. Raises AssertionError for an ending that is none."""
     verb, *options = COMMANDS[command]
     dest = [f"{folder}/{uuid4().hex}"] if verb == "export-hf" else []
     began = time.monotonic()
@@ -328,7 +328,7 @@ MEGABYTES = 200
 
 
 def peak_megabytes(*arguments: str) -> float:
-    """Of a process of its own."""
+    """Returns the peak memory of a process of its own."""
     program = (
         "import re, sys\n"
         "from pathlib import Path\n"

@@ -1,4 +1,4 @@
-"""What lies in a bucket, on its way to a terminal: tables, errors and logs show it and never obey it; JSON is exact."""
+"""Text from a bucket reaches a terminal harmless: tables, errors and logs show it and never obey it; JSON is exact."""
 
 import json
 import logging

@@ -160,6 +160,21 @@ def test_the_output_in_the_readme_is_what_the_demo_prints() -> None:
         assert any(re.fullmatch(pattern, line) for pattern in printed), line
 
 
+def test_the_log_line_in_a_guide_is_what_a_commit_logs(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="raycheck")
+    script = of_kind(PACKAGE / "docs/training.md", "python")[0]
+    (shown,) = (block for block in of_kind(PACKAGE / "docs/failures.md", "text") if block.text.startswith("committed"))
+
+    exec(compile(script.text, str(script), "exec"), {})
+
+    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("committed")]
+    assert [shape_of(line) for line in logged] == [shape_of(" ".join(shown.text.split()))]
+
+
+def shape_of(line: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "0", line).partition(" run=")[0]
+
+
 # --- trees ---
 
 

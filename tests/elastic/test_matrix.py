@@ -21,7 +21,7 @@ EVERY = 5
 BOUND_S = 120.0
 """From a hurt to the first new step, on two busy cores; each row prints what it was."""
 
-NOTICE_S = 20
+NOTICE_S = 12
 CLOCK = Path(__file__).with_name("clock")
 
 Drive = Callable[..., Driver]
@@ -43,12 +43,13 @@ def ends_well(driver: Driver, *, steps: int) -> None:
     driver.story.assert_order(steps)
 
 
+# By default train/test_resume.py and the demo kill one, and the row below kills it with its node.
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
         pytest.param("raise", "rank 1: ZeroDivisionError: a user's mistake", marks=pytest.mark.slow),
         pytest.param("exit", "rank 1: its process died", marks=pytest.mark.slow),
-        ("kill", "rank 1: its process died"),
+        pytest.param("kill", "rank 1: its process died", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_gone(nodes: Arena, drive: Drive, row: Row, kind: str, cause: str) -> None:
@@ -98,7 +99,7 @@ def test_a_node_with_notice_loses_at_most_what_was_trained_since(nodes: Arena, d
         seconds=driver.story.first_new_step_s(2, since=since),
     )
     assert at >= noticed, "nothing that was trained before the notice was lost"
-    assert last > noticed + 50, "it went on training until the node went"
+    assert last > noticed + 20, "it went on training until the node went"
     assert last - at < (last - noticed) / 2, "a second save came late"
 
 
@@ -199,6 +200,7 @@ def test_four_ranks_then_three_then_two(nodes: Arena, drive: Drive, row: Row) ->
     assert [told.start["world_size"] for told in driver.story.attempts.values()][:3] == [4, 3, 2]
 
 
+@pytest.mark.slow  # train/test_finish.py kills one of a Ray without a dashboard
 def test_a_controller_that_is_gone_is_started_again(s3: str, tmp_path: Path, row: Row) -> None:
     with arena(include_dashboard=True) as nodes:  # Ray asks it before it gives a dead controller's nodes free
         nodes.add(2)
@@ -215,6 +217,7 @@ def test_a_controller_that_is_gone_is_started_again(s3: str, tmp_path: Path, row
         driver.close()
 
 
+@pytest.mark.slow  # here below a second driver takes over from one that lives, which goes the same way in the bucket
 def test_a_driver_that_is_gone_is_started_again_and_the_run_goes_on(nodes: Arena, drive: Drive, row: Row) -> None:
     nodes.add(2)
     first = drive(workers=2, steps=60, settings={"every_steps": EVERY})

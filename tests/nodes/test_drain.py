@@ -21,7 +21,7 @@ WAIT_S = 90.0
 
 
 class SpotCluster:
-    """What the process of spot_cluster.py says."""
+    """Speaks with the process of spot_cluster.py."""
 
     def __init__(self, process: Popen) -> None:
         self._process = process

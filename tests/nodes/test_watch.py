@@ -1,4 +1,4 @@
-"""From notice to drain: the loop, by its own clock."""
+"""A notice becomes a drain: tests of the loop, by a clock of their own."""
 
 import logging
 
@@ -25,7 +25,7 @@ class Machine:
         self.drained: list[float] = []
         self.watch = NodeWatch(self, self.drain, rebalance_deadline_s=rebalance_deadline_s, clock=lambda: self.now)
 
-    def is_here(self) -> bool:
+    def detect(self) -> bool:
         return True
 
     def notices(self, now: float) -> tuple[Notice, ...]:

@@ -1,4 +1,4 @@
-"""Run something beside the test, with a deadline, and get its result or its error back."""
+"""Runs a call beside the test, with a deadline, and hands its result or its error back."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class InThread:
-    """`InThread(call)` starts at once; `join` returns what the call returned or raises what it raised."""
+    """Starts the call in a thread at once; `join` returns what the call returned or raises what it raised."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call

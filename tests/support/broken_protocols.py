@@ -1,7 +1,7 @@
-"""The protocol with one rule taken out, to prove that the histories would notice.
+"""Takes one rule at a time out of the protocol, to prove that the histories notice.
 
-A mutant is a change of the source text, so that it is exactly the line which states the rule. When that line moves or
-changes, making the mutant fails, and so does its test.
+A mutant is a change of the source text, so that it removes exactly the line that states the rule. When that line moves
+or changes, installing the mutant fails, and so does its test.
 """
 
 import importlib
@@ -15,8 +15,11 @@ import pytest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutant:
-    """`where`: module and qualified name of the function; `old` must stand in it once. lacks: the rule, as a sentence
-    of what the mutant does wrong."""
+    """Describes one change of the protocol.
+
+    lacks: what the mutant does wrong, as a sentence. where: module and qualified name of the function. old: a text that
+    the function's source holds once. new: the text in its place.
+    """
 
     lacks: str
     where: str

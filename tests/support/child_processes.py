@@ -1,4 +1,4 @@
-"""Processes that a test starts: none outlives it, however the test ends."""
+"""Starts processes for a test, none of which outlives it, however the test ends."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def python(*args: str, env: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[str]"]:
-    """A Python that runs, with pipes."""
+    """Yields a running Python with pipes."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, *args], env=env, text=True, **pipes) as process:
         try:

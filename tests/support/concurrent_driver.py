@@ -1,6 +1,8 @@
-"""One start of a driver as a program of its own, to be killed or paused anywhere: it claims, then commits as fast as it
-can until it is told that its attempt is over. Every write of `latest` is logged before it is sent, with the body that
-it replaces, and again when it was acknowledged; so the logs of all drivers together hold the whole history.
+"""Runs one start of a driver as a program of its own, so that a test can kill or pause it anywhere.
+
+It claims, then commits as fast as it can until it is told that its attempt is over. Every write of `latest` is logged
+before it is sent, with the body that it replaces, and again when it was acknowledged; so the logs of all drivers
+together hold the whole history.
 
     python -m tests.support.concurrent_driver LIFE-AS-JSON
 """
@@ -34,7 +36,10 @@ ENDED, FAILED = 0, 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """is_known: the group has claimed before, so this is a coordinator that Ray started again with empty memory."""
+    """Describes one start of a driver.
+
+    is_known: the group has claimed before, so this is a coordinator that Ray started again with empty memory.
+    """
 
     uri: str
     log: str
@@ -46,7 +51,7 @@ class Life:
 
 
 class Logged(Around):
-    """The store of one driver."""
+    """Wraps the store of one driver, and logs every write of `latest`."""
 
     def __init__(self, inner: Store, path: str, writer: str) -> None:
         super().__init__(inner)
@@ -55,7 +60,7 @@ class Logged(Around):
         self._read = ("", "")  # version and digest of the newest body read
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """One line, written at once: it stays when the process is killed right after."""
+        """Write one line at once, so that it stays when the process is killed right after."""
         os.write(self._log, json.dumps({"kind": kind, "writer": self._writer, **facts}).encode() + b"\n")
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
@@ -86,7 +91,7 @@ def digest(data: bytes) -> str:
 
 
 def facts_of(data: bytes) -> dict[str, Any]:
-    """What the history is judged by."""
+    """Return the facts of a body by which the history is judged."""
     body = load_latest(data, what="a body")
     return {
         "digest": digest(data),
@@ -106,7 +111,7 @@ def drop_evicted(driver: Driver, *, grace_s: float) -> None:
 
 
 def run(life: Life) -> None:
-    """Until FencedError or SupersededError, which are raised."""
+    """Claim, then commit until FencedError or SupersededError is raised."""
     store = Logged(open_store(life.uri), life.log, f"{life.owner}-{life.coordinator}")
     driver = Driver(store, life.owner, life.coordinator)
     chance = random.Random(life.seed)
@@ -126,7 +131,7 @@ def run(life: Life) -> None:
 
 
 def begin(driver: Driver, life: Life) -> tuple[int, int]:
-    """The attempt, and its last save."""
+    """Claim, or take the attempt over. Returns the attempt's number and its last save."""
     if life.is_known:
         attempt = driver.take_over(life.group)
         driver.store.tell("taken over", attempt=attempt.number)
@@ -143,7 +148,7 @@ def begin(driver: Driver, life: Life) -> tuple[int, int]:
 
 
 def restore(driver: Driver, entry: Entry) -> None:
-    """Steps 24 and 25, with only the bytes compared. What is gone must have been dropped by then."""
+    """Read and compare all bytes of a checkpoint, steps 24 and 25. A missing object must have been dropped by then."""
     problems = [finding for finding in Checkpoint(driver.store, entry).verify() if finding.problem]
     assert not problems or driver.look().entry(entry.key) is None, problems
 
@@ -153,11 +158,11 @@ def command(life: Life) -> list[str]:
 
 
 FOLDER = Path(__file__).parents[2]
-"""Where the command is to be run."""
+"""The folder in which the command must run."""
 
 
 if __name__ == "__main__":
     try:
         run(Life(**json.loads(sys.argv[1])))
     except (FencedError, SupersededError):
-        os._exit(ENDED)  # without the clients' farewells: it has no more to say
+        os._exit(ENDED)  # without waiting for the clients to close

@@ -1,6 +1,6 @@
-"""Two places where drivers of one run are started, killed, paused and started again, and a reader that looks on.
+"""Starts, kills and pauses drivers of one run in two slots, again and again, while a reader watches `latest`.
 
-A driver that is paused may be replaced before it wakes: then it is the driver of a node that was lost for a while.
+A driver that is paused may be replaced before it wakes: then it acts as the driver of a node that was lost for a while.
 """
 
 import random
@@ -35,8 +35,11 @@ VERIFY_EVERY_S = 0.5
 
 @dataclass(kw_only=True)
 class Started:
-    """A driver's process. wake_at: when it goes on, while it is paused. lines: of its log, after which something is
-    done to it: a slow machine lets it come as far as a quick one does."""
+    """Holds a driver's process.
+
+    wake_at: the time at which it goes on, while it is paused. lines: the lines of its log after which it is disturbed;
+    counted in lines, so that it gets as far on a slow machine as on a quick one.
+    """
 
     life: Life
     process: "subprocess.Popen[bytes]"
@@ -60,7 +63,7 @@ class Started:
         self.process.send_signal(signal.SIGCONT)
 
     def check(self) -> int:
-        """How it ended. Raises AssertionError with its last words when not as the protocol has it."""
+        """Return its exit code. Raises AssertionError with the end of its log when the protocol has no such end."""
         code = self.process.returncode
         assert code in (ENDED, KILLED), f"{self.life}\n{self.log()[-2000:]}\n{self.errors.read_text()}"
         return code
@@ -87,7 +90,7 @@ class Rivals:
             started.process.wait(END_S)
 
     def fight(self, seconds: float) -> None:
-        """Two drivers, each soon replaced by a next one however it ended; so long, and until all has happened once."""
+        """Run two drivers, and start a next one for each that ended, for this time and until all has happened once."""
         for slot in ("a", "b"):
             self._slots[slot] = self._start(self._newcomer(slot))
         until = time.monotonic() + seconds
@@ -101,11 +104,11 @@ class Rivals:
                     self._replace(slot)
                 elif started.is_due():
                     time.sleep(self.chance.uniform(0, 0.03))  # not only right after it has written a line
-                    self._hurt(slot)
+                    self._disturb(slot)
             time.sleep(0.01)
 
     def end(self, log: Path) -> None:
-        """Kill the drivers and wake those they replaced: nobody may write any more, once a last driver has come."""
+        """Kill the drivers and wake the replaced ones: once a last driver has claimed, none of them may write."""
         for started in self._slots.values():
             started.process.kill()
             started.process.wait(END_S)
@@ -131,7 +134,7 @@ class Rivals:
             driver.save(attempt.number, 1, keep_last=3)
         return driver
 
-    def _hurt(self, slot: str) -> None:
+    def _disturb(self, slot: str) -> None:
         started = self._slots[slot]
         started.lines += self._some_lines()
         match self.chance.choice(("kill", "pause", "replace")):
@@ -154,7 +157,7 @@ class Rivals:
         self._slots[slot] = self._start(self._next(slot, started))
 
     def _next(self, slot: str, last: Started) -> Life:
-        """A new fit, the same one's next worker group, or its coordinator started again by Ray."""
+        """Choose the next start: a new fit, this fit's next worker group, or its coordinator started again by Ray."""
         kinds = ["fit", "group", "coordinator"]
         if last.process.poll() == ENDED:
             kinds = ["fit", "fit", "fit", "group"]  # a fenced one that comes again stays fenced
@@ -195,7 +198,7 @@ class Rivals:
         return Started(life=life, process=process, errors=errors, lines=self._some_lines())
 
     def _some_lines(self) -> int:
-        """A commit is three."""
+        """Draw a number of log lines. A commit writes three."""
         return 1 + int(self.chance.expovariate(1 / LINES))
 
     def _all(self) -> list[Started]:
@@ -203,7 +206,10 @@ class Rivals:
 
 
 class Reader:
-    """Reads `latest` all the time, and what it lists now and then. `stop` returns counter and digest of all it saw."""
+    """Reads `latest` all the time, and the checkpoints in it now and then.
+
+    `stop` returns counter and digest of all bodies that it saw.
+    """
 
     def __init__(self, uri: str) -> None:
         self._store = open_store(uri)
@@ -246,7 +252,7 @@ class Reader:
 
 
 def is_whole(store: Store, entry: Entry) -> bool:
-    """Whether a checkpoint that was listed a moment ago is there. If not, it must have been dropped since."""
+    """Return whether a checkpoint that was listed a moment ago is whole. If not, it must have been dropped since."""
     try:
         problems = [finding for finding in Checkpoint(store, entry).verify() if finding.problem]
     except (NotFoundError, CorruptError) as error:

@@ -1,5 +1,4 @@
-"""A worker group whose coordinator lives in a thread of this process: what ranks and coordinator say to each other,
-without Ray."""
+"""Makes a worker group whose coordinator runs in a thread of this process, to test without Ray what the two exchange."""
 
 import asyncio
 import threading
@@ -13,8 +12,8 @@ import raycheck
 from raycheck.train.coordinator.actor import Coordinator
 
 
-class Here:
-    """A coordinator and its event loop."""
+class CoordinatorThread:
+    """Runs a coordinator in an event loop of its own thread."""
 
     def __init__(self, uri: str, owner: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -22,13 +21,13 @@ class Here:
         self._coordinator = Coordinator(uri, owner)
         self._coordinator._protocol.documents = lambda entry: []  # no object store: each rank reads them itself
 
-    def told(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InProcess(raycheck.Group):
-    """One rank's place."""
+    """Describes one rank's place in a group whose coordinator is a CoordinatorThread."""
 
     @property
     def node(self) -> str:
@@ -38,7 +37,7 @@ class InProcess(raycheck.Group):
         assert not references
 
     def tell(self, method: str, *args: Any) -> Any:
-        return self.coordinator.told(method, *args)
+        return self.coordinator.call(method, *args)
 
     def answer(self, told: Any) -> Any:
         return told.result() if told.done() else None
@@ -48,6 +47,8 @@ class InProcess(raycheck.Group):
 
 
 def group_of(uri: str, *, world_size: int = 1, owner: str = "me") -> list[InProcess]:
-    """The places of all ranks of a new group."""
-    place = partial(InProcess, id=uuid4().hex, uri=uri, world_size=world_size, coordinator=Here(uri, owner))
+    """Returns the places of all ranks of a new group."""
+    place = partial(
+        InProcess, id=uuid4().hex, uri=uri, world_size=world_size, coordinator=CoordinatorThread(uri, owner)
+    )
     return [place(rank=rank, is_first_on_node=not rank) for rank in range(world_size)]

@@ -1,11 +1,11 @@
-"""Crashes, enumerated: every call of an operation, every fault at it, every moment a late write can arrive.
+"""Enumerates crashes: every call of an operation, every fault at it, every moment at which a late write can arrive.
 
 A `Scenario` is a world with a past and an operation on it. `explore` runs the operation once per call and fault, with
 the process dying there and with the process living on, and then restarts: a coordinator claims, restores what it is
-told, saves, commits, prunes and sweeps. What late writes there are arrive at every later call that they could matter
-to: one that touches the same object, or lists it. Worlds that are equal are restarted once.
+told, saves, commits, prunes and sweeps. Late writes arrive at every later call that they could matter to: one that
+touches their object, or lists it. Worlds that are equal are restarted once.
 
-`assert_write` watches every write on the way, so an assertion here is about what a restart finds, not about the middle.
+`assert_write` watches every write on the way, so the assertions here are about what a restart finds.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,9 +32,12 @@ Work = Callable[[Wire], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`work` on a copy of `world`. owners: who restarts after it, each on its own. again: what an operator does before
-    a restart, should the work not be done. is_new: no checkpoint need be there to restore. head: what the
-    first restart restores whatever became of the work; by default what was the head just before it."""
+    """Describes an operation, `work`, on a copy of `world`.
+
+    owners: the drivers that restart after it, each on a copy of its own. again: what an operator does before a restart,
+    in case the work was not done. is_new: there may be no checkpoint to restore. head: what the first restart restores
+    however the work ended; by default the head just before the restart.
+    """
 
     world: Callable[[], World]
     work: Work
@@ -46,8 +49,11 @@ class Scenario:
 
 @dataclass
 class Tally:
-    """How much was enumerated. faults: (call, mode) pairs, of which `crashes` end the process there; restarts: runs of
-    a restart from a world not seen before, at each arrival of what is late."""
+    """Counts what was enumerated.
+
+    faults: (call, mode) pairs, of which `crashes` end the process there. arrivals: late writes at each moment.
+    restarts: runs of a restart from a world not seen before.
+    """
 
     calls: int = 0
     crashes: int = 0
@@ -64,8 +70,11 @@ class Tally:
 
 
 def explore(scenario: Scenario, *, depth: int = 1) -> Tally:
-    """Every single fault of the operation, and the restarts after it. depth 2: every crash of it, and the first restart
-    crashes, too, at every call and with every write of it in the air, and is restarted."""
+    """Try every single fault of the operation, and the restarts after it.
+
+    depth 2: try every crash of it, and crash the first restart, too, at every call and with every write of it still on
+    its way, and restart again.
+    """
     tally = Tally()
     plain = run(scenario.world(), scenario.work)
     tally.calls = len(plain.calls)
@@ -80,8 +89,10 @@ def explore(scenario: Scenario, *, depth: int = 1) -> Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """What an operation left: the world, its outcome (a Crashed, perhaps) and the calls it made. chances: per call,
-    which late writes would then have changed anything."""
+    """Holds what an operation left: the world, its outcome (a Crashed, perhaps) and the calls it made.
+
+    chances: for each call, which late writes would have changed anything at that time.
+    """
 
     world: World
     outcome: Any
@@ -89,8 +100,10 @@ class End:
     chances: list[list[bool]]
 
     def moments(self, number: int, *, after: int) -> list[int]:
-        """Before which calls later than `after` the arrival of that late write would make a difference: the call
-        looks at what the write changes."""
+        """Return the calls later than `after` before which the arrival of that late write makes a difference.
+
+        It does when the call looks at what the write changes.
+        """
         late = self.world.late[number]
         return [
             place
@@ -107,8 +120,10 @@ def run(
     dies_at: int | None = None,
     arrives: tuple[int, int] | None = None,
 ) -> End:
-    """One process: at the call of `fault` that mode (None: it dies there), dead from call `dies_at` on. arrives: just before that
-    call, that one of the late writes."""
+    """Run one process. fault: a call's number and its mode; None: it dies there. dies_at: the call at which it dies.
+
+    arrives: a call's number, and the number of the late write that arrives just before it.
+    """
     calls: list[Call] = []
     chances: list[list[bool]] = []
 
@@ -126,8 +141,10 @@ def run(
 
 
 def endings(scenario: Scenario, number: int, mode: Mode | None, tally: Tally) -> Iterator[End]:
-    """What the operation can come to with one fault at its call `number`: it dies of it, or goes on, while the write
-    is late until the end, or arrives at one of its further calls."""
+    """Yield the ends that the operation can have with one fault at its call `number`.
+
+    It dies of the fault, or goes on, while the write is late until the end or arrives at one of its further calls.
+    """
     tally.crashes += 1
     if mode is None:
         yield run(scenario.world(), scenario.work, fault=(number, None))
@@ -156,8 +173,10 @@ def restart_all(scenario: Scenario, end: End, tally: Tally, *, depth: int) -> No
 
 
 def restarts(scenario: Scenario, world: World, owner: str, tally: Tally, *, start: str = "r1") -> Iterator[list[Call]]:
-    """Restart with what is late never arriving, and arriving at each moment: before, in the middle, after. Yields the
-    calls of the first."""
+    """Restart while late writes never arrive, and while each arrives at each moment: before, in the middle, after.
+
+    Yields the calls of the first restart.
+    """
     plain = restart(scenario, world.copy(), owner, start)
     tally.restarts += 1
     yield plain.calls
@@ -169,7 +188,7 @@ def restarts(scenario: Scenario, world: World, owner: str, tally: Tally, *, star
 
 
 def restart_twice(scenario: Scenario, world: World, owner: str, calls: list[Call], tally: Tally) -> None:
-    """The restart dies, too, at each of its calls and with each of its writes in the air; then another one."""
+    """Let the restart die at each of its calls, and with each of its writes still on its way; then restart again."""
     for number, call in enumerate(calls):
         modes = (None, Mode.APPLY_LATE) if call.is_write else (None,)
         for mode in modes:
@@ -188,7 +207,10 @@ def is_seen(key: str, call: Call) -> bool:
 
 
 def state_of(world: World) -> Any:
-    """Equal for worlds that cannot be told apart from here on. A scratch object nobody looks at again is no part."""
+    """Return a value that is equal for worlds that cannot be told apart from here on.
+
+    Scratch objects do not count: nobody looks at them again.
+    """
     there = {key: data for key, data in world.objects.items() if not key.startswith("probes/")}
     uploads = tuple(world.inner.list_uploads(""))
     return frozenset(there.items()), uploads, tuple(item for item in world.late if not item.key.startswith("probes/"))
@@ -199,7 +221,7 @@ def state_of(world: World) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Restarted:
-    """What a restart was told to restore, and saved after it."""
+    """Says what a restart was told to restore, and what it saved after that."""
 
     head_before: str | None
     restored: Entry | None
@@ -207,8 +229,10 @@ class Restarted:
 
 
 def restart(scenario: Scenario, world: World, owner: str, start: str, *, arrives: tuple[int, int] | None = None) -> End:
-    """A new start of `owner`'s coordinator, to a committed checkpoint of its own, and what must be true of it. An owner
-    that was fenced by what it now finds in the bucket is followed by one that nobody knows."""
+    """Start `owner`'s coordinator anew, until it has committed a checkpoint, and assert what must be true of it.
+
+    An owner that finds itself fenced is followed by one that nobody knows.
+    """
     body = load(world.bodies[-1]) if world.bodies else None
     is_fenced = body is not None and owner in body.owners and body.attempt.owner != owner
     end = run(world, restarting(scenario, owner, start), arrives=arrives)
@@ -242,13 +266,13 @@ def assert_restarted(scenario: Scenario, world: World, done: Restarted, *, is_fi
 
 
 def assert_kept(world: World, acknowledged: tuple[str, ...]) -> None:
-    """What was said to be committed is in the list, or was."""
+    """Assert that every acknowledged commit is in the list, or was."""
     listed = {entry.key for body in world.bodies for entry in load(body).live}
     assert set(acknowledged) <= listed, "a commit that was acknowledged is nowhere"
 
 
 def restarting(scenario: Scenario, owner: str, start: str) -> Work:
-    """Claim, restore, save, commit, prune and sweep, as one new process does them."""
+    """Make the work of one new process: claim, restore, save, commit, prune and sweep."""
 
     def work(wire: Wire) -> Restarted:
         scenario.again(wire)
@@ -269,7 +293,7 @@ def restarting(scenario: Scenario, owner: str, start: str) -> Work:
 
 
 def claim(driver: Driver, group: str) -> tuple[Attempt, Entry | None]:
-    """As a coordinator claims: probe, look, claim, write the record of the attempt that it ended."""
+    """Claim as a coordinator does: probe, read, claim, write the record of the attempt that it ended."""
     probe(driver.store)
     before = driver.register.read()
     attempt, entry = driver.claim(group)
@@ -279,7 +303,7 @@ def claim(driver: Driver, group: str) -> tuple[Attempt, Entry | None]:
 
 
 def restore(checkpoint: Checkpoint) -> Manifest:
-    """As all ranks together restore: every object read and checked. Reads only (I8)."""
+    """Restore as all ranks together do: read and check every object. Only reads (I8)."""
     manifest = checkpoint.read_manifest()
     checkpoint.read_index(manifest)
     for key, record in manifest.objects():
@@ -288,5 +312,5 @@ def restore(checkpoint: Checkpoint) -> Manifest:
 
 
 def only_train(manifest: Manifest) -> Manifest:
-    """The part of a checkpoint that the next one refers to, wherever its bytes lie."""
-    return replace(manifest, components=tuple(part for part in manifest.components if part.name == "train"))
+    """Return the manifest with `train` only, the component that the next checkpoint refers to."""
+    return replace(manifest, components=tuple(it for it in manifest.components if it.name == "train"))

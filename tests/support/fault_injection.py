@@ -1,8 +1,8 @@
-"""A bucket whose every fault is chosen.
+"""Simulates a bucket whose every fault the test chooses.
 
-`World` is a bucket with what is still on its way to it: writes whose sender gave up or died may land later, or never.
-`Wire` is one process's way to it, and asks somebody before every call what shall become of that call (`Mode`). Who is
-asked is in stepped_processes.py.
+`World` is a bucket with the writes that are still on their way to it: writes whose sender gave up or died may arrive
+later, or never. `Wire` is one process's connection to it. Before every call it asks a function for that call's `Mode`;
+stepped_processes.py has these functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class Mode(Enum):
-    """What becomes of one store call. A delay needs no mode: let other tasks go first."""
+    """Says how one store call goes. A delay needs no mode: let other tasks go first."""
 
     APPLY = auto()
     FAIL_BEFORE = auto()  # StoreError; not applied
@@ -39,7 +39,7 @@ BODY_MODES = {"put": (*WRITE_MODES, Mode.TRUNCATE), "put_parts": (*WRITE_MODES, 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A store call that has not happened yet. key: or the prefix of a listing."""
+    """Describes a store call that has not happened yet. key: an object's key, or the prefix of a listing."""
 
     verb: str
     key: str
@@ -50,7 +50,7 @@ class Call:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Every mode that makes a difference for this verb, APPLY first."""
+        """Returns every mode that makes a difference for this verb, APPLY first."""
         if self.verb.startswith("list_"):
             return LIST_MODES
         return BODY_MODES.get(self.verb, WRITE_MODES if self.is_write else READ_MODES)
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write request as it travels. version: of put_if_match; of abort_upload the upload's id."""
+    """Describes a write request on its way. version: for put_if_match the version, for abort_upload the upload's id."""
 
     verb: str
     key: str
@@ -85,7 +85,10 @@ class Crashed(BaseException):
 
 
 class World:
-    """A bucket, the writes still on their way to it, and its past. `inner` must be empty; by default a DictStore."""
+    """Holds a bucket, the writes still on their way to it, and its past.
+
+    inner: an empty store, by default a DictStore.
+    """
 
     def __init__(self, inner: Store | None = None) -> None:
         self.inner = DictStore() if inner is None else inner
@@ -98,7 +101,7 @@ class World:
         self._past: list[tuple[str, bytes | None]] = []  # per write: what lay at the key before it
 
     def copy(self) -> "World":
-        """An independent world in the same state. Only of a DictStore."""
+        """Make an independent world in an equal state. Needs a DictStore."""
         assert isinstance(self.inner, DictStore)
         other = World(self.inner.copy())
         for name in ("late", "bodies", "deleted", "wrote", "checks", "objects", "_past"):
@@ -106,11 +109,11 @@ class World:
         return other
 
     def open(self) -> "Wire":
-        """The way of a process to which nothing happens."""
+        """Make the wire of a process that meets no fault."""
         return Wire(self, lambda _: Mode.APPLY)
 
     def apply(self, write: Write, *, is_whole: bool = True) -> None:
-        """Let a request through. Raises what the store answers."""
+        """Apply a request. Raises the errors that the store answers with."""
         write.apply(self.inner)
         self._past.append((write.key, self.objects.get(write.key)))
         if write.verb.startswith("put"):
@@ -126,7 +129,7 @@ class World:
             check(self, write)
 
     def land(self, number: int = 0) -> bool:
-        """A late request arrives. False when its condition is refused by now."""
+        """Let a late request arrive. Returns False when its condition is refused by now."""
         try:
             self.apply(self.late.pop(number))
         except (ConflictError, NotFoundError):
@@ -134,7 +137,7 @@ class World:
         return True
 
     def would_change(self, write: Write) -> bool:
-        """Whether its arrival now would leave another bucket."""
+        """Return whether its arrival would change the bucket now."""
         there = self.objects.get(write.key)
         if write.verb == "put_if_absent":
             return there is None
@@ -145,7 +148,7 @@ class World:
         return write.verb == "abort_upload" or there != write.data
 
     def listed(self, *, is_stale: bool) -> dict[str, int]:
-        """Every key and its size, now or as it was before the last writes."""
+        """List every key with its size, as they are now or were before the last writes."""
         sizes = {item.key: item.size_bytes for item in self.inner.list_objects("")}
         for key, data in reversed(self._past[-STALE_WRITES:] if is_stale else []):
             sizes.pop(key, None)
@@ -155,7 +158,7 @@ class World:
 
 
 class Wire(Store):
-    """What one process sees of a world. `ask` is asked before every call; it says the mode, or raises Crashed."""
+    """Is the store as one process sees it. ask: is called before every call; it returns the mode, or raises Crashed."""
 
     def __init__(self, world: World, ask: Callable[[Call], Mode]) -> None:
         self.uri = world.inner.uri

@@ -1,4 +1,4 @@
-"""Tiny models of the Hugging Face kind, with random weights; nothing is fetched from anywhere."""
+"""Makes tiny Hugging Face models with random weights; nothing is fetched from anywhere."""
 
 import warnings
 from pathlib import Path
@@ -46,7 +46,7 @@ def mixtral() -> Any:
 
 
 def llama_bf16() -> Any:
-    """As one builds it: `.bfloat16()` would round the rotary frequencies too, which are in no checkpoint."""
+    """Make a Llama in bfloat16 as users do: `.bfloat16()` would also round the rotary frequencies, which are not saved."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.bfloat16).eval()
 
@@ -70,7 +70,7 @@ def from_pretrained(folder: Path) -> Any:
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the directory's weight files, as safetensors itself reads them."""
+    """Returns all tensors of the directory's weight files, as safetensors itself reads them."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)

@@ -1,7 +1,7 @@
-"""Who acts in a history of a run, and what each does to the bucket: the protocol's own functions and nothing else.
+"""Plays the drivers, coordinators and groups of a run's history. They act on the bucket by the protocol alone.
 
-Everything a process remembers is a field here; a restart is a new object. What a call does is `work(wire)`, for the
-scheduler of tests/support/stepped_processes.py, so one process may stand in the middle of several calls at once, as threads do.
+All that a process remembers is a field here; a restart is a new object. A call is a function `work(wire)` for the
+scheduler of stepped_processes.py, so one process can be in the middle of several calls at once, as threads are.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
+from raycheck.bucket.protocol.resume import parse_resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint
@@ -36,7 +37,7 @@ WAITING = "probes/waiting"
 
 
 class _Mine:
-    """The store as the calling thread's call sees it: each call has its own wire, the process has one register."""
+    """Passes store calls to the wire of the calling thread: a call has its own wire, a process has one register."""
 
     def __init__(self) -> None:
         self.of_thread = threading.local()
@@ -46,7 +47,7 @@ class _Mine:
 
 
 class _Turn:
-    """The register's lock. Whoever waits for it asks the store again and again, so the scheduler stays in charge."""
+    """Replaces the register's lock. A waiting call asks the store again and again, so the scheduler stays in charge."""
 
     def __init__(self, store: _Mine) -> None:
         self.is_taken = False
@@ -63,7 +64,7 @@ class _Turn:
 
 
 class Process:
-    """Something that can stop at any call, and die. It sees `latest` through one register."""
+    """Acts as a process that can stop at any call, and die. It sees `latest` through one register."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -73,7 +74,7 @@ class Process:
         self.turn = self.register._lock = _Turn(self.store)
 
     def does(self, work: Callable[[], Any]) -> Callable[[Store], Any]:
-        """`work` as one call of this process."""
+        """Make `work` one call of this process."""
 
         def on(wire: Store) -> Any:
             self.store.of_thread.wire = wire
@@ -83,7 +84,7 @@ class Process:
 
 
 class Coordinator(Process):
-    """One start of a driver's actor; what train/coordinator/actor.py remembers and does, without its waiting."""
+    """Acts as one start of a driver's actor: it remembers and does what train/coordinator/ does, without waiting."""
 
     def __init__(self, driver: "Driver", number: int) -> None:
         super().__init__(f"{driver.owner}-c{number}")
@@ -99,7 +100,7 @@ class Coordinator(Process):
             self.me,
             group=group,
             world_size=WORLD_SIZE,
-            resume=self.driver.resume,
+            resume=parse_resume(self.driver.resume),
             run_id="run-of-a-history",
         )
         if before is not None and before[0].attempt.number < attempt.number:
@@ -112,12 +113,12 @@ class Coordinator(Process):
             self.adopted[group] = claims.take_over(self.register, self.me, group=group).last_save
 
     def go_back(self, group: str, key: str) -> Entry:
-        """A rank has found damage in what the group is to restore."""
+        """Act on damage that a rank found in the checkpoint that the group restores."""
         self.adopt(group)
         return go_back(self.register, self.me, group=group, key=key, problem="a history says so")
 
     def conclude(self, save: "Save") -> str:
-        """All ranks' reports are in, or one that says that its rank failed. Returns what the ranks are told."""
+        """Conclude a save once all ranks have reported, or one has failed. Returns what the ranks are told."""
         group = save.group.name
         self.adopt(group)
         if save.number <= self.adopted.get(group, 0):
@@ -138,7 +139,7 @@ class Coordinator(Process):
 
 @dataclass(eq=False)
 class Driver:
-    """One `fit`: its coordinators and worker groups, the newest last."""
+    """Acts as one `fit`, with its coordinators and worker groups, the newest last."""
 
     owner: str
     resume: str | int
@@ -157,7 +158,7 @@ class Driver:
 
 
 class Group(Process):
-    """One start of the ranks. A group that was replaced may go on as long as it likes."""
+    """Acts as one start of the ranks. A group that was replaced may go on for any time."""
 
     def __init__(self, driver: Driver, number: int) -> None:
         super().__init__(f"{driver.owner}-g{number}")
@@ -181,7 +182,7 @@ class Group(Process):
 
 @dataclass(eq=False)
 class Save:
-    """One save of a group. reports: what each rank has to say, "done" or "failed"; told: the outcome, when it is."""
+    """Acts as one save of a group. reports: each rank's "done" or "failed". told: the outcome that the ranks got."""
 
     group: Group
     number: int
@@ -214,7 +215,7 @@ class Save:
         return "done"
 
     def assemble(self, store: Store) -> Manifest:
-        """Step 16, as bucket/assembly/assemble.py does it: a pure function of the reports."""
+        """Write index and `.metadata` and make the manifest, step 16: a pure function of the reports."""
         shards = []
         for rank in range(WORLD_SIZE):
             data = _shard(object_keys.shard_key(self.key, self.component, rank))
@@ -238,7 +239,7 @@ class Save:
             restored_from=self.group.attempt.restore_key,
             metrics={"loss": self.loss},
             index=_blob(index),
-            components=(own, *(part for part in (self.base.components if self.base else ()) if part.name == "train")),
+            components=(own, *(it for it in (self.base.components if self.base else ()) if it.name == "train")),
             ranks=tuple(
                 RankRecord(rank=rank, blocked_s=0.1, upload_s=0.2, size_bytes=SHARD_BYTES) for rank in range(WORLD_SIZE)
             ),
@@ -246,8 +247,10 @@ class Save:
 
 
 def read_whole(store: Store, entry: Entry) -> Manifest:
-    """A reader with a checkpoint open, one object after another (step 25). Raises NotFoundError when it was evicted
-    meanwhile, CorruptError on damage."""
+    """Read all objects of a checkpoint, as a reader that has it open (step 25).
+
+    Raises NotFoundError when it was evicted meanwhile, CorruptError on damage.
+    """
     checkpoint = Checkpoint(store, entry)
     manifest = checkpoint.read_manifest()
     checkpoint.read_index(manifest)
@@ -255,14 +258,14 @@ def read_whole(store: Store, entry: Entry) -> Manifest:
         try:
             data = store.get(key).data
         except NotFoundError:
-            raise reading.missing(store, entry.key, key) from None
+            raise reading.missing_error(store, entry.key, key) from None
         if len(data) != record.size_bytes or crc32(data) != record.crc32:
             raise CorruptError(f"{key} is not what the manifest says")
     return manifest
 
 
 def read_one(store: Store, pick: int) -> Manifest | None:
-    """Any live checkpoint, as a tool outside of the run opens it. None: there is none yet."""
+    """Read a live checkpoint as a tool outside of the run does. Returns None when there is none yet."""
     live = reading.read_latest(store).live
     return read_whole(store, live[-1 - pick % len(live)]) if live else None
 

@@ -1,4 +1,4 @@
-"""What must be true of a history: every body of `latest`, every delete, and every answer that somebody was given.
+"""Checks a history: every body of `latest`, every delete, and every answer that a process got.
 
 The ledger sees each write at the moment it is applied, and judges it by the one before (tests/support/invariants.py).
 """
@@ -18,8 +18,11 @@ from tests.support.invariants import (
 
 
 class Ledger:
-    """The true past of a run. is_lost: `latest` was deleted or rolled back, and nobody has repaired it yet; `body` is
-    then the last one before that."""
+    """Keeps the true past of a run.
+
+    is_lost: `latest` was deleted or rolled back, and nobody has repaired it yet. body: the newest body of `latest`,
+    while it is lost the last one before that.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -39,7 +42,7 @@ class Ledger:
         world.checks.append(self._wrote)
 
     def check(self) -> None:
-        """After a rule: all invariants on what lies in the bucket now."""
+        """Assert, after a rule, all invariants on the objects in the bucket."""
         if self._num_writes == self._checked[0] or self.is_lost:
             return
         found = assert_invariants(self.world.inner, self._checked[1])
@@ -48,7 +51,7 @@ class Ledger:
         self._checked = (self._num_writes, found)
 
     def lose(self, body: bytes | None) -> None:
-        """Somebody deletes `latest`, or puts an older body back."""
+        """Delete `latest`, or put an older body back."""
         self.is_lost = True
         if body is None:
             self.world.inner.delete(object_keys.LATEST_KEY)
@@ -57,7 +60,7 @@ class Ledger:
             self.world.inner.put(object_keys.LATEST_KEY, body)
             self.world.objects[object_keys.LATEST_KEY] = body
 
-    # --- what people are told ---
+    # --- the answers that processes get ---
 
     def answered_claim(self, group: Group, attempt: Attempt, entry: Entry | None) -> None:
         known = self.attempts[attempt.number]
@@ -84,7 +87,7 @@ class Ledger:
         assert driver.owner != self.body.attempt.owner, "the live owner was told that it is fenced"
         self._fenced.add(driver.owner)
 
-    # --- what is written ---
+    # --- the writes ---
 
     def _wrote(self, _: World, write: Write) -> None:
         self._num_writes += 1
@@ -136,5 +139,5 @@ class Ledger:
 
 
 def list_directories(world: World) -> set[str]:
-    """Every checkpoint's directory that has objects, committed or not."""
+    """List the checkpoints' directories that have objects, committed or not."""
     return {str(name) for item in world.inner.list_objects("") if (name := object_keys.checkpoint_of(item.key))}

@@ -1,7 +1,7 @@
-"""Where the actors of a history play: their calls run to the end, or stop, crash and fail where hypothesis says.
+"""Runs the calls of a history's actors: to their end, or until they stop, crash or fail where hypothesis says.
 
-A call that was suspended stands in `paused` until somebody wakes it: a slow request, or a machine that was frozen. At
-most MAX_PAUSED stand there, as each is a thread.
+A call that was suspended waits in `paused` until a rule wakes it, like a slow request or a frozen machine. At most
+MAX_PAUSED wait there, as each is a thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +30,10 @@ T = TypeVar("T")
 
 
 class Fate(NamedTuple):
-    """What becomes of a call: it runs, or at its `at`-th store call it crashes, pauses, or meets a fault. A fault waits
-    for a store call that it can befall."""
+    """Says how a call goes: it runs, or at its `at`-th store call it crashes, pauses, or meets a fault.
+
+    A fault waits for a store call that it is possible for.
+    """
 
     kind: str | Mode = "runs"
     at: int = 0
@@ -50,7 +52,10 @@ def _unexpected(error: RaycheckError) -> NoReturn:
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """One call of one process. then, failed: what becomes of its answer, or of the error that it ends with."""
+    """Describes one call of one process. then, failed: take its answer, or the error that it ends with.
+
+    never: faults that it never meets. task: its thread, once it has been suspended.
+    """
 
     process: Process
     work: Callable[[Any], Any]
@@ -62,7 +67,7 @@ class Job:
 
 
 class Stage:
-    """A bucket, the drivers of one run of old and new, and the calls that stand still."""
+    """Holds a bucket, all drivers of one run, and the calls that are suspended."""
 
     def __init__(self) -> None:
         self.world = World()
@@ -80,13 +85,13 @@ class Stage:
         self._open.close()
 
     def person(self) -> Process:
-        """Somebody with a tool, who knows nothing yet."""
+        """Make a person with a tool, who has seen nothing of the run yet."""
         self._num_people += 1
         return Process(f"person{self._num_people}")
 
     @contextmanager
     def judged(self) -> Any:
-        """Whatever goes wrong inside is the end of this history."""
+        """Note that this history is broken when anything is raised inside."""
         try:
             yield
         except BaseException:
@@ -121,7 +126,7 @@ class Stage:
         self.run(Job(process=coordinator, work=work, then=then, failed=failed, never=(Mode.STALE_LISTING,)), fate)
 
     def live_group(self, driver: Driver) -> Group | None:
-        """The driver's group that holds the live attempt, made now if there is none; None when that is not possible."""
+        """Return the driver's group that holds the live attempt, made now if there is none; None when that fails."""
         group = driver.groups[-1]
         if group.is_dead or not group.attempt or group.attempt.number != self.ledger.body.attempt.number:
             group = driver.start_group()
@@ -173,7 +178,7 @@ class Stage:
         self.run(Job(process=coordinator, work=work, then=then, failed=failed), fate)
 
     def kill(self, process: Process) -> None:
-        """All its calls end where they stand. Ray starts a coordinator again, with empty memory."""
+        """End all its calls where they are. Ray starts a coordinator again, with empty memory."""
         process.is_dead = True
         for job in [job for job in self.paused if job.process is process]:
             self.paused.remove(job)
@@ -182,7 +187,7 @@ class Stage:
             process.driver.start_coordinator()
 
     def stop_everybody(self) -> None:
-        """Nothing runs any more, and nothing is under way."""
+        """Kill every process, and let all late writes arrive."""
         for driver in self.drivers:
             driver.is_over = True
             for process in (*driver.groups, *driver.coordinators[:]):
@@ -220,7 +225,7 @@ class Stage:
             self._ended(job, play(self.world, job.work, choose))
 
     def wake(self, job: Job, fate: Fate) -> None:
-        """Go on with a call that stood still."""
+        """Go on with a call that was suspended."""
         task, number, is_pending = job.task, 0, True
         with self.judged():
             while not task.is_done:
@@ -263,12 +268,12 @@ class Stage:
 
 
 def picked(items: Sequence[T], pick: int) -> T:
-    """The newest for 0, and so on."""
+    """Pick an item: 0 is the newest, 1 the one before it, and so on."""
     return items[-1 - pick % len(items)]
 
 
 def only(*kinds: type[RaycheckError]) -> Callable[[RaycheckError], object]:
-    """An answer to errors that takes these as a matter of course."""
+    """Make a handler that accepts errors of these kinds only."""
 
     def failed(error: RaycheckError) -> None:
         assert isinstance(error, kinds), f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Histories of one run: who does what next, and what goes wrong at which store call, is hypothesis' to choose.
+"""Defines random histories of one run: hypothesis chooses who acts next, and what goes wrong at which store call.
 
 Each rule is one call of one process. It runs to its end; or it crashes, pauses or meets one of the faults of
-tests/support/fault_injection.py at its k-th store call. What pauses goes on at any later rule, and what is under way in the network
-lands at any later rule. Nothing is mocked but the bucket; the ledger judges every write and every answer.
+fault_injection.py at its k-th store call. A paused call goes on at any later rule, and a write that is still on its way
+arrives at any later rule. Nothing is mocked but the bucket; the ledger judges every write and every answer.
 """
 
 from hypothesis import strategies as st
@@ -54,7 +54,7 @@ NOT_LIVE = str(CheckpointName(attempt=0, save=0, step=0))
 
 
 class Histories(RuleBasedStateMachine):
-    """See the module. Wherever a number picks one of several, 0 is the newest."""
+    """Plays random histories of one run; see the module. Where a number picks one of several, 0 is the newest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.groups())
     @rule(steps=STEPS, base=BASES, loss=LOSSES, report=FATES)
     def save(self, steps: int, base: int, loss: int, report: Fate) -> None:
-        """By the newest group; `report` is the fate of the coordinator's call once all ranks have reported."""
+        """Save by the newest group. report: the fate of the coordinator's call once all ranks have reported."""
         self.save_of(picked(self.groups(), 0), steps, base, loss, RUNS, report)
 
     @precondition(lambda self: self.groups())
     @rule(pick=PICK, steps=STEPS, base=BASES, loss=LOSSES, upload=FATES, report=FATES)
     def save_of_any(self, pick: int, steps: int, base: int, loss: int, upload: Fate, report: Fate) -> None:
-        """By a group that may have been replaced, or whose driver was; `upload` is the fate of one rank's call."""
+        """Save by a group that may have been replaced, or whose driver was. upload: the fate of one rank's call."""
         self.save_of(picked(self.groups(), pick), steps, base, loss, upload, report)
 
     @precondition(lambda self: self.running() and not self.ledger.is_lost)
@@ -92,7 +92,7 @@ class Histories(RuleBasedStateMachine):
         at=AT, base=BASES, what=st.sampled_from(["group", "save", "report", "driver", "keep"]), restarts=st.booleans()
     )
     def save_beside(self, at: int, base: int, what: str, restarts: bool) -> None:
-        """A coordinator stands still in a commit, somebody else acts, and it goes on: the order that breaks most."""
+        """Stop a coordinator in a commit, let somebody else act, and let it go on: the order that breaks most."""
         driver, paused = picked(self.running(), 0), len(self.stage.paused)
         group = self.stage.live_group(driver)
         if group is None:
@@ -123,7 +123,7 @@ class Histories(RuleBasedStateMachine):
         fate=FATES,
     )
     def ray(self, what: str, pick: int, older: int, fate: Fate) -> None:
-        """Ray starts things anew, repeats calls, and loses processes. What it replaces may be frozen, and live on."""
+        """Let Ray start processes anew, repeat calls, or lose processes. A replaced one may go on later."""
         driver = picked(self.running(), pick)
         coordinator = picked(driver.coordinators, older)
         if what == "group":
@@ -153,7 +153,7 @@ class Histories(RuleBasedStateMachine):
         fate=FATES,
     )
     def person(self, what: str, pick: int, rules: Retention, grace_s: float, fate: Fate) -> None:
-        """Anybody with a tool, or a coordinator that prunes behind its commits."""
+        """Let a person with a tool act, or a coordinator that prunes after its commits."""
         awake = [item for driver in self.running() for item in driver.coordinators if not item.is_dead]
         who = picked(awake, pick) if what == "prune" and awake else self.stage.person()
         key = picked(self.live(), pick) if self.live() else NOT_LIVE
@@ -170,7 +170,7 @@ class Histories(RuleBasedStateMachine):
             "rewind": lambda: rewind(register, key),
         }
         if self.ledger.is_lost and what in ("prune", "keep", "pin", "unpin"):
-            return  # on what was rolled back: nobody can see it there
+            return  # `latest` was rolled back, and this process cannot see that
         self.stage.run(
             Job(
                 process=who,
@@ -200,8 +200,10 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(is_meant=st.booleans(), back=st.integers(0, 3), fate=FATES)
     def lose_or_repair(self, is_meant: bool, back: int, fate: Fate) -> None:
-        """`latest` is deleted beside whoever runs, or put back to a body of an older attempt while nobody does; and the
-        next time it is repaired."""
+        """Delete `latest` while others run, or put it back to an older attempt's body while nobody runs.
+
+        The next time, repair it.
+        """
         if self.ledger.is_lost:
             self.repair(fate)
         elif is_meant:  # not too often: a history with a loss has less of the rest
@@ -221,17 +223,17 @@ class Histories(RuleBasedStateMachine):
         self.ledger.lose(None)
 
     def repair(self, fate: Fate) -> None:
-        """By a person who has stopped everybody first."""
+        """Repair `latest` as a person who has stopped everybody first."""
         self.stage.stop_everybody()
         if not self.ledger.is_lost:  # an earlier repair was only slow
             return
         failed = only(ConflictError, ConfigError) if isinstance(fate.kind, Mode) else only()
-        never = (Mode.TRUNCATE, Mode.STALE_LISTING)  # both are damage, for all that it can know
+        never = (Mode.TRUNCATE, Mode.STALE_LISTING)  # a repair cannot tell either from damage
         job = Job(process=self.stage.person(), work=repair, failed=failed, never=never)
         self.stage.run(job, RUNS if fate.kind == "pauses" else fate)
 
     def save_of(self, group: Group, steps: int, base: int, loss: int, upload: Fate, report: Fate) -> None:
-        """Restored first, if it must; `base` is an earlier save that it refers to, or 0."""
+        """Save by a group, which restores first if it has not. base: an earlier save to refer to, 0 for none."""
         if not group.is_restored:
             self.stage.restore(group, group.entry, upload)
         if not group.is_restored or group.is_dead:
@@ -244,7 +246,7 @@ class Histories(RuleBasedStateMachine):
         if save.is_reported:
             self.stage.report(save, group.driver.coordinators[-1], report)
 
-    # --- what must hold ---
+    # --- the checks ---
 
     @invariant()
     def every_invariant_holds(self) -> None:
@@ -252,7 +254,7 @@ class Histories(RuleBasedStateMachine):
             self.ledger.check()
 
     def teardown(self) -> None:
-        """I5: whatever happened, somebody who comes later restores the head and goes on, and no garbage stays."""
+        """Assert I5: whatever happened, a later driver restores the head and goes on, and no garbage stays."""
         try:
             if not self.stage.is_broken:
                 self.goes_on()
@@ -280,13 +282,13 @@ class Histories(RuleBasedStateMachine):
         left = list_directories(self.stage.world) - body.held() - {item.key for item in body.evicted}
         assert not left, f"nobody deletes {sorted(left)}"
 
-    # --- below: from whom a number picks ---
+    # --- the lists that a number picks from ---
 
     def running(self) -> list[Driver]:
         return [driver for driver in self.stage.drivers if not driver.is_over]
 
     def groups(self) -> list[Group]:
-        """Those that have been answered, replaced ones too."""
+        """Return the groups whose claim was answered, replaced ones too."""
         known = [group for driver in self.stage.drivers for group in driver.groups[-3:]]
         return [group for group in known if group.attempt and not group.is_dead]
 

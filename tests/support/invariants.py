@@ -1,6 +1,6 @@
-"""What must hold in a bucket at any moment, as functions. Every test that touches a run ends with `assert_invariants`.
+"""Asserts the invariants of FORMAT.md on a bucket. Every test that touches a run ends with `assert_invariants`.
 
-`assert_write` says the same of one write, right after it, and more: what may follow on what. It is for a World
+`assert_write` asserts them right after one write, and also which body of `latest` may follow on which. It needs a World
 (fault_injection.py), whose memory it uses instead of the store, so that thousands of runs can be watched at every step.
 """
 
@@ -20,7 +20,7 @@ from tests.support.fault_injection import World, Write
 
 
 def assert_invariants(store: Store, before: Latest | None = None) -> Latest | None:
-    """I1 to I6 on what lies in `store`; `before`, an earlier body of `latest`, checks that nothing went back."""
+    """Assert I1 to I6 on the objects in `store`. before: an earlier body, after which nothing may go back."""
     try:
         body = read_latest(store)
     except NotFoundError:
@@ -38,7 +38,7 @@ def assert_invariants(store: Store, before: Latest | None = None) -> Latest | No
 
 
 def assert_body(body: Latest) -> None:
-    """What one body of `latest` must be in itself."""
+    """Assert what must be true of any body of `latest` by itself."""
     numbers = [attempt.number for attempt in body.attempts]
     assert numbers == sorted(set(numbers)), "attempts are numbered upwards"
     order = [CheckpointName.parse(entry.key) for entry in body.live]
@@ -60,7 +60,7 @@ def assert_manifest(manifest: Manifest, entry: Entry, body: Latest) -> None:
 
 
 def assert_went_on(before: Latest, after: Latest) -> None:
-    """`after` came from `before` by any number of swaps."""
+    """Assert that `after` can have come from `before` by any number of swaps."""
     assert after.counter >= before.counter, "the write counter only grows"
     assert after.attempt.number >= before.attempt.number, "I4: attempts only grow"
     assert before.proven is None or after.proven >= before.proven
@@ -70,7 +70,7 @@ def assert_went_on(before: Latest, after: Latest) -> None:
 
 
 def assert_write(world: World, write: Write) -> None:
-    """I1 to I6 after one write."""
+    """Assert I1 to I6 after one write."""
     if write.key == object_keys.LATEST_KEY:
         _assert_swap(world)
     elif write.verb == "delete":
@@ -120,7 +120,7 @@ def manifest_of(world: World, entry: Entry) -> Manifest:
 
 
 def needed(world: World, entry: Entry) -> dict[str, tuple[int, int]]:
-    """Every object of a checkpoint besides its manifest: size and checksum."""
+    """Return size and checksum of every object of a checkpoint besides its manifest, by key."""
     return _objects(_manifest_bytes(world, entry))
 
 
@@ -133,7 +133,7 @@ def _manifest_bytes(world: World, entry: Entry) -> bytes:
 
 @lru_cache(maxsize=20_000)
 def load(data: bytes) -> Latest:
-    """A body that a world remembers."""
+    """Parse a body that a world remembers."""
     return load_latest(data, what="latest")
 
 
@@ -153,7 +153,7 @@ def _evicted(data: bytes) -> frozenset[str]:
 
 
 def assert_follows(before: Latest | None, after: Latest) -> None:
-    """I4, on two bodies of `latest` next to each other: one recorded decision lies between them, and no more."""
+    """Assert I4 on two successive bodies of `latest`: they differ by one recorded decision, and no more."""
     if before is None:
         assert (after.counter, after.head, after.live, after.evicted) == (1, None, (), ()), "a run begins empty"
         assert [attempt.number for attempt in after.attempts] == [1], "a run begins with attempt 1"
@@ -184,7 +184,7 @@ def assert_follows(before: Latest | None, after: Latest) -> None:
 
 
 def _assert_finished_or_moved(before: Latest, after: Latest) -> None:
-    """Step 33: the end is that of the live attempt, in a swap that changes nothing else; what moves head takes it off."""
+    """Assert step 33: the end is the live attempt's, by a swap that changes nothing else; moving head takes it off."""
     if after.finished is not None:
         assert after.is_finished, "another attempt, or another checkpoint than the head, was called the end"
         assert replace(after, counter=before.counter, finished=before.finished) == before, "an end changes nothing else"
@@ -214,7 +214,7 @@ def _assert_same_attempt(before: Latest, after: Latest, new: list[Entry], gone: 
 
 
 def _assert_went_back(before: Latest, after: Latest) -> None:
-    """Step 26: the attempt restores an older checkpoint instead of one that is marked and kept, and nothing else."""
+    """Assert step 26: the attempt restores an older checkpoint, its former one is marked and kept, and no more."""
     was, now = before.attempt, after.attempt
     assert replace(now, restore_key=was.restore_key) == was, "an attempt never changes"
     assert was.last_save == 0, "an attempt that has saved goes back"
@@ -243,7 +243,10 @@ def _assert_next_attempt(before: Latest, after: Latest) -> None:
 
 
 def assert_never_named_again(deleted: Iterable[str], body: Latest) -> None:
-    """I6: of what was ever deleted, `body` needs nothing. A manifest may go before objects that others refer to."""
+    """Assert I6: `body` needs no object that was ever deleted.
+
+    A manifest may be deleted before objects that others refer to.
+    """
     live, held = {entry.key for entry in body.live}, body.held()
     for key in deleted:
         name = str(object_keys.checkpoint_of(key))
@@ -251,7 +254,7 @@ def assert_never_named_again(deleted: Iterable[str], body: Latest) -> None:
 
 
 def assert_same_bytes(store: Store, wrote: Mapping[str, bytes]) -> None:
-    """I2: no object but `latest` ever has other bytes than were first put there, though a torn upload has fewer."""
+    """Assert I2: each object but `latest` has the bytes first put there, or after a torn upload the first of them."""
     for item in store.list_objects(""):
         if item.key != object_keys.LATEST_KEY and item.key in wrote:
             data = store.get(item.key).data
@@ -259,8 +262,10 @@ def assert_same_bytes(store: Store, wrote: Mapping[str, bytes]) -> None:
 
 
 def assert_repaired(store: Store, before: Latest, after: Latest) -> None:
-    """Step 32, on the last body before `latest` was lost: nothing that was live is lost, and nobody goes on as before.
-    Pins and evictions may be."""
+    """Assert step 32: a repair lists all that was live in `before`, and lets no earlier attempt go on.
+
+    Pins and evictions may be lost. before: the last body before `latest` was lost.
+    """
     missing = {entry.key for entry in before.live} - {entry.key for entry in after.live}
     assert not missing, f"repair lost {sorted(missing)}"
     names = list_directories(store)

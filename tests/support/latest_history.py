@@ -1,5 +1,7 @@
-"""The history of `latest`, from what its writers logged: walked back from the body that is there now, each body to the
-one it replaced. It is linear when everything that anybody was told or has seen lies on that walk.
+"""Rebuilds the history of `latest` from its writers' logs, and asserts that it is linear.
+
+It walks back from the body that is there now, from each body to the one that it replaced. The history is linear when
+every body that a writer was told of, or a reader has seen, lies on that walk.
 """
 
 import json
@@ -14,7 +16,7 @@ from raycheck.bucket.format.object_keys import CheckpointName
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """One body of `latest` as it was sent. before: digest of the body that it was to replace, empty for the first."""
+    """Describes one body of `latest` as it was sent. before: the digest of the body to replace, empty for the first."""
 
     writer: str
     before: str
@@ -46,7 +48,7 @@ def read_logs(paths: Iterable[Path]) -> Logs:
     sent: dict[str, Body] = {}
     lines = []
     for path in paths:
-        for text in path.read_text().split("\n")[:-1]:  # what a kill cut short was never sent
+        for text in path.read_text().split("\n")[:-1]:  # a line that a kill cut short was never sent
             line = json.loads(text)
             lines.append(line)
             if line["kind"] == "sent":
@@ -59,7 +61,7 @@ def read_logs(paths: Iterable[Path]) -> Logs:
 
 
 def walk(logs: Logs, last: str) -> list[Body]:
-    """From the first body to that of digest `last`."""
+    """Return the bodies from the first one to that of digest `last`."""
     bodies = []
     at = last
     while at:
@@ -70,7 +72,7 @@ def walk(logs: Logs, last: str) -> list[Body]:
 
 
 def assert_linear(logs: Logs, bodies: Sequence[Body], seen: Iterable[tuple[int, str]]) -> None:
-    """bodies: the walk. seen: counter and digest of what a reader saw from outside."""
+    """Assert that the history is linear. bodies: the walk. seen: counter and digest of each body that a reader saw."""
     by_counter = {body.counter: body.digest for body in bodies}
     assert list(by_counter) == list(range(1, len(bodies) + 1)), "each write counts one"
     lost = set(logs.of("acknowledged", "digest")) - set(by_counter.values())
@@ -90,7 +92,7 @@ def assert_linear(logs: Logs, bodies: Sequence[Body], seen: Iterable[tuple[int, 
 
 
 def assert_follows(before: Body, body: Body) -> None:
-    """One swap is a claim, a take-over, a commit or a prune, done by who may do it."""
+    """Assert that one swap is a claim, a take-over, a commit or a prune, by a writer that has the right to it."""
     what = f"{before} -> {body}"
     assert body.owners[: len(before.owners)] == before.owners, f"owners are never taken off: {what}"
     assert set(before.live) - set(body.live) <= set(body.evicted), f"dropped and not evicted: {what}"

@@ -1,4 +1,4 @@
-"""Metadata services as the clouds document them (the pages are named in raycheck/nodes/cloud_notices.py), on 127.0.0.1."""
+"""Serves metadata on 127.0.0.1 as the clouds document it; raycheck/nodes/cloud_notices.py names the pages."""
 
 import json
 import threading
@@ -40,7 +40,7 @@ class Service:
         return [f"{asked.method} {asked.path}" for asked in self.requests]
 
     def wait_for(self, count: int) -> None:
-        """Until so many requests have come."""
+        """Wait until this many requests have come."""
         end = time.monotonic() + WAIT_S
         while len(self.requests) < count:
             assert time.monotonic() < end, f"{self.paths()} is all that came in {WAIT_S:.0f} s"
@@ -49,7 +49,7 @@ class Service:
 
 @dataclass
 class Ec2Service(Service):
-    """IMDSv2 only: without a token that it gave out, 401."""
+    """Answers as EC2 does with IMDSv2 only: 401 without a token that it gave out."""
 
     items: dict[str, str] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Ec2Service(Service):
 
 @dataclass
 class GceService(Service):
-    """Refuses requests without its header, and puts the same one into every answer."""
+    """Answers as Google does: refuses requests without its header, and puts that header into every answer."""
 
     items: dict[str, str] = field(default_factory=lambda: {"preempted": "FALSE", "maintenance-event": "NONE"})
 
@@ -87,7 +87,7 @@ class GceService(Service):
 
 @dataclass
 class AzureService(Service):
-    """One VM of a scale set, which also gets the events of the others."""
+    """Answers as Azure does for one VM of a scale set, which also gets the events of the others."""
 
     name: str = "WestNO_0"
     events: list[dict[str, object]] = field(default_factory=list)
@@ -129,7 +129,7 @@ def serving(service: Service) -> Iterator[str]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *args: object) -> None:
-            """A client that gave up has closed its end."""
+            """Print nothing for a client that gave up and closed its end."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

@@ -1,8 +1,8 @@
-"""Several processes on one bucket, in every order of their store calls.
+"""Runs several processes on one bucket in every order of their store calls.
 
-Only calls that another process can notice, or that notice another's, are worth an order: those on an object that
-somebody else touches too, one of them writing. The search is by replay, depth first, and goes no further where
-bucket and processes are as they were in an order tried before: a process is what it heard, for it is deterministic.
+Only the order of calls that notice each other matters: two calls on one object, one of them a write. The search is by
+replay, depth first, and goes no further where bucket and processes are as they were in an order tried before. Processes
+are deterministic, so the answers that one has heard are its whole state.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,11 @@ Work = Callable[[Wire], Any]
 
 @dataclass
 class Orders:
-    """What was tried. touched: per process, every call that it made in any order so far. reached: every bucket there
-    was after any call in any order, one of each kind. max_switches: from one process to another; 0 for no limit."""
+    """Runs all orders, and holds what was tried.
+
+    touched: for each process, every call that it made in any order so far. reached: every bucket after any call in any
+    order, one of each kind. max_switches: a limit for the switches from one process to another, 0 for none.
+    """
 
     make: Callable[[], World]
     works: tuple[Work, ...]
@@ -34,11 +37,11 @@ class Orders:
     _noticed: dict[tuple[int, Call], bool] = field(default_factory=dict)
 
     def all(self) -> Iterator[tuple[World, list[Any]]]:
-        """The world and the outcomes at the end of every order."""
+        """Yield the world and the outcomes at the end of every order."""
         self.touched, self._known = [set() for _ in self.works], [set() for _ in self.works]
         self._one((), [], set())  # one after another, for a first idea of what they touch
         ends: list[tuple[World, list[Any]]] = []
-        while self._known != self.touched:  # again, should an order have brought a process to new objects
+        while self._known != self.touched:  # again, in case an order has brought a process to new objects
             self._known = [calls.copy() for calls in self.touched]
             self._noticed.clear()
             ends = list(self._search())
@@ -57,8 +60,10 @@ class Orders:
     def _one(
         self, given: tuple[int, ...], todo: list[tuple[int, ...]], seen: set[Any]
     ) -> tuple[World, list[Any]] | None:
-        """Run in the order `given` and, where that ends, always the first that can; the others are left in `todo`.
-        None when what comes is known."""
+        """Run in the order `given`, and then always the first process that can go on; the other choices go to `todo`.
+
+        Returns None when the rest is known from an earlier order.
+        """
         world = self.make()
         self.clock.next_id = 1
         with ExitStack() as stack:
@@ -107,7 +112,7 @@ class Orders:
 
 
 def are_ordered(one: Call, other: Call) -> bool:
-    """Whether it can matter which of the two calls comes first."""
+    """Return whether it can matter which of the two calls comes first."""
     if one.verb == other.verb == "delete":
         return False
     return (one.is_write and is_seen(one.key, other)) or (other.is_write and is_seen(other.key, one))

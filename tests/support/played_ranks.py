@@ -1,4 +1,4 @@
-"""One process that plays every rank of a training in turn: DTensors know their own box without any communication."""
+"""Lets one process play every rank of a training in turn. DTensors know their own box without any communication."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
 
 
 class Played:
-    """One rank's model and AdamW state over `weights`, laid out as told.
+    """Holds one rank's model and AdamW state over `weights`, in the layout that is given.
 
     blank: filled with another value, and an optimizer that never stepped. is_bare: no optimizer at all.
     """

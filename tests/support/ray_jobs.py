@@ -1,4 +1,4 @@
-"""The training functions that the Ray tests hurt. They run in Ray's worker processes and tell their story in files."""
+"""Trains a small model in Ray's worker processes, which the Ray tests kill, and writes its story into files."""
 
 import json
 import os
@@ -22,8 +22,10 @@ SAMPLES, BATCH = 96, 8
 
 
 def build(mode: str) -> tuple[Any, Any, Any]:
-    """Dropout and BatchNorm-free on purpose: dropout draws random numbers, and losses must match bit by bit. Under FSDP2
-    the first layer is frozen."""
+    """Returns model, optimizer and scheduler. Under FSDP2 the first layer is frozen.
+
+    The model has dropout, which draws random numbers, and no BatchNorm: losses must match bit by bit.
+    """
     torch.manual_seed(7)
     model: Any = torch.nn.Sequential(
         torch.nn.Linear(12, 33), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(33, 1)
@@ -44,8 +46,12 @@ def dataset() -> torch.utils.data.TensorDataset:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Options: mode, epochs, every, loader_workers, folder (for the story), kill=(rank, step) once the step
-    `committed` is, pause_s per step, until (a file: train until it exists), settings."""
+    """Trains as `config` says.
+
+    mode: plain, ddp or fsdp. epochs. every: steps between saves. loader_workers. folder: where the story goes.
+    kill: (rank, step) at which that rank kills itself, after the step `committed` is committed. pause_s: after each
+    step. until: a file; training ends when it exists. settings: further ones of SaveSettings.
+    """
     torch.set_num_threads(1)
     folder = Path(config["folder"])
     rank = ray.train.get_context().get_world_rank()
@@ -80,7 +86,10 @@ def train(config: dict[str, Any]) -> None:
 
 
 def wait_for_commit(uri: str, step: int) -> None:
-    """Through one client: making one per look would take a core from the training that is waited for."""
+    """Waits until a checkpoint of this step or a later one is committed.
+
+    It uses one client: making one for each look would take a core from the training that is waited for.
+    """
     store, deadline = open_store(uri), time.monotonic() + 150
     while time.monotonic() < deadline:
         with suppress(raycheck.NotFoundError):
@@ -91,7 +100,7 @@ def wait_for_commit(uri: str, step: int) -> None:
 
 
 def tell(folder: Path, rank: int, kind: str, **facts: Any) -> None:
-    """One line, written whole: a SIGKILL right after leaves it readable."""
+    """Appends one line to the rank's story, in one write: it is readable even if a SIGKILL follows at once."""
     with (folder / f"story-{rank}.jsonl").open("a") as story:
         story.write(json.dumps({"kind": kind, "rank": rank, **facts}) + "\n")
 

@@ -1,7 +1,7 @@
-"""What the bucket's tests share: tiny real checkpoints, drivers as the protocol sees them, and a store in a store.
+"""Makes tiny real checkpoints for the bucket's tests, drivers as the protocol sees them, and stores around stores.
 
-A checkpoint here has all its objects as ranks and coordinator leave them, only small: one tensor, one component, one
-shard of 64 bytes per rank.
+A checkpoint here has all objects that ranks and coordinator write, only small: one tensor, one component, one shard of
+64 bytes per rank.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.exported_directories import ExportRecord
+from raycheck.bucket.protocol.resume import parse_resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import read_latest
@@ -42,7 +43,7 @@ def write_checkpoint(
     began_at: float | None = None,
     trained_s: float = 0.0,
 ) -> Manifest:
-    """Steps 13 to 16 of one save: every object durable, nothing committed. `base`: its components are referred to."""
+    """Write every object of one save, steps 13 to 16, and commit nothing. base: refer to the components of this one."""
     step = 10 * save if step is None else step
     name = str(object_keys.CheckpointName(attempt=attempt, save=save, step=step))
     component = "train" if base is None else "head"
@@ -82,7 +83,7 @@ def write_checkpoint(
 
 
 def tiny_index(component: str = "train", world_size: int = 1) -> Index:
-    """One float32 tensor, four elements on each rank."""
+    """Make the index of one float32 tensor, with four elements on each rank."""
     return index_of(
         [Tensor(name="model.w", dtype="float32", shape=(4 * world_size,), path=("model", "w"))],
         [
@@ -111,7 +112,7 @@ def _put(store: Store, key: str, data: bytes) -> Blob:
 
 
 class Driver:
-    """One start of a driver's coordinator: its own view of `latest`, and no memory of an earlier start."""
+    """Acts as one start of a driver's coordinator: with its own view of `latest`, and no memory of earlier starts."""
 
     def __init__(self, store: Store, owner: str = "ann", coordinator: str = "c1") -> None:
         self.store = store
@@ -120,19 +121,24 @@ class Driver:
 
     def claim(self, group: str, *, resume: str | int = "auto", world_size: int = 1) -> tuple[Attempt, Entry | None]:
         return claims.claim(
-            self.register, self.me, group=group, world_size=world_size, resume=resume, run_id="run-of-a-test"
+            self.register,
+            self.me,
+            group=group,
+            world_size=world_size,
+            resume=parse_resume(resume),
+            run_id="run-of-a-test",
         )
 
     def take_over(self, group: str) -> Attempt:
         return claims.take_over(self.register, self.me, group=group)
 
     def commit(self, manifest: Manifest, *, keep_last: int | None = 10, **rules: Any) -> bool:
-        """`dump` is pure, so these are the bytes that write_checkpoint left in the bucket."""
+        """Commit what write_checkpoint has written: `dump` is pure, so it gives the manifest's bytes again."""
         rules = Retention(keep_last=keep_last, **rules)
         return commit.commit(self.register, self.me, manifest, dump(manifest), rules)
 
     def save(self, attempt: int, save: int, *, keep_last: int | None = 10, rules: Any = None, **more: Any) -> Manifest:
-        """Write and commit; the commit must be the first of this save. rules: further ones of Retention."""
+        """Write and commit a checkpoint; the commit must be this save's first. rules: other settings of Retention."""
         manifest = write_checkpoint(self.store, attempt=attempt, save=save, **more)
         assert self.commit(manifest, keep_last=keep_last, **rules or {})
         return manifest
@@ -147,7 +153,7 @@ class Driver:
 
 
 class Around:
-    """A store around another one; a test overrides the one verb that it wants to go wrong."""
+    """Wraps a store. A test overrides the one verb that it wants to go wrong."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -157,23 +163,23 @@ class Around:
 
 
 def everything(store: Store) -> dict[str, bytes]:
-    """All objects of the run with their bytes."""
+    """Return the bytes of all objects of the run, by key."""
     return {item.key: store.get(item.key).data for item in store.list_objects("")}
 
 
 def latest_tree(store: Store) -> dict[str, Any]:
-    """`latest` as plain JSON, to be edited behind the protocol's back."""
+    """Read `latest` as plain JSON, for a test that edits it without the protocol."""
     tree: dict[str, Any] = json.loads(store.get(object_keys.LATEST_KEY).data)
     return tree
 
 
 def sealed(tree: Mapping[str, Any]) -> bytes:
-    """A document's tree as the bytes of one, with the right checksum."""
+    """Write a document's tree as bytes, with the right checksum."""
     return resealed(json.dumps({name: value for name, value in tree.items() if name != "crc32"}))
 
 
 def resealed(text: str) -> bytes:
-    """A document's text that was edited, with the right checksum in place of its own."""
+    """Put the right checksum into the text of a document that was edited."""
     return seal(re.sub(r',\s*"crc32": "[0-9a-f]{8}"\s*\}\s*$', "}", text).encode())
 
 
@@ -184,7 +190,7 @@ def put_latest_tree(store: Store, tree: Mapping[str, Any]) -> None:
 def write_export(
     store: Store, place: str, checkpoint: str, *, run_id: str | None = None, by_training: bool = True
 ) -> ExportRecord:
-    """What an export of that checkpoint would leave at `place`, with other weights."""
+    """Write the files that an export of this checkpoint leaves at `place`, with other weights."""
     files = {
         "model-00001-of-00001.safetensors": b"w" * 50,
         "config.json": b"{}",

@@ -1,4 +1,4 @@
-"""Runs with a past, as worlds to begin from."""
+"""Makes worlds with a run in them, from which tests begin."""
 
 from functools import cache
 
@@ -44,26 +44,26 @@ def _old() -> World:
 
 
 def old() -> World:
-    """A run of ann's in its second attempt, with all that can lie around."""
+    """Make a run of ann's in its second attempt, with every kind of leftover."""
     return _old().copy()
 
 
 def current(wire: Wire) -> Driver:
-    """The coordinator of the live attempt of `old`, which has seen `latest`."""
+    """Make the coordinator of the live attempt of `old`, which has seen `latest`."""
     driver = Driver(wire)
     driver.look()
     return driver
 
 
 def finished() -> World:
-    """The same when its live attempt has come to the end of training."""
+    """Make the run of `old` after its live attempt has come to the end of training."""
     world = old()
     current(world.open()).finish("g2")
     return world
 
 
 def lost() -> World:
-    """`latest` was deleted."""
+    """Make the run of `old` without its `latest`."""
     world = old()
     world.inner.delete(object_keys.LATEST_KEY)
     del world.objects[object_keys.LATEST_KEY]
@@ -72,7 +72,7 @@ def lost() -> World:
 
 
 def rolled_back() -> World:
-    """`latest` is what it was in the first attempt."""
+    """Make the run of `old` with the `latest` of its first attempt."""
     world = old()
     body = world.bodies[2]
     world.inner.put(object_keys.LATEST_KEY, body)
@@ -82,7 +82,7 @@ def rolled_back() -> World:
 
 
 def damaged() -> World:
-    """`latest` is half of itself."""
+    """Make the run of `old` with a `latest` that is cut short."""
     world = old()
     body = world.bodies[-1][:99]
     world.inner.put(object_keys.LATEST_KEY, body)

@@ -1,4 +1,4 @@
-"""From staged shards to a committed checkpoint, as the workers and the coordinator do it, but without Ray."""
+"""Makes a committed checkpoint of staged shards, as the workers and the coordinator do, but without Ray."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
@@ -28,7 +29,7 @@ ME = Identity(owner="driver", coordinator="coordinator")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uploaded:
-    """What a rank hands in: its shards' records, where those lie that it kept, and its section of the index."""
+    """Holds what a rank reports: its shards' records, the checkpoint of each shard it kept, and its section of the index."""
 
     records: tuple[ShardRecord, ...]
     kept: Mapping[str, str]
@@ -38,12 +39,12 @@ class Uploaded:
 def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> str:
     """Claim the run with the first save of a group, and name the save that may be uploaded now."""
     group = f"group-of-{world_size}"
-    attempt, _ = claims.claim(Register(store), ME, group=group, world_size=world_size, resume="auto", run_id="run")
+    attempt, _ = claims.claim(Register(store), ME, group=group, world_size=world_size, resume=AUTO, run_id="run")
     return str(object_keys.CheckpointName(step=step, attempt=attempt.number, save=save))
 
 
 def upload(store: Store, staged: StagedState, *, name: str) -> Uploaded:
-    """One rank's part: durable when it returns."""
+    """Do one rank's part of a save, whose shards are durable when it returns."""
     staged.upload(store, name)
     return Uploaded(records=staged.records, kept=staged.places, section=Section.of(staged.section()))
 
@@ -58,7 +59,7 @@ def committed(
     plans: PlanCache | None = None,
     keep_last: int = 10,
 ) -> Checkpoint:
-    """The coordinator's part. Every invariant holds afterwards."""
+    """Do the coordinator's part of a save, and check that every invariant holds."""
     conclude(Register(store), name, uploads, progress=progress, metrics=metrics, plans=plans, keep_last=keep_last)
     body = read_latest(store)
     entry = body.entry(name)
@@ -77,7 +78,7 @@ def conclude(
     plans: PlanCache | None = None,
     keep_last: int | None = 10,
 ) -> None:
-    """Index, `.metadata`, manifest, and the commit, which must win."""
+    """Write index, `.metadata` and manifest, and commit, which must succeed."""
     parsed = object_keys.CheckpointName.parse(name)
     assert parsed is not None
     reports = [
@@ -109,7 +110,7 @@ def save(
     progress: Progress | None = None,
     metrics: dict[str, float] | None = None,
 ) -> Checkpoint:
-    """All of it, for ranks that live in this process."""
+    """Save and commit, for ranks that live in this process."""
     progress = progress or Progress(step=save)
     name = claimed(store, world_size=len(staged), save=save, step=progress.step)
     uploads = [upload(store, own, name=name) for own in staged]
@@ -117,7 +118,7 @@ def save(
 
 
 def agreed(states: Sequence[TrainState]) -> Sequence[TrainState]:
-    """The ranks of this process after they have agreed on who writes what."""
+    """Let the ranks of this process agree on who writes what."""
     agreement = agree([state.replica_checksums() for state in states])
     for state in states:
         state.use_agreement(agreement)
@@ -132,7 +133,7 @@ def save_state(
     step: int = 1,
     metrics: dict[str, float] | None = None,
 ) -> Checkpoint:
-    """A world of one."""
+    """Save and commit the state of a world of one rank."""
     progress = Progress(step=step)
     staged = TrainState(state, rank=0, world_size=1).stage(progress)
     return save(store, [staged], save=save_number, progress=progress, metrics=metrics)
@@ -143,14 +144,14 @@ def restore_state(checkpoint: Checkpoint, state: dict[str, object]) -> None:
 
 
 def shard_bytes(staged: Staged | StagedState) -> bytes:
-    """The whole object that an upload would send; of a state all of whose tensors are trained, the only one."""
+    """Returns the whole object that an upload would send: the only one, for a state whose tensors are all trained."""
     if isinstance(staged, StagedState):
         (staged,) = staged.staged
     return b"".join(bytes(part) for part in staged.parts(1 << 20))
 
 
 class Own:
-    """Anything with state_dict and load_state_dict."""
+    """Has a state_dict and a load_state_dict, and nothing else."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

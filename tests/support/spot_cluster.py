@@ -1,7 +1,7 @@
-"""A Ray of its own, for test_drain.py: a head and one busy node. Prints what they are, then for every line that it reads
-the draining nodes with their deadlines; ends at the end of its input.
+"""Starts a Ray for test_drain.py in a process of its own: a head and one busy node.
 
-A process of its own: the session's other Ray tests have a Ray already, and a process can have only one.
+It prints what they are, and then, for every line that it reads, the draining nodes with their deadlines. It ends at the
+end of its input. The session's other Ray tests have a Ray already, and a process can have only one.
 """
 
 import json
@@ -18,7 +18,7 @@ SMALL = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 @ray.remote(num_cpus=1)
 class Busy:
-    """Keeps its node: an idle one ends as soon as it is drained."""
+    """Keeps its node busy: an idle one ends as soon as it is drained."""
 
     def ping(self) -> None:
         pass

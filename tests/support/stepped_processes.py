@@ -1,8 +1,8 @@
-"""Processes that take one store call at a time, on a bucket whose every fault is chosen (fault_injection.py).
+"""Runs processes one store call at a time, on a bucket whose every fault the test chooses (fault_injection.py).
 
-Two ways to run one: `play` runs it to its end by a script, at full speed in this thread; `Task` runs it in a thread of
-its own that stands still before every call until the test says `go`, so that a test interleaves several of them as it
-likes. Exactly one thread ever runs, and under `simulated` no real time passes: the same choices give the same run.
+There are two ways to run one. `play` runs it to its end by a script, at full speed in this thread. `Task` runs it in a
+thread of its own that stops before every call until the test says `go`, so that a test can interleave several of them.
+Exactly one thread ever runs, and under `simulated` no real time passes: equal choices give equal runs.
 """
 
 import threading
@@ -19,7 +19,7 @@ from raycheck.errors import RaycheckError
 from tests.support.fault_injection import Call, Crashed, Mode, Wire, World
 
 STEP_DEADLINE_S = 30.0
-"""Real time until a task that neither stops at a call nor ends fails its test: it waits for a lock, perhaps."""
+"""The real time after which a task that neither stops at a call nor ends fails its test: it may wait for a lock."""
 
 
 def play(world: World, work: Callable[[Wire], Any], choose: Callable[[int, Call], Mode | None]) -> Any:
@@ -46,7 +46,7 @@ def play(world: World, work: Callable[[Wire], Any], choose: Callable[[int, Call]
 
 
 class Task:
-    """One process, standing before its next store call. Two tasks must not share a lock, so each has its Register."""
+    """Runs one process up to its next store call. Two tasks must not share a lock, so each has its Register."""
 
     def __init__(self, world: World, work: Callable[[Wire], Any]) -> None:
         self.pending: Call | None = None
@@ -64,27 +64,27 @@ class Task:
         return self.pending is None
 
     def go(self, mode: Mode = Mode.APPLY) -> None:
-        """Let the pending call happen so, and run on to the next one."""
+        """Let the pending call go as `mode` says, and run on to the next one."""
         assert self.pending is not None, "this task is done"
         self._mode = mode
         self._may_go.release()
         self._wait()
 
     def crash(self) -> None:
-        """The process dies before its pending call. Of one that is done already, nothing more is to be seen anyway."""
+        """Let the process die before its pending call. Does nothing to one that is done."""
         if not self.is_done:
             self._mode = None
             self._may_go.release()
             self._wait()
 
     def finish(self) -> Any:
-        """Go on without faults to the end."""
+        """Run on without faults to the end."""
         while not self.is_done:
             self.go()
         return self.result()
 
     def result(self) -> Any:
-        """Its value, the RaycheckError that ended it, or a Crashed. Raises anything else that it raised."""
+        """Return its value, the RaycheckError that ended it, or a Crashed. Raises any other error that it raised."""
         assert self.is_done
         if isinstance(self._outcome, BaseException) and not isinstance(self._outcome, RaycheckError | Crashed):
             raise self._outcome
@@ -119,7 +119,7 @@ class Task:
 
 
 class Clock:
-    """Host time that passes only in sleeps, and ids that are counted: what `time` and `uuid4` are under `simulated`."""
+    """Replaces `time` and `uuid4` under `simulated`: host time passes only in sleeps, and ids are counted."""
 
     def __init__(self) -> None:
         self.now = 1e6
@@ -139,7 +139,7 @@ class Clock:
 
 
 class InOrder:
-    """A pool of no threads, so that the deletes of a sweep come one after another, in the order of their keys."""
+    """Replaces a thread pool: the deletes of a sweep come one after another, in the order of their keys."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.map = map
@@ -153,7 +153,7 @@ class InOrder:
 
 @contextmanager
 def simulated() -> Iterator[Clock]:
-    """Inside, backoffs and deadlines cost no real time, and a process has one thread."""
+    """Make backoffs and deadlines cost no real time, and a process have one thread, inside of this context."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "time", clock)

@@ -13,6 +13,7 @@ import ray.train.torch
 
 import tests.support.ray_jobs
 from raycheck.bucket.store.address import join_uri
+from tests.support.reused_processes import take_back
 
 SECRETS = ("hush-" + uuid4().hex, "token-" + uuid4().hex)
 """Of the cluster's processes: the embedded server takes any."""
@@ -28,6 +29,13 @@ def cluster(s3: str) -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(tests.support.ray_jobs)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def reused_processes() -> Iterator[None]:
+    """Takes back the processes that a test had from tests.support.reused_processes."""
+    yield
+    take_back()
 
 
 @pytest.fixture

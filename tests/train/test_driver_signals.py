@@ -1,4 +1,4 @@
-"""What a signal did before raycheck heard it, it does still."""
+"""A signal that raycheck answers by a save still does what it did before."""
 
 import signal
 import subprocess
@@ -29,7 +29,7 @@ print("over", signal.getsignal(signal.SIGUSR1), flush=True)
 
 
 def told(before: str, signals: str) -> tuple[int, list[str]]:
-    """before: what SIGUSR1 and SIGTERM do."""
+    """Runs SCRIPT, and returns its exit code and the lines it wrote. before: what SIGUSR1 and SIGTERM do."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, before, signals], capture_output=True, text=True, check=False, timeout=60
     )

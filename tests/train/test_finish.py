@@ -1,4 +1,4 @@
-"""How a run ends: finished for good, by a mistake of its program, or not at all, since what failed can be mended."""
+"""A run ends finished, or by a mistake of its program; or it goes on, since what failed can be mended."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itse
 
 
 def train_epochs(config: dict[str, Any]) -> None:
-    """A loop as in the README, whose script uses the last loss after it, as many do."""
+    """Trains by a loop as in the README, and uses the last loss after the loop, as many scripts do."""
     rank = ray.train.get_context().get_world_rank()
     model = ray.train.torch.prepare_model(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -51,21 +51,23 @@ def train_epochs(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "start",
+    ("start", "workers"),
     [
-        pytest.param(raycheck.fit, id="raycheck"),
-        pytest.param(lambda trainer: trainer.fit(), id="ray", marks=pytest.mark.slow),
+        pytest.param(raycheck.fit, 1, id="raycheck"),
+        pytest.param(lambda trainer: trainer.fit(), 2, id="ray", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_submitted_again_after_its_end_does_nothing_and_says_so(job, tmp_path: Path, start) -> None:
+def test_a_run_that_is_submitted_again_after_its_end_does_nothing_and_says_so(
+    job, tmp_path: Path, start, workers: int
+) -> None:
     storage, uri = f"file://{tmp_path}/runs", f"file://{tmp_path}/runs/run"
-    start(job(storage, "run", train=train_epochs, epochs=2))
+    start(job(storage, "run", workers=workers, train=train_epochs, epochs=2))
     store = open_store(uri)
     once = read_status(store), read_latest(store).head
 
-    start(job(storage, "run", train=train_epochs, epochs=2))
+    start(job(storage, "run", workers=workers, train=train_epochs, epochs=2))
     again = read_status(store), read_latest(store).head
-    start(job(storage, "run", train=train_epochs, epochs=3))
+    start(job(storage, "run", workers=workers, train=train_epochs, epochs=3))
 
     assert once[0].state == again[0].state == "finished"
     assert once[1] == again[1], "the second start had nothing to save"
@@ -157,7 +159,7 @@ def test_a_controller_that_died_where_no_dashboard_runs_leaves_no_node_taken(job
 
 
 def pid_of(class_name: str) -> int:
-    """The process of the newest live actor of that class; those of earlier tests may still be there."""
+    """Returns the process id of the newest live actor of that class. Those of earlier tests may be alive too."""
     alive = ray_state.actor_table(None, None, "ALIVE").values()
     found = [actor for actor in alive if actor["ActorClassName"] == class_name]
     return int(max(found, key=lambda actor: actor["StartTime"])["Pid"])

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if it had not been: same losses, same weights, nothing lost that was committed."""
+"""A run that was killed goes on as if it had not been: with equal losses and weights, and with all that was committed."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ STEPS = 2 * SAMPLES // BATCH
 
 
 def losses(folder: Path, rank: int) -> dict[int, float]:
-    """Step to loss; a step that ran twice must have had the same loss both times."""
+    """Returns the loss of each step. A step that ran twice must have had one loss both times."""
     by_step: dict[int, float] = {}
     for event in story(folder, "step", rank):
         assert by_step.setdefault(event["step"], event["loss"]) == event["loss"], f"step {event['step']} differs"
@@ -31,7 +31,7 @@ def losses(folder: Path, rank: int) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def unbroken(cluster: None, tmp_path_factory) -> dict[str, Path]:
-    """Folders of runs that were never killed, by mode; filled on demand."""
+    """Returns the folders of runs that were never killed, by mode. Tests fill it on demand."""
     return {}
 
 
@@ -185,4 +185,4 @@ def test_settings_that_were_changed_hold_and_are_named(cluster: None, tmp_path: 
     train(every_steps=2, keep_last=5, exports=None)
 
     assert [entry.step for entry in raycheck.open_run(uri).latest.live] == [3, 4, 6, 8]
-    assert "now every_steps=2, before every_steps=3\n" in caplog.text
+    assert "now=every_steps=2 before=every_steps=3 run=" in caplog.text

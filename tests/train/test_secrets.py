@@ -1,4 +1,4 @@
-"""The credentials of the Ray tests' cluster are one of a kind, and nowhere but in its processes' memory."""
+"""Credentials stay in the memory of the cluster's processes: those of the Ray tests are unique, so they can be found."""
 
 import logging
 import traceback
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ign
 
 @pytest.fixture
 def texts(job, s3: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd, monkeypatch) -> dict[str, bytes]:
-    """All that anybody can read of a run that commits, whose next save is denied, and that ends with that error."""
+    """Returns, by name, all that anybody can read of a run that commits, is denied its next save, and ends with that error."""
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # as where there is a dashboard
     caplog.set_level(logging.DEBUG, "raycheck")
     with fault_proxy(s3) as proxy:
@@ -43,7 +43,7 @@ def texts(job, s3: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd,
 
 
 def of_ray() -> Iterator[tuple[str, bytes]]:
-    """What Ray keeps of all jobs of this session: its logs, and what its dashboard shows of jobs, actors and runs."""
+    """Yields what Ray keeps of all jobs of this session: its logs, and what its dashboard shows of jobs, actors and runs."""
     logs = Path(worker._global_node.get_session_dir_path(), "logs")
     for path in logs.rglob("*"):
         if path.is_file():

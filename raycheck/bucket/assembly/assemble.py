@@ -1,7 +1,7 @@
-"""What a rank hands in for a save, and how all ranks' reports become the files of a checkpoint.
+"""Writes a checkpoint's index and `.metadata` from all ranks' reports, and makes its manifest. Step 16.
 
-Every byte written here is a pure function of the reports sorted by rank, and of what the newest commit has of what they
-did not upload: no clock, no chance, no host. A coordinator that died half-way and its successor write the same.
+Every byte written here is a pure function of the reports sorted by rank, and of the newest commit's components for what
+they did not upload: no clock, no chance, no host. A coordinator that died half-way and its successor write equal bytes.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from raycheck.errors import CorruptError, SaveFailedError
 
 
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> tuple[Manifest, bool]:
-    """Step 16: write index and `.metadata`; returns the manifest to write next, and whether ranks wrote something
-    twice, so that they should agree anew on who writes it. `reports`: all, in order of rank. plans: what is known of
-    earlier saves.
+    """Write index and `.metadata`. Returns the manifest to write next, and whether ranks wrote a box twice. Step 16.
 
-    Raises SaveFailedError when the shards leave a hole or overlap, or a report or a shard that was kept is not what it
-    should be; ConfigError when ranks disagree on a tensor.
+    When a box was written twice, the ranks should agree anew on its writer. reports: those of all ranks, in order of
+    rank. plans: the plans of earlier saves. Raises SaveFailedError when the shards leave a hole or overlap, when the
+    reports are of different saves, or when a shard that was not uploaded again differs from its record; ConfigError
+    when ranks disagree on a tensor.
     """
     try:
         return _assemble(store, reports, plans or PlanCache())
-    except CorruptError as error:  # which would mean that the run is damaged
+    except CorruptError as error:  # passed on, it would say that the run is damaged
         raise SaveFailedError(f"{reports[0].checkpoint}: {error}") from error
 
 
@@ -44,15 +44,15 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
             )
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
-    whole = plans.merge(sections, sorted({shard.component for report in reports for shard in report.shards}))
-    holes = whole.holes
+    merged = plans.merge(sections, sorted({shard.component for report in reports for shard in report.shards}))
+    holes = merged.holes
     if holes:
         raise SaveFailedError(
             f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
             f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
         )
-    components = [_component(store, reports, part, blob, plans) for part, blob in whole.metadata.items()]
-    index = whole.index_bytes(sections)
+    components = [_component(store, reports, component, blob, plans) for component, blob in merged.metadata.items()]
+    index = merged.index_bytes(sections)
     _put(store, object_keys.index_key(name), index)
     manifest = Manifest(
         key=name,
@@ -82,14 +82,17 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
             for report in reports
         ),
     )
-    return manifest, whole.merged.has_copies
+    return manifest, merged.plan.has_copies
 
 
 def _component(
     store: Store, reports: Sequence[Report], name: str, metadata: tuple[bytes, Blob], plans: PlanCache
 ) -> Component:
-    """One component, its `.metadata` written. When no rank has uploaded anything of it, and the head has or refers to
-    exactly this, it is referred to; else what some ranks kept is copied to where the others have written."""
+    """Make one component of the manifest, and write its `.metadata`.
+
+    When no rank has uploaded a shard of it, and the head's manifest has exactly this component, it is referred to. Else
+    the shards that some ranks did not upload again are copied to where the others have written.
+    """
     checkpoint = reports[0].checkpoint
     held = {report.rank: (report, shard) for report in reports for shard in report.shards if shard.component == name}
     here = Component(
@@ -108,7 +111,10 @@ def _component(
 
 
 def _is_in_head(store: Store, component: Component, plans: PlanCache) -> bool:
-    """The newest commit is asked, which the ranks' knowledge is of: a coordinator started again has not seen it."""
+    """Return whether the newest commit has this component.
+
+    The ranks know it from that commit; a coordinator that was started again has not seen it, and reads the head.
+    """
     if component in plans.components:
         return True
     body = read_latest(store)

@@ -1,9 +1,8 @@
-"""DCP's own `.metadata` for a component, so that stock torch reads it. raycheck writes it and never reads it: it is
-a pickle.
+"""Writes DCP's own `.metadata` for a component, so that stock torch reads it. raycheck never reads it: it is a pickle.
 
-Written opcode by opcode and without torch: a coordinator needs torch for nothing else, and a million boxes as objects
-would cost it half a minute. What varies from box to box are a few integers, which `struct` puts between bytes that are
-the same for a whole tensor. Objects are made by calls of their classes with the arguments that every torch since 2.6
+It is written opcode by opcode and without torch: a coordinator needs torch for nothing else, and a million boxes as
+objects would cost it half a minute. Only a few integers vary from box to box; `struct` puts them between bytes that are
+equal for a whole tensor. Objects are made by calls of their classes with the arguments that every torch since 2.6
 takes; fields that a newer one adds get its defaults.
 """
 
@@ -30,11 +29,11 @@ _MODULES = {
 }
 _CALL, _POP, _MEMOIZE, _DICT = b"R", b"0", b"\x94", b"}("
 _ARGS = (b")", b"\x85", b"\x86", b"\x87")
-"""The tuple of the so many topmost items of the stack."""
+"""Opcodes by count: each makes a tuple of that many topmost items of the stack."""
 
 
 def dcp_metadata(plan: Plan, component: str) -> bytes:
-    """The bytes of `.metadata`: a pure function of the plan, so that a coordinator's successor writes the same."""
+    """Return the bytes of `.metadata`: a pure function of the plan, so that another coordinator writes them, too."""
     out = _Pickle()
     own = [item.component == component for item in plan.objects]
     files = {number: out.keep(_plain(shard_file(item.rank))) for number, item in enumerate(plan.objects) if own[number]}
@@ -60,13 +59,15 @@ def dcp_metadata(plan: Plan, component: str) -> bytes:
 
 
 def _rows(plan: Plan, first: int, end: int, own: Sequence[bool]) -> Sequence[int]:
-    """Those of a tensor that lie in the component: nearly always all."""
+    """Return the rows of a tensor that lie in the component: nearly always all."""
     return range(first, end) if all(own) else [row for row in range(first, end) if own[plan.object[row]]]
 
 
 def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int]) -> int:
-    """Its name and what stock torch knows of it. Returns the memo's number of the name; those of the offsets of its
-    chunks come next."""
+    """Write a tensor's name and what stock torch knows of it.
+
+    Returns the number of the name in the memo. Those of its chunks' offsets come next.
+    """
     dims = len(tensor.shape)
     columns = [_taken(column, rows) for column in plan.sizes[:dims]]
     is_even = all(len(set(column)) == 1 for column in columns)
@@ -92,7 +93,7 @@ def _write_tensor(out: "_Pickle", plan: Plan, tensor: Tensor, rows: Sequence[int
 
 
 def _write_places(out: "_Pickle", plan: Plan, rows: Sequence[int], name: int, files: Mapping[int, int]) -> None:
-    """For each chunk its key and the record it lies in. files: the memo's number of an object's file name."""
+    """Write for each chunk its key and its record's place. files: the memo's number of each object's file name."""
     sizes = _taken(plan.payload_size, rows)
     row = _Row(len(rows))
     row.constant(out["MetadataIndex"] + _reference(name))
@@ -111,7 +112,7 @@ def _taken(column: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
 
 
 class _Row:
-    """The opcodes of many like things, as one format of `struct` and a column of arguments for each of its fields."""
+    """Builds the opcodes of many similar things: one format of `struct`, and a column of arguments for each field."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -123,7 +124,7 @@ class _Row:
         self._columns.append(repeat(data, self._count))
 
     def references(self, numbers: Iterable[int]) -> None:
-        """To what was memoized under these numbers."""
+        """Add references to the things that were memoized under these numbers."""
         self.constant(b"j")
         self._format += "I"
         self._columns.append(numbers)
@@ -139,7 +140,10 @@ class _Row:
 
 
 class _Pickle:
-    """A pickle under way. Its memo numbers things in the order in which they were memoized. sizes: those of chunks."""
+    """Writes a pickle. Its memo numbers things in the order in which they were memoized.
+
+    sizes: the memo's numbers of the chunks' sizes.
+    """
 
     def __init__(self) -> None:
         self._parts = [b"\x80\x04"]
@@ -170,7 +174,7 @@ class _Pickle:
         self._memoized += memoized
 
     def __getitem__(self, name: str) -> bytes:
-        """A class of torch."""
+        """Return the opcodes that refer to a class of torch."""
         return _reference(self._names[name])
 
     def dtype(self, name: str) -> bytes:
@@ -191,7 +195,7 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _plain(value: object) -> bytes:
-    """The opcodes for plain data, without memo, frame and ends."""
+    """Return the opcodes for plain data, without memo, frame and ends."""
     sink = io.BytesIO()
     pickler = pickle.Pickler(sink, protocol=3)
     pickler.fast = True

@@ -1,8 +1,8 @@
-"""Each rank's part of the index, apart by what changes at a save, and what a coordinator keeps of it between saves.
+"""Keeps the ranks' plans between saves, with the documents that were made of them.
 
 A plan stays the same from save to save, so a rank sends it once and then only its hash. A coordinator that was started
-again has none, and asks. Nothing here is truth: the bytes of a checkpoint are a function of what the ranks sent and of
-what the newest commit has, and are the same with and without memory.
+again has none, and asks. The cache holds no truth: the bytes of a checkpoint are a function of what the ranks sent and
+of the newest commit's components, with and without a cache.
 """
 
 import hashlib
@@ -18,14 +18,17 @@ from raycheck.bucket.format.decompression import MAX_DECODED_BYTES
 from raycheck.bucket.format.index import Index, Plan
 from raycheck.bucket.format.index_codec import IndexParts, join_parts, parts_of
 from raycheck.bucket.format.manifest import Blob, Component
-from raycheck.bucket.format.plan_codec import CRC_BYTES, Known, dump_plan, load_plan
+from raycheck.bucket.format.plan_codec import CRC_BYTES, ParsedParts, dump_plan, load_plan
 from raycheck.errors import ConfigError, CorruptError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """One rank's part of an index, encoded. plan: empty when only its hash is sent. values: those of all ranks, which
-    count from rank 0 alone, then the rank's own; decoded_bytes: of all of them as JSON."""
+    """Holds one rank's part of an index, encoded, with the part that changes at every save apart from the plan.
+
+    plan: empty when only its hash is sent. values: the values that all ranks share, of which rank 0's count, then the
+    rank's own. decoded_bytes: the size of all values as JSON.
+    """
 
     plan_hash: bytes
     plan: bytes
@@ -52,17 +55,23 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedPlan:
-    """What all ranks' plans became together. metadata: `.metadata` by component, with size and checksum. holes: names
-    of tensors that are not covered exactly once."""
+    """Holds the merged plan of all ranks, and what was made of it.
 
-    plan: bytes
-    merged: MergedPlan
+    plan_bytes: the plan, encoded. metadata: `.metadata` by component, with size and checksum. holes: the names of
+    tensors that are not covered exactly once.
+    """
+
+    plan: MergedPlan
+    plan_bytes: bytes
     holes: tuple[str, ...]
     metadata: Mapping[str, tuple[bytes, Blob]]
 
     def index_bytes(self, sections: Sequence[Section]) -> bytes:
-        """The bytes of the index. Raises CorruptError when a rank gives more or fewer checksums than its plan says, and
-        ConfigError for values that no reader would take."""
+        """Return the bytes of the index. sections: those of all ranks, in order of rank.
+
+        Raises CorruptError when the number of a rank's checksums differs from its plan, and ConfigError when the values
+        are larger than readers allow.
+        """
         decoded = sum(section.decoded_bytes for section in sections)
         if decoded > MAX_DECODED_BYTES:
             raise ConfigError(
@@ -70,30 +79,31 @@ class CachedPlan:
                 f"{MAX_DECODED_BYTES}: keep what is large as tensors"
             )
         checksums: list[bytes] = []
-        for rank, (section, count, cuts) in enumerate(
-            zip(sections, self.merged.num_crcs, self.merged.cuts, strict=True)
-        ):
+        for rank, (section, count, cuts) in enumerate(zip(sections, self.plan.num_crcs, self.plan.cuts, strict=True)):
             if len(section.checksums) != CRC_BYTES * count:
                 raise CorruptError(f"rank {rank} reports {len(section.checksums)} bytes of {count} checksums")
             checksums += (section.checksums[CRC_BYTES * cut.start : CRC_BYTES * cut.stop] for cut in cuts)
         own = [stream for section in sections for stream in section.values[1:]]
         values = (sections[0].values[0], *own)
-        return join_parts(IndexParts(plan=self.plan, checksums=b"".join(checksums), values=values))
+        return join_parts(IndexParts(plan=self.plan_bytes, checksums=b"".join(checksums), values=values))
 
 
 class PlanCache:
-    """Those of the ranks' last saves, by hash, and what they became together. Those that no report named since the save
-    before the last are forgotten. components: of the newest commit, as far as it is known."""
+    """Remembers the plans of the ranks' last saves, by hash, and what was made of them.
+
+    A plan that no report has named since the save before the last is forgotten. components: those of the newest commit,
+    as far as they are known.
+    """
 
     def __init__(self) -> None:
         self.components: tuple[Component, ...] = ()
         self._lock = Lock()  # reports come in while a save is concluded in a thread
         self._named: dict[bytes, bytes] = {}  # since the last save was concluded
         self._known: dict[bytes, bytes] = {}
-        self._whole: tuple[object, CachedPlan] | None = None
+        self._merged: tuple[object, CachedPlan] | None = None
 
     def remember(self, section: Section) -> bool:
-        """Whether its plan is here, or comes with it."""
+        """Keep the plan of a rank's section for this save. Returns False when it is unknown and was not sent."""
         with self._lock:
             plan = section.plan or self._plan(section.plan_hash)
             if plan:
@@ -104,36 +114,43 @@ class PlanCache:
         return self._named.get(digest) or self._known.get(digest, b"")
 
     def merge(self, sections: Sequence[Section], components: Sequence[str]) -> CachedPlan:
-        """sections: of all ranks, in order, each known. Raises ConfigError when ranks disagree on a tensor."""
+        """Merge the ranks' plans, or return what the last save made of equal ones. Forgets plans that are out of use.
+
+        sections: those of all ranks, in order, each of them remembered. components: the names of all components. Raises
+        ConfigError when ranks disagree on a tensor.
+        """
         form = (tuple(section.plan_hash for section in sections), tuple(components))
-        before = self._whole
+        before = self._merged
         if before is None or before[0] != form:
             with self._lock:
                 plans = [section.plan or self._plan(section.plan_hash) for section in sections]
-            before = (form, _whole(plans, components))
-            self._whole = before
+            before = (form, _merge(plans, components))
+            self._merged = before
         with self._lock:
             self._known, self._named = self._named, {}
         return before[1]
 
 
-def _whole(encoded: Sequence[bytes], components: Sequence[str]) -> CachedPlan:
-    known = Known()
+def _merge(encoded: Sequence[bytes], components: Sequence[str]) -> CachedPlan:
+    known = ParsedParts()
     plans = [load_plan(data, what=f"report of rank {rank}", known=known) for rank, data in enumerate(encoded)]
     merged = merge_plans(plans)
     if len(components) > 1:
         _refuse_split(merged.plan)
     metadata = {component: dcp_metadata(merged.plan, component) for component in components}
     return CachedPlan(
-        plan=dump_plan(merged.plan),
-        merged=merged,
+        plan=merged,
+        plan_bytes=dump_plan(merged.plan),
         holes=tuple(uncovered(merged.plan)),
         metadata={name: (data, Blob(size_bytes=len(data), crc32=crc32(data))) for name, data in metadata.items()},
     )
 
 
 def _refuse_split(plan: Plan) -> None:
-    """Raises ConfigError for a tensor that ranks put into different components: stock tools would find it in none."""
+    """Refuse a tensor that ranks put into different components: stock tools would find it in none.
+
+    Raises ConfigError.
+    """
     for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True):
         if len({plan.objects[number].component for number in set(plan.object[first:end])}) > 1:
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""All ranks' plans as one, and the proof that nothing is missing.
+"""Merges the plans of all ranks into one, and proves that every tensor is covered exactly once.
 
-Works on whole columns: where each tensor's rows lie among those of all ranks is found once, then every column is put
-together from runs of them. Only tensors that several ranks wrote in part alike, or that were cut along several
-dimensions, are looked at box by box.
+It works on whole columns: it finds once where each tensor's rows lie among those of all ranks, then puts every column
+together from runs of rows. It looks at single boxes only for tensors of which several ranks wrote equal boxes, or that
+were cut along several dimensions.
 """
 
 import math
@@ -13,17 +13,21 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise, repeat
 
 from raycheck.bucket.format.checksum import SUB_BLOCK
+from raycheck.bucket.format.column_codec import spread
 from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Rows, Tensor
-from raycheck.bucket.format.plan_codec import spread
 from raycheck.errors import ConfigError
 
 Box = tuple[tuple[int, int], ...]
-"""Offset and size in each dimension."""
+"""A box of a tensor: offset and size in each dimension, in elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedPlan:
-    """num_crcs: checksums of each rank. cuts: what is kept of them, as slices. has_copies: ranks wrote the same box."""
+    """Holds the plan of a whole checkpoint.
+
+    num_crcs: the number of each rank's checksums. cuts: the slices of each rank's checksums that the index keeps.
+    has_copies: several ranks wrote one box.
+    """
 
     plan: Plan
     num_crcs: tuple[int, ...]
@@ -32,13 +36,15 @@ class MergedPlan:
 
 
 def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
-    """The whole plan from each rank's, in order of rank; of a box that several ranks wrote, the first one's.
-    Raises ConfigError that names a tensor which two ranks describe differently."""
+    """Merge the ranks' plans, in order of rank. Of a box that several ranks wrote, it keeps the lowest rank's.
+
+    Raises ConfigError, which names a tensor that two ranks describe differently.
+    """
     tensors, numbers = _numbered(plans)
     objects = [item for plan in plans for item in plan.objects]
     runs = _runs(numbers, len(tensors))
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    rows = _each(_side_by_side(plans, dims), _taken(runs))
+    rows = _with_columns(_concatenated(plans, dims), _taken(runs))
     starts = list(accumulate((sum(map(len, own)) for own in runs), initial=0))
     copies = _copies(rows, starts)
     has_copies = any(rows.payload_size[row] for row in copies)
@@ -46,7 +52,7 @@ def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
     cuts = [[slice(0, count)] for count in num_crcs]
     if copies:
         ends = [-1, *copies, starts[-1]]
-        rows = _each(rows, _taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
+        rows = _with_columns(rows, _taken([[range(before + 1, end) for before, end in pairwise(ends)]]))
         starts = [start - bisect_left(copies, start) for start in starts]
         rows, objects, cuts = _without_crcs_of_copies(rows, objects, [len(plan.objects) for plan in plans])
     leaves: dict[str, Leaf] = {}
@@ -63,8 +69,8 @@ def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
     return MergedPlan(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
 
 
-def _each(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) -> Rows:
-    """The rows with every column changed."""
+def _with_columns(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) -> Rows:
+    """Return the rows with every column changed."""
     return Rows(
         object=change(rows.object),
         offsets=tuple(map(change, rows.offsets)),
@@ -78,7 +84,7 @@ def _each(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) -> Rows:
 
 
 def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
-    """All tensors in order of their first appearance, and of each rank the tensor's number of each row."""
+    """Return all tensors in order of their first appearance, and for each rank the tensor number of each row."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
     found: list[list[int]] = []
@@ -101,8 +107,10 @@ def _numbered(plans: Sequence[Plan]) -> tuple[list[Tensor], list[list[int]]]:
 
 
 def _runs(numbers: Sequence[list[int]], num_tensors: int) -> list[list[range]]:
-    """By tensor its rows among those of all ranks side by side, in order of rank. Neighbours that hold the same tensors
-    give one run for all of them."""
+    """Return for each tensor where its rows lie once all ranks' rows are concatenated, in order of rank.
+
+    Neighbouring ranks that hold the same tensors give one run for all of them.
+    """
     runs: list[list[range]] = [[] for _ in range(num_tensors)]
     at = 0
     rank = 0
@@ -118,7 +126,7 @@ def _runs(numbers: Sequence[list[int]], num_tensors: int) -> list[list[range]]:
 
 
 def _taken(runs: Sequence[Sequence[range]]) -> Callable[["Column[int]"], "Column[int]"]:
-    """Of a column the rows of these runs: run by run while they are long, else row by row."""
+    """Return a function that picks these rows from a column, as slices when runs are long, else one by one."""
     whole = [run for own in runs for run in own]
     if sum(map(len, whole)) > 4 * len(whole):
         return lambda column: _joined(column[run.start : run.stop : run.step] for run in whole)
@@ -133,8 +141,8 @@ def _joined(parts: Iterable[Iterable[int]]) -> "Column[int]":
     return whole
 
 
-def _side_by_side(plans: Sequence[Plan], dims: int) -> Rows:
-    """The columns of all ranks, one after the other; objects are counted through."""
+def _concatenated(plans: Sequence[Plan], dims: int) -> Rows:
+    """Concatenate the columns of all ranks. Objects are numbered through all ranks."""
     first_objects = accumulate((len(plan.objects) for plan in plans), initial=0)
 
     def dimension(name: str, dim: int, fill: int) -> "Column[int]":
@@ -154,7 +162,7 @@ def _side_by_side(plans: Sequence[Plan], dims: int) -> Rows:
 
 
 def _copies(rows: Rows, starts: Sequence[int]) -> list[int]:
-    """Rows whose box of the same tensor an earlier row has."""
+    """Return the rows whose box an earlier row of that tensor has."""
     copies: list[int] = []
     for first, end in pairwise(starts):
         if end - first < 2 or any(len(set(column[first:end])) == end - first for column in rows.offsets):
@@ -171,7 +179,11 @@ def _copies(rows: Rows, starts: Sequence[int]) -> list[int]:
 def _without_crcs_of_copies(
     rows: Rows, objects: Sequence[Object], num_objects: Sequence[int]
 ) -> tuple[Rows, list[Object], list[list[slice]]]:
-    """What is kept of each rank's checksums; rows and objects by what is kept. num_objects: of each rank."""
+    """Leave out the checksums of copied boxes.
+
+    num_objects: the number of each rank's objects. Returns rows and objects that count only the kept checksums, and
+    the kept slices of each rank's checksums.
+    """
     rank_of = [rank for rank, count in enumerate(num_objects) for _ in range(count)]
     base_of = [0] * len(objects)
     for item in range(1, len(objects)):
@@ -194,7 +206,10 @@ def _without_crcs_of_copies(
 
 
 def uncovered(plan: Plan) -> list[str]:
-    """Names of tensors whose chunks do not cover them exactly once, so that no save with a hole is ever committed."""
+    """Return the names of tensors whose chunks do not cover them exactly once.
+
+    So no save with a hole is ever committed.
+    """
     return [
         tensor.name
         for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True)
@@ -219,7 +234,7 @@ def _covers(plan: Plan, shape: tuple[int, ...], first: int, end: int) -> bool:
 
 
 def _is_chain(spans: Iterable[tuple[int, int]], whole: int) -> bool:
-    """Whether spans of (start, size) cover 0 to `whole`, each number once."""
+    """Return whether spans of (start, size) cover 0 to `whole`, each number once."""
     at = 0
     for start, size in sorted(spans):
         if size and start != at:
@@ -229,8 +244,11 @@ def _is_chain(spans: Iterable[tuple[int, int]], whole: int) -> bool:
 
 
 def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes, which together are as large as `shape`, cover it: by a dimension that they cut into slices, slice
-    by slice; where there is none, by no two of them overlapping."""
+    """Return whether boxes, which together are as large as `shape`, cover it.
+
+    Where they cut a dimension into slices, each slice is checked by itself. Where there is no such dimension, they
+    cover `shape` when no two of them overlap.
+    """
     if not shape:
         return len(boxes) == 1
     for dim, whole in enumerate(shape):
@@ -244,7 +262,7 @@ def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _overlaps(ordered: Sequence[Box]) -> bool:
-    """Sorted by the first dimension, only neighbours that still reach into it can overlap."""
+    """Return whether any two boxes overlap. Sorted by the first dimension, only near neighbours can."""
     for i, one in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if other[0][0] >= sum(one[0]):

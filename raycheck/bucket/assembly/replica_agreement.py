@@ -1,8 +1,8 @@
-"""What the ranks of a group settle once, at their first save: who writes what several of them hold, and that it is
-the same on all of them. A replica that has drifted is an error that names it, not one rank's word for all.
+"""Decides which rank writes each replicated box, and refuses replicas that differ. Step 13.
 
-Later saves need no such exchange. What appears after it (optimizer state of a parameter that had no gradient) is
-written by every holder, kept once, and settled anew before the save after.
+The ranks of a group do this once, at their first save. A replica that has drifted is an error that names it: one rank's
+bytes never stand in for all silently. Later saves need no such exchange. A box that appears after it (optimizer state
+of a parameter that had no gradient) is written by every holder, kept once, and agreed on before the next save.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from raycheck.errors import ConfigError
 
 SPREAD_FROM_BYTES = 1 << 20
-"""Replicated parameters from this size on are spread over their holders by bytes; smaller tensors stay with the
-first, since every tensor that lies elsewhere costs each reader one more object to open."""
+"""Replicated parameters from this size on are spread over their holders by bytes. Smaller tensors stay with the first
+holder, since every tensor that lies elsewhere costs each reader one more object to open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldBoxes:
-    """A box of a tensor that other ranks may hold too. shape: of the whole tensor. crc32: None for what may differ by
-    nature (module buffers)."""
+class HeldBox:
+    """Describes a box of a tensor that other ranks may hold too.
+
+    box: the id of the box, equal on all ranks that hold it. name, dtype, shape: those of the whole tensor. sizes: the
+    box's, in elements. may_spread: another holder than the first may write it. crc32: None where replicas may differ by
+    nature (module buffers).
+    """
 
     box: str
     name: str
@@ -31,9 +35,12 @@ class HeldBoxes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Values:
-    """What of an entry is no tensor. names_crc32: of the names that this rank holds in it. may_differ: ranks may hold
-    different names, as those of a pipeline do. crc32: None for what may differ by nature (a module's extra state)."""
+class ValueChecksums:
+    """Describes an entry's non-tensor values by their checksums.
+
+    names_crc32: the checksum of the names that this rank holds in the entry. may_differ: ranks may hold different
+    names, as those of a pipeline do. crc32: None where values may differ by nature (a module's extra state).
+    """
 
     names_crc32: int
     may_differ: bool
@@ -42,25 +49,31 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """What one rank holds. values: by entry."""
+    """Lists what one rank holds that other ranks may hold too. values: by entry."""
 
-    held: tuple[HeldBoxes, ...]
-    values: Mapping[str, Values]
+    held: tuple[HeldBox, ...]
+    values: Mapping[str, ValueChecksums]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """writers: rank by box. apart: entries of which ranks hold different parts, so that each keeps its own values."""
+    """Holds what the ranks agreed on.
+
+    writers: the rank that writes each box. apart: the entries of which ranks hold different parts, so that each rank
+    keeps its own values.
+    """
 
     writers: Mapping[str, int]
     apart: frozenset[str] = frozenset()
 
 
 def agree(ranks: Sequence[Holdings]) -> Agreement:
-    """Settle it from all ranks' holdings, in order of rank. Raises ConfigError that names a tensor or an entry which
-    should be equal on the ranks that hold it, and is not."""
-    holders: dict[str, dict[int, HeldBoxes]] = {}
-    described: dict[str, tuple[int, HeldBoxes]] = {}
+    """Find the agreement from all ranks' holdings, in order of rank.
+
+    Raises ConfigError, which names a tensor or an entry that differs between ranks and should not.
+    """
+    holders: dict[str, dict[int, HeldBox]] = {}
+    described: dict[str, tuple[int, HeldBox]] = {}
     for rank, holdings in enumerate(ranks):
         for held in holdings.held:
             copies = holders.setdefault(held.box, {})
@@ -70,7 +83,7 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
     return Agreement(writers=_writers(holders), apart=_apart(ranks))
 
 
-def _refuse_other_form(first_rank: int, first: HeldBoxes, rank: int, held: HeldBoxes) -> None:
+def _refuse_other_form(first_rank: int, first: HeldBox, rank: int, held: HeldBox) -> None:
     if (first.dtype, first.shape) != (held.dtype, held.shape):
         raise ConfigError(
             f"tensor {held.name} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
@@ -79,7 +92,7 @@ def _refuse_other_form(first_rank: int, first: HeldBoxes, rank: int, held: HeldB
         )
 
 
-def _refuse_drift(copies: Mapping[int, HeldBoxes], rank: int) -> None:
+def _refuse_drift(copies: Mapping[int, HeldBox], rank: int) -> None:
     first_rank, first = next(iter(copies.items()))
     if (first.sizes, first.crc32) != (copies[rank].sizes, copies[rank].crc32):
         raise ConfigError(
@@ -89,7 +102,7 @@ def _refuse_drift(copies: Mapping[int, HeldBoxes], rank: int) -> None:
         )
 
 
-def _writers(holders: Mapping[str, Mapping[int, HeldBoxes]]) -> dict[str, int]:
+def _writers(holders: Mapping[str, Mapping[int, HeldBox]]) -> dict[str, int]:
     writers: dict[str, int] = {}
     load: dict[int, int] = {}
     for box, copies in sorted(holders.items(), key=lambda item: (-_size(item[1].values()), item[0])):
@@ -101,7 +114,7 @@ def _writers(holders: Mapping[str, Mapping[int, HeldBoxes]]) -> dict[str, int]:
     return writers
 
 
-def _size(copies: Iterable[HeldBoxes]) -> int:
+def _size(copies: Iterable[HeldBox]) -> int:
     return max((held.size_bytes for held in copies), default=0)
 
 

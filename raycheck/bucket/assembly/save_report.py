@@ -14,11 +14,12 @@ SAVE_ALIKE = "every rank must call end_step and save equally often"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank hands in when its shards are durable, or why they are not (`failure`).
+    """Holds what one rank hands in when its shards are durable, or why they are not (`failure`).
 
-    section: its part of the index. kept: the checkpoint in which a shard lies that was not uploaded, by component.
-    exports: how it is to be exported, None: not at all. node: where the rank runs.
-    partial, trained_s, began_at, is_rolling, settings: see Manifest.
+    kept: for each component whose shard was not uploaded again, the checkpoint in which that shard lies. section: the
+    rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. exports: how to export the checkpoint, None
+    for no export. node: the node on which the rank runs. restored_from, partial, trained_s, began_at, is_rolling,
+    settings: see Manifest.
     """
 
     group: str
@@ -47,10 +48,10 @@ class Report:
 
     @property
     def checkpoint(self) -> str:
-        """The name of the checkpoint that this save will be."""
+        """Returns the name of the checkpoint that this save will become."""
         return str(CheckpointName(step=self.progress.step, attempt=self.attempt, save=self.save))
 
     @property
     def written(self) -> tuple[ShardRecord, ...]:
-        """The shards that were uploaded."""
+        """Returns the shards that were uploaded."""
         return tuple(shard for shard in self.shards if shard.component not in self.kept)

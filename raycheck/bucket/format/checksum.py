@@ -1,4 +1,4 @@
-"""CRC-32, the zip polynomial: one value serves a torch record, the index, the manifest and the store.
+"""Computes CRC-32 with the zip polynomial: one value serves a torch record, the index, the manifest and the store.
 
 isal computes it at memory speed outside the GIL; the stdlib's zlib gives the same numbers.
 """
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from isal import isal_zlib
 
 SUB_BLOCK = 4 * 1024 * 1024
-"""Payload bytes under one checksum: the smallest piece that a partial read can verify."""
+"""The payload bytes under one checksum: the least that a partial read can verify."""
 
 READS = 2
-"""How often bytes are read before they count as damaged in the bucket: they may have been changed on their way."""
+"""The number of readings before bytes count as damaged in the bucket: they may have changed on their way."""
 
 
 def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
@@ -19,12 +19,15 @@ def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
 
 
 def sub_block_crcs(payload: memoryview) -> list[int]:
-    """CRC-32 of each 4 MiB sub-block, the last one shorter; none for an empty payload."""
+    """Return the CRC-32 of each 4 MiB sub-block, the last one shorter; none for an empty payload."""
     return [crc32(payload[at : at + SUB_BLOCK]) for at in range(0, len(payload), SUB_BLOCK)]
 
 
 def combined(parts: Iterable[tuple[int, int]], start: int = 0) -> int:
-    """CRC-32 of a concatenation, from (crc32, length in bytes) of its parts. start: of what comes before them."""
+    """Return the CRC-32 of a concatenation, from (crc32, length in bytes) of its parts.
+
+    start: the CRC-32 of the bytes before them.
+    """
     total = start
     for crc, length in parts:
         total = int(isal_zlib.crc32_combine(total, crc, length))

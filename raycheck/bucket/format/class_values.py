@@ -1,9 +1,9 @@
-"""Values of a user's own classes: enum members, dataclasses and named tuples, taken apart and put together again.
+"""Takes values of a user's own classes apart and puts them together: enum members, dataclasses and named tuples.
 
-A bucket only ever names a class; it never brings one. The reader finds it among the classes of the live state or those
+A bucket only names a class; it never brings one. The reader finds it among the classes of the live state or those
 that this process has loaded already, and imports nothing. Putting a value together runs no code of the class: no
-constructor, no `__post_init__`, no `__setattr__`. What could run code later by itself (`__del__`, the hash of a
-dataclass) is refused both ways. A class that has changed since the save is not alike, and refused.
+constructor, no `__post_init__`, no `__setattr__`. Classes that could run code later by themselves (`__del__`, the hash
+of a dataclass) are refused by writer and reader. So is a class whose fields have changed since the save.
 """
 
 import sys
@@ -16,8 +16,8 @@ from typing import Any
 from raycheck.errors import StateMismatchError
 
 FindClass = Callable[[str], type | None]
-"""Given the name of a class, finds it. None: the reader has none and takes the plain structure. Raises
-StateMismatchError for a class that should be here and is not."""
+"""Finds the class of a name. Returns None when the reader has none and takes the plain structure. Raises
+StateMismatchError for a class that should be here and is missing."""
 
 CLASS_TAGS = ("$enum", "$dataclass", "$namedtuple")
 
@@ -27,7 +27,7 @@ def name_of(kind: type) -> str:
 
 
 def loaded(name: str) -> type | None:
-    """The class of this name that this process has loaded. Imports nothing, and asks no module to make one."""
+    """Find the class of this name among those that this process has loaded. Imports nothing, and calls no module."""
     module, _, path = name.partition(":")
     found: object = sys.modules.get(module)
     for step in path.split("."):
@@ -39,7 +39,7 @@ def loaded(name: str) -> type | None:
 
 
 def tag_of(value: object) -> str | None:
-    """Which of CLASS_TAGS a value is written under; None when it is of no such class, or cannot be put together."""
+    """Return which of CLASS_TAGS a value is written under, None when it cannot be put together again."""
     kind: Any = type(value)
     if isinstance(value, Enum):
         return "$enum" if kind.__members__.get(value.name) is value or _is_combined(value) else None
@@ -50,19 +50,22 @@ def tag_of(value: object) -> str | None:
 
 
 def is_hashed_inertly(kind: type) -> bool:
-    """Whether a value of this class may be a key, whose hash is asked for while reading."""
+    """Return whether a value of this class may be a key: its hash is computed while reading, and must run no code."""
     return issubclass(kind, Enum) or (
         issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__
     )
 
 
 def form_of(value: object) -> list[str]:
-    """The fields of its class, in order: they must be the same at the restore."""
+    """Return the fields of the value's class, in order: they must be the same at the restore."""
     return _form(type(value))
 
 
 def attributes_of(value: object) -> dict[str, object]:
-    """All attributes of a dataclass instance, beyond its fields too, since no `__post_init__` will make them again."""
+    """Return all attributes of a dataclass instance.
+
+    Those beyond its fields too, since no `__post_init__` makes them again at the restore.
+    """
     found = {}
     for name, slot in _slots(type(value)).items():
         try:
@@ -73,7 +76,7 @@ def attributes_of(value: object) -> dict[str, object]:
 
 
 def enum_member(kind: type, member: str | None, value: object) -> Enum:
-    """The member of this name; without a name, the combination of flags with this value."""
+    """Return the member of this name; without a name, the combination of flags with this value."""
     if not issubclass(kind, Enum):
         raise StateMismatchError(f"{name_of(kind)} is no enum here, but was one when saved")
     if member is None and issubclass(kind, Flag) and type(value) is int and _is_passive_flag(kind):
@@ -103,7 +106,7 @@ def dataclass_instance(kind: type, form: Sequence[str], attributes: Mapping[str,
 
 
 def set_attributes(instance: object, attributes: Mapping[str, object]) -> None:
-    """Give a dataclass instance these attributes, past its own `__setattr__`. Others stay."""
+    """Set these attributes of a dataclass instance without calling its `__setattr__`. Others stay."""
     slots = _slots(type(instance))
     for name, value in attributes.items():
         if type(name) is not str:
@@ -132,7 +135,7 @@ def _is_namedtuple(kind: Any) -> bool:
 
 
 def _is_passive_dataclass(kind: Any) -> bool:
-    """Whether an instance can be made without any code of its class."""
+    """Return whether an instance can be made without running code of its class."""
     plain: Any = kind
     if not is_dataclass(kind) or _has_finalizer(plain):
         return False

@@ -1,8 +1,8 @@
-"""Compressed parts of an index, unpacked within bounds.
+"""Decompresses parts of an index within bounds, against decompression bombs.
 
-A few kilobytes in a hostile bucket can unpack to gigabytes, and those parse to many times as much again. So what is
-unpacked, and how many Python objects become of it, is bounded by the bytes that really came from the store, which an
-attacker pays for and a reader sees coming. A writer that would be above a bound compresses less.
+A few kilobytes in a hostile bucket can unpack to gigabytes, and those parse to many times as much again. So the bytes
+that are unpacked, and the Python objects that are made of them, are bounded by the bytes that really came from the
+store. A writer whose data would be above a bound compresses it less.
 """
 
 import json
@@ -19,15 +19,18 @@ OBJECTS_PER_BYTE = 4
 
 
 class DecompressionBudget:
-    """What the compressed parts of one object may unpack to, all of them together. came: bytes that were read."""
+    """Bounds what all compressed parts of one object may unpack to together.
 
-    def __init__(self, came: int, *, what: str, room: int = ROOM_BYTES) -> None:
+    stored: the bytes that were read of the object. room: the bytes that any object may unpack to, however small it is.
+    """
+
+    def __init__(self, stored: int, *, what: str, room: int = ROOM_BYTES) -> None:
         self._what = what
-        self._bytes = min(MAX_DECODED_BYTES, room + BYTES_PER_BYTE * came)
-        self._objects = OBJECTS + OBJECTS_PER_BYTE * came
+        self._bytes = min(MAX_DECODED_BYTES, room + BYTES_PER_BYTE * stored)
+        self._objects = OBJECTS + OBJECTS_PER_BYTE * stored
 
     def inflate(self, data: bytes) -> bytes:
-        """Raises CorruptError for more than is left."""
+        """Decompress a zlib stream. Raises CorruptError when it holds more bytes than are left."""
         stream = zlib.decompressobj()
         raw = stream.decompress(data, max(1, self._bytes))
         if not stream.eof:
@@ -36,23 +39,29 @@ class DecompressionBudget:
         return raw
 
     def parse(self, text: bytes) -> Any:
-        """JSON. Raises CorruptError for more lists, objects and strings than are left, ValueError for what is none."""
+        """Parse JSON. Raises CorruptError when it holds more lists, objects and strings than are left, and ValueError
+        when it is not JSON."""
         self._objects -= _objects_in(text)
         if self._objects < 0:
             raise CorruptError(f"{self._what} holds more lists, objects and texts than one of its size may")
         return json.loads(text)
 
 
-def deflate(text: bytes, *, came: int = 0) -> bytes:
-    """A zlib stream that any reader takes. came: bytes that lie beside it in its object, and count for it."""
+def deflate(text: bytes, *, stored: int = 0) -> bytes:
+    """Compress to a zlib stream that no reader's bounds refuse.
+
+    stored: the bytes beside the stream in its object, which raise the reader's bounds.
+    """
     data = zlib.compress(text, 1)
-    seen = len(data) + came
+    seen = len(data) + stored
     if len(text) > BYTES_PER_BYTE * seen or _objects_in(text) > OBJECTS_PER_BYTE * seen:
         return zlib.compress(text, 0)
     return data
 
 
 def _objects_in(text: bytes) -> int:
-    """At most so many lists, objects and strings become of it. Numbers are not counted: there are few bytes of memory
-    for each byte of theirs."""
+    """Return an upper bound for the lists, objects and strings in a JSON text.
+
+    Numbers do not count: they take little more memory than their text.
+    """
     return text.count(b"[") + text.count(b"{") + text.count(b'"') // 2

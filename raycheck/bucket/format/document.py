@@ -1,11 +1,12 @@
-"""Frozen dataclasses as JSON: typed on the way in, lossless on the way out, and sealed with a checksum.
+"""Reads and writes frozen dataclasses as JSON documents: types are checked, and a checksum seals the bytes.
 
-Readers ignore fields they do not know, writers preserve them: each document carries what it did not understand in
-`unknown` and writes it back. A body from the bucket is hostile until it has passed `load`: wrong types, depth or
-numbers raise CorruptError with the path of the field.
+Readers ignore fields they do not know, writers preserve them: each document keeps such fields in `unknown` and writes
+them back. A body from the bucket is hostile until it has passed `load`: wrong types, depth or numbers raise
+CorruptError with the path of the field.
 
-The last field of a body is the CRC-32 of all bytes before its eight digits. So a reader checks the bytes that came, not
-what it would write itself, and no byte of an answer can change on its way unseen. Bodies of format version 1 have none.
+The last field of a body, its seal, is the CRC-32 of all bytes before its eight digits. So a reader checks the bytes
+that came, not what it would write itself, and no byte of an answer can change on its way unseen. Bodies of format
+version 1 have no seal.
 """
 
 import json
@@ -24,20 +25,22 @@ FORMAT_VERSION = 2
 FIRST_SEALED_VERSION = 2
 _SEAL = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 _SEAL_BYTES = 64
-"""The seal as raycheck writes it has 24; other tools may put more white space around it."""
+"""The seal that raycheck writes has 24 bytes; other tools may put more white space around it."""
 MAX_INT = 1 << 63
-"""No number, count or size in a document has more bits."""
+"""Whole numbers in a document have at most 64 bits: they are below this, and at least its negative."""
 
 
 class NewerFormatError(CorruptError):
-    """Not damage: a newer raycheck wrote it, and nobody may write over it."""
+    """Signals that a newer raycheck wrote the document: it is not damaged, and nobody may write over it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Base of all documents. `unknown` holds fields of newer minor writers. is_long: has records of every rank, so
-    that it is written without a line for each of their fields. when_true: fields that
-    are left out while they are False or None."""
+    """Is the base class of all documents.
+
+    unknown: the fields that a newer writer added. is_long: the document has records of every rank, so it is written
+    on one line, not with a line per field. when_true: fields that are left out while they are False or None.
+    """
 
     is_long: ClassVar[bool] = False
     when_true: ClassVar[frozenset[str]] = frozenset()
@@ -48,20 +51,23 @@ D = TypeVar("D", bound=Document)
 
 
 def dump(document: Document) -> bytes:
-    """UTF-8 JSON with sorted keys: equal documents give equal bytes. A body, which has a format version, is sealed."""
+    """Write a document as UTF-8 JSON with sorted keys: equal documents give equal bytes.
+
+    A body, which is a document with a format version, is sealed.
+    """
     indent = None if document.is_long else 1
     text = json.dumps(_to_json(document), sort_keys=True, allow_nan=False, indent=indent).encode()
     return seal(text) if "format_version" in _names(cast("Any", type(document))) else text
 
 
 def seal(text: bytes) -> bytes:
-    """A JSON object with its checksum as one more field, the last one."""
+    """Add the checksum to a JSON object as its last field."""
     before = text.rstrip().removesuffix(b"}").rstrip() + b',\n "crc32": "'
     return before + f'{crc32(before):08x}"\n}}'.encode()
 
 
 def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
-    """Parse `data` as `cls`, which counts as of this format version then. `what` names the object in errors.
+    """Parse `data` as `cls`. The result has this raycheck's format version. what: the object's name, for errors.
 
     Raises CorruptError for anything that is not such a document, and for a higher format version (by number).
     """
@@ -80,7 +86,7 @@ def load(cls: type[D], data: bytes, *, what: str, max_bytes: int) -> D:
 
 
 def _check_seal(data: bytes, what: str) -> bool:
-    """Whether the body says its checksum. Raises CorruptError when it has another one."""
+    """Return whether the body states its checksum. Raises CorruptError when its bytes have another one."""
     start = max(0, len(data) - _SEAL_BYTES)
     found = _SEAL.search(data, start)
     if found is None:
@@ -88,14 +94,17 @@ def _check_seal(data: bytes, what: str) -> bool:
     said, actual = found[1].decode(), f"{crc32(memoryview(data)[: found.start(1)]):08x}"
     if said != actual:
         raise CorruptError(
-            f"{what} was changed: it says that its checksum is {said}, and it is {actual}. Who has edited it by hand "
-            f'makes its last field "crc32": "{actual}"'
+            f"{what} was changed: it says that its checksum is {said}, and it is {actual}. If you have edited it by "
+            f'hand, make its last field "crc32": "{actual}"'
         )
     return True
 
 
 def check_format_version(tree: object, *, what: str) -> int:
-    """The version of what was read. Refuses by number what a newer raycheck wrote, before a field of it is believed."""
+    """Return the format version of a document, before any other field of it is believed.
+
+    Raises NewerFormatError, by number, for one that a newer raycheck wrote; CorruptError for one without a version.
+    """
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CorruptError(f"{what} has no format version")
@@ -125,7 +134,7 @@ _SCALARS = (str, int, float, bool, NoneType)
 
 @cache
 def _names(cls: Any) -> frozenset[str]:
-    """Of the fields that are known."""
+    """Return the names of the fields that this raycheck knows."""
     return frozenset(spec.name for spec in fields(cls)) - {"unknown"}
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint's index: where every tensor's bytes lie, with checksums, and every value that is not a tensor.
+"""Defines a checkpoint's index: where every tensor's bytes lie, with checksums, and all values that are not tensors.
 
-In columns, since a large run has a million boxes: a `Chunk` is made only for those that are asked for. What stays the
-same from save to save (`Plan`) is apart from what does not (checksums and values). How it becomes bytes is known to
-index_codec.py and plan_codec.py, how ranks' parts become one to plan_merge.py.
+It is kept in columns, since a large run has a million boxes: a `Chunk` is made only for those that are asked for. The
+`Plan`, which stays the same from save to save, is apart from the checksums and values, which change. index_codec.py and
+plan_codec.py turn an index into bytes, plan_merge.py merges the plans of all ranks.
 """
 
 from array import array
@@ -15,12 +15,15 @@ from typing import Any
 from raycheck.bucket.format.checksum import SUB_BLOCK
 
 Column = array
-"""Of 64-bit integers; checksums have 32."""
+"""A column of 64-bit integers; one of checksums has 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """A tensor as a whole. dtype is torch's name without "torch."; shape is global; path is its place in the state."""
+    """Describes a tensor as a whole.
+
+    dtype: torch's name without "torch.". shape: the global one, in elements. path: its place in the state.
+    """
 
     name: str
     dtype: str
@@ -30,10 +33,11 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A box of a tensor, written by one rank: where it lies in the tensor, and where its bytes lie in the object.
+    """Describes a box of a tensor that one rank wrote: its place in the tensor, and that of its bytes in the object.
 
-    offsets, sizes: elements per dimension. record_*: the torch.save record in the shard object, in bytes.
-    payload_*: the raw little-endian row-major bytes inside the record. crcs: one CRC-32 per 4 MiB of payload.
+    tensor: the tensor's number in the index. offsets, sizes: elements per dimension. record_*: the torch.save record in
+    the shard object, in bytes. payload_*: the raw little-endian row-major bytes inside the record, as offset in the
+    object and size. crcs: one CRC-32 per 4 MiB of payload.
     """
 
     tensor: int
@@ -50,7 +54,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
-    """A non-tensor leaf as stock DCP sees it: a torch.save record that only stock tools read."""
+    """Describes a non-tensor leaf as stock DCP sees it: a torch.save record that only stock tools read."""
 
     name: str
     path: tuple[str | int, ...]
@@ -62,7 +66,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Object:
-    """A shard object. num_crcs: checksums of its payloads in the index, one per 4 MiB of each."""
+    """Describes a shard object. num_crcs: the number of its payloads' checksums in the index, one per 4 MiB of each."""
 
     component: str
     rank: int
@@ -71,9 +75,11 @@ class Object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """One row per chunk, in columns. A row of a tensor with fewer dimensions than others has the offset 0 and the size
-    1 in the rest of them. head, frame: bytes of the record before, and around its payload. crc_at: where a row's
-    checksums begin among those of its object.
+    """Holds one row per chunk, in columns.
+
+    A row of a tensor with fewer dimensions than others has offset 0 and size 1 in the rest of them. object: the
+    object's number in the plan. head: bytes of the record before its payload. frame: bytes of the record around its
+    payload, before and after. crc_at: where the row's checksums begin among those of its object.
     """
 
     object: "Column[int]"
@@ -88,7 +94,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Rows):
-    """Where everything lies, without checksums and values: the same at every save until the state changes its form.
+    """Says where everything lies, without checksums and values. It changes only when the state changes its form.
 
     The rows of tensor i are those from `starts[i]` to `starts[i + 1]`. All checksums of an index are in the order of
     `objects`.
@@ -100,18 +106,21 @@ class Plan(Rows):
     starts: "Column[int]"
 
     def rows(self) -> Iterator[tuple[int, int]]:
-        """First row and end of each tensor."""
+        """Yield the first row of each tensor, and the row after its last one."""
         return pairwise(self.starts)
 
     def crc_bases(self) -> list[int]:
-        """Where each object's checksums begin among all."""
+        """Return where each object's checksums begin among all."""
         return list(accumulate((item.num_crcs for item in self.objects), initial=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """`crcs` are 32-bit. `values` are the trees (see values.py) that all ranks share, `rank_values` those of each
-    rank, in order."""
+    """Holds a checkpoint's index.
+
+    crcs: the checksums, of 32 bits. values: the trees (see values.py) that all ranks share, by entry. rank_values: the
+    trees of each rank, in order of rank.
+    """
 
     plan: Plan
     crcs: "Column[int]"
@@ -132,15 +141,15 @@ class Index:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All of them, by tensor and then by rank: of a large run far too many, see chunks_of."""
+        """Returns all chunks, by tensor and then by rank. A large run has far too many for this: see chunks_of."""
         return tuple(chunk for number in range(len(self.tensors)) for chunk in self.chunks_of(number))
 
     def chunks_of(self, tensor: int) -> tuple[Chunk, ...]:
-        """All chunks of one tensor, by its number, in order of rank."""
+        """Return all chunks of the tensor with this number, in order of rank."""
         return tuple(self._chunk(tensor, row) for row in self._rows_of(tensor))
 
     def chunks_in(self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Chunk, ...]:
-        """Those chunks of one tensor that hold elements of a box of it, in order of rank."""
+        """Return the chunks of one tensor that hold elements of a box of it, in order of rank."""
         rows: Iterable[int] = self._rows_of(tensor)
         for start, size, lows, counts in zip(offsets, sizes, self.plan.offsets, self.plan.sizes, strict=False):
             stop = start + size
@@ -176,7 +185,7 @@ def index_of(
     values: Mapping[str, Any] | None = None,
     rank_values: Sequence[Mapping[str, Any]] = (),
 ) -> Index:
-    """The index of these chunks. Those that lie at the same place share their checksums."""
+    """Make the index of these chunks. Chunks at one place share their checksums."""
     ordered = sorted(chunks, key=lambda chunk: chunk.tensor)
     names = sorted({(chunk.component, chunk.rank) for chunk in ordered})
     crcs: dict[tuple[str, int], list[int]] = {name: [] for name in names}
@@ -215,7 +224,10 @@ def _place(chunk: Chunk) -> tuple[object, ...]:
 
 
 def places(index: Index) -> dict[str, tuple[str, int, int]]:
-    """Where each tensor's first bytes lie (component, rank, offset): equal for names that share them (tied weights)."""
+    """Return where each tensor's first bytes lie, as (component, rank, offset), by name.
+
+    Names that share their bytes (tied weights) have equal places. Tensors without elements are left out.
+    """
     plan = index.plan
     found: dict[str, tuple[str, int, int]] = {}
     for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True):

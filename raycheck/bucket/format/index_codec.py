@@ -1,7 +1,7 @@
-"""An index as bytes: binary, versioned, hostile until it has passed `load_index`.
+"""Reads and writes an index as bytes. Bytes from a bucket are hostile until they have passed `load_index`.
 
-Magic, header, then three parts: the plan, which a coordinator writes again unread for as long as it stays the same,
-checksums as they are, since nothing makes them smaller, and values, one zlib stream per rank. The bytes are a pure
+After magic and header come three parts: the plan, which a coordinator writes again unread while it stays the same; the
+checksums, uncompressed since they do not compress; and the values, one zlib stream per rank. The bytes are a pure
 function of what the index holds.
 """
 
@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raycheck.bucket.format.column_codec import little_endian
 from raycheck.bucket.format.decompression import DecompressionBudget, deflate
 from raycheck.bucket.format.document import FORMAT_VERSION, check_format_version
 from raycheck.bucket.format.index import Column, Index, Plan
-from raycheck.bucket.format.plan_codec import CRC_BYTES, MALFORMED, cut, dump_plan, little_endian, load_plan
+from raycheck.bucket.format.plan_codec import CRC_BYTES, MALFORMED, cut, dump_plan, load_plan
 from raycheck.errors import CorruptError
 
 MAGIC = b"RCIX"
@@ -24,7 +25,10 @@ MAX_HEADER_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexParts:
-    """The parts of an index. values: of all ranks, then those of each; each one zlib stream of JSON."""
+    """Holds the encoded parts of an index.
+
+    values: the shared values, then those of each rank, each as a zlib stream of JSON.
+    """
 
     plan: bytes
     checksums: bytes
@@ -62,8 +66,10 @@ def dump_values(tree: Mapping[str, Any]) -> bytes:
 
 
 def load_index(data: bytes, *, what: str, values: bool = True) -> Index:
-    """Parse an index. values: False leaves them out, for those who look only at where things lie. Raises CorruptError,
-    naming `what`, for anything that is not a well-formed one."""
+    """Parse an index. Raises CorruptError, naming `what`, for anything that is not a well-formed one.
+
+    values: False leaves out the values, for callers that need only the tensors' places.
+    """
     try:
         parts = _split(data, what)
         plan = load_plan(parts.plan, what=what, num_crcs=len(parts.checksums) // CRC_BYTES)
@@ -77,7 +83,7 @@ def load_index(data: bytes, *, what: str, values: bool = True) -> Index:
 
 
 def load_checksums(data: bytes, plan: Plan) -> "Column[int]":
-    """Raises ValueError when they are not as many as the plan's objects have."""
+    """Read the checksums. Raises ValueError when their number differs from that of the plan's objects."""
     crcs = array("I")
     crcs.frombytes(data)
     if len(crcs) != sum(item.num_crcs for item in plan.objects):
@@ -108,9 +114,9 @@ def _split(data: bytes, what: str) -> IndexParts:
 
 def _load_values(streams: Sequence[bytes], what: str) -> list[dict[str, Any]]:
     trees = []
-    allowance = DecompressionBudget(sum(map(len, streams)), what=what)
+    budget = DecompressionBudget(sum(map(len, streams)), what=what)
     for stream in streams:
-        tree = allowance.parse(allowance.inflate(stream))
+        tree = budget.parse(budget.inflate(stream))
         if not isinstance(tree, dict):
             raise CorruptError(f"{what} has values without names")
         trees.append(tree)

@@ -1,7 +1,7 @@
-"""`latest`: the run's one mutable object, as a value.
+"""Defines the body of `latest`, the run's one mutable object, as a value.
 
-One GET of it tells a reader everything: who owns the run, which attempt is live, which checkpoints exist. It only
-names committed checkpoints (I3). It is replaced by compare-and-swap only, in swap.py; this module knows no store.
+One GET of it tells a reader who owns the run, which attempt is live, and which checkpoints exist. It names only
+committed checkpoints (I3). It is replaced by compare-and-swap only, in protocol/swap.py; this module knows no store.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,20 @@ from raycheck.errors import ConfigError, CorruptError
 MAX_BYTES = 256 * 1024
 """Room for more than a thousand checkpoints."""
 COMMIT_BYTES = MAX_BYTES * 7 // 8
-"""No commit fills more: a claim must always find room, else a run would be lost for want of a name."""
+"""Commits stop at 7/8 of the limit so that a claim always fits; otherwise the run could not be resumed."""
 MAX_ATTEMPTS_LISTED = 50
 MAX_METRICS_LISTED = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry(Document):
-    """A live checkpoint. `refs` are the checkpoints whose directories it uses besides its own. `metrics` are some of
-    those in its manifest: the first 32, and of older entries fewer when `latest` grows full. `damaged`: what a restore
-    found wrong with it, None for nothing; such a one is neither restored nor counted by retention. `rolling`: see
-    Retention."""
+    """Describes a live checkpoint.
+
+    refs: the checkpoints whose directories it uses besides its own. committed_at, expires_at: by the bucket's time.
+    metrics: the first 32 of its manifest's, or fewer in older entries when `latest` grows full. damaged: what a restore
+    found wrong with it, None for nothing; a damaged entry is neither restored nor counted by retention. rolling: see
+    Retention.
+    """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"rolling"})
 
@@ -44,7 +47,10 @@ class Entry(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evicted(Document):
-    """A checkpoint that left the live list at `at` (bucket time) for ever. Its objects may be deleted after a grace."""
+    """Describes a checkpoint that left the live list for ever, at `at` (bucket time).
+
+    Its objects may be deleted after a grace for readers.
+    """
 
     key: str
     at: float
@@ -52,7 +58,11 @@ class Evicted(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt(Document):
-    """One life of the worker group. `number` is the fencing token; `last_save` the highest save committed in it."""
+    """Describes one life of the worker group.
+
+    number: the fencing token. restore_key: the checkpoint that the group restores, None to start fresh. last_save: the
+    highest save committed in it.
+    """
 
     number: int
     owner: str
@@ -66,8 +76,10 @@ class Attempt(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished(Document):
-    """Attempt number `attempt` came to its end at `at` (bucket time) with all that it had to save in checkpoint `key`,
-    which was the head then; None when nothing was committed."""
+    """Says that attempt number `attempt` came to the end of training at `at` (bucket time).
+
+    key: the head at that time, which holds all that the attempt had to save; None when nothing was committed.
+    """
 
     attempt: int
     key: str | None
@@ -76,11 +88,12 @@ class Finished(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latest(Document):
-    """The body of `latest`. `attempts` lists the newest 50, the live one last; `owners` lists all owners ever.
+    """Holds the body of `latest`.
 
-    proven: the highest attempt whose claim was answered, None before the first. Only then does its group save, so a
-    directory of a higher attempt means that `latest` was lost (step 10). finished: the run's end, until it goes on or
-    back (step 33).
+    counter: one higher at every write. owners: all owners ever. attempts: the newest 50, the live one last. head: what
+    the next start restores. proven: the highest attempt whose claim was answered, None before the first. A group saves
+    only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
+    of training, until the run goes on or back (step 33).
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"finished"})
@@ -122,30 +135,35 @@ class Latest(Document):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the live attempt has come to its end. One that was claimed since has begun the run again."""
+        """Returns whether the live attempt came to the end of training. A later claim begins the run again."""
         return self.finished is not None and self.finished.attempt == self.attempt.number and self.ends_with(self.head)
 
     def ends_with(self, key: str | None) -> bool:
-        """Whether an attempt came to its end with checkpoint `key`, and nothing was committed or decided since. A body
-        that an older raycheck moved on may still name an end that lies behind its head."""
+        """Return whether an attempt came to the end of training with `key`, and nothing was committed or decided since.
+
+        `finished` alone does not tell: an older raycheck moves head on without taking it off.
+        """
         return self.finished is not None and self.finished.key == self.head == key
 
     def entry(self, key: str) -> Entry | None:
-        """The live entry `key`, or None when it is not live (evicted, or never committed)."""
+        """Return the live entry `key`, None when it is not live (evicted, or never committed)."""
         return next((entry for entry in self.live if entry.key == key), None)
 
     def with_entry(self, changed: Entry) -> "Latest":
-        """This body with `changed` for the live entry of its key."""
+        """Return this body with `changed` in place of the live entry of its key."""
         return replace(self, live=tuple(changed if entry.key == changed.key else entry for entry in self.live))
 
     def has_answered(self, name: CheckpointName) -> bool:
-        """Whether a directory of that name may be there. A body that lists checkpoints and nothing proven was written
-        before there was `proven`."""
+        """Return whether the claim of the attempt that wrote directory `name` was answered, so that it may exist.
+
+        A body that lists checkpoints and has no `proven` was written before that field existed: then the live attempt
+        counts as answered.
+        """
         proven = self.attempt.number if self.proven is None and self.live else self.proven
         return proven is not None and name.attempt <= proven
 
     def held(self) -> set[str]:
-        """Checkpoint directories that a live entry holds, as its own or by reference."""
+        """Return the checkpoint directories that a live entry holds, as its own or by reference."""
         return {name for entry in self.live for name in (entry.key, *entry.refs)}
 
 
@@ -165,15 +183,19 @@ def _full(body: Latest, size: int, bound: int) -> ConfigError:
 
 
 def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[str, float]:
-    """Those metrics of a manifest that its entry repeats: the one that retention ranks by, and the first others."""
+    """Return the metrics of a manifest that its entry repeats: the first ones, and `needed`.
+
+    needed: the metric by which retention ranks, None without such a rule.
+    """
     names = sorted(metrics, key=lambda name: name != needed)
     return {name: metrics[name] for name in names[:MAX_METRICS_LISTED]}
 
 
 def shrink_metrics(body: Latest, *, needed: str | None) -> Latest:
-    """`body`, when it grows full with fewer metrics in its oldest entries; their manifests hold them all.
+    """Take metrics out of the oldest entries when `body` grows full; their manifests still have them all.
 
-    Raises ConfigError that says how to make room when that is not enough.
+    needed: the metric by which retention ranks, which stays. Raises ConfigError, which says how to make room, when that
+    is not enough.
     """
     excess = len(dump(body)) - MAX_BYTES * 3 // 4
     if excess <= 0:
@@ -192,7 +214,7 @@ def shrink_metrics(body: Latest, *, needed: str | None) -> Latest:
 
 
 def load_latest(data: bytes, *, what: str) -> Latest:
-    """Raises CorruptError that says how to get a readable one back."""
+    """Parse the body of `latest`. Raises CorruptError, which says how to get a readable one back."""
     try:
         return load(Latest, data, what=what, max_bytes=MAX_BYTES)
     except NewerFormatError:

@@ -1,7 +1,7 @@
-"""Values of the standard library's, NumPy's and torch's own types, by exact type.
+"""Writes and reads values of the standard library's, NumPy's and torch's own types, by exact type.
 
-Neither NumPy nor torch is imported to write a value: none can exist before its library is loaded. To read an array
-NumPy is needed; torch is not, and a process without it gets a dtype or a device as its name and a size as a tuple.
+Writing imports neither NumPy nor torch: no value of theirs exists before its library is loaded. Reading an array needs
+NumPy. Reading never needs torch: a process without it gets a dtype or a device as its name, and a size as a tuple.
 """
 
 import base64
@@ -17,7 +17,7 @@ from zoneinfo import ZoneInfo
 
 
 def encode(value: object) -> Any:
-    """A tagged tree; None for a value of another type."""
+    """Write a value as a tagged tree. Returns None for a value of another type."""
     kind = type(value)
     if kind in _ENCODERS:
         return _ENCODERS[kind](value)
@@ -25,7 +25,10 @@ def encode(value: object) -> Any:
 
 
 def factory_of(value: object) -> list[str | None] | None:
-    """The factory of a defaultdict, in a list; None for anything else, a factory of the user's own included."""
+    """Return the name of a defaultdict's factory in a list.
+
+    Returns None for a value of another type, and for a factory that is not in _FACTORIES.
+    """
     if type(value) is not defaultdict:
         return None
     factory = value.default_factory
@@ -48,11 +51,11 @@ _FACTORIES: dict[str | None, Any] = {
 
 
 def _encode_moment(value: Any) -> Any:
-    """A datetime or time: what it says, its fold and its zone."""
+    """Write a datetime or time as its text, its fold and its zone."""
     zone = value.tzinfo
     encoded = None if zone is None else encode(zone)
     if zone is not None and encoded is None:
-        return None  # a zone of the user's own
+        return None  # a time zone class of the user's own
     return {f"${type(value).__name__}": [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, encoded]}
 
 

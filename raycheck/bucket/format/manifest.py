@@ -1,8 +1,8 @@
-"""A checkpoint's manifest: immutable, small, and the only proof that its objects are whole.
+"""Defines a checkpoint's manifest: immutable, small, and the only proof that its objects are whole.
 
 It names only durable objects, each with size and checksum (I1); an object's existence proves nothing. Its bytes are
 a pure function of the ranks' reports and of the newest commit, so that a coordinator which died half-way and its
-successor write the same.
+successor write equal bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ MAX_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRecord(Document):
-    """One object written by one rank: its size in bytes and the CRC-32 of all of it."""
+    """Describes an object that one rank wrote, by its size in bytes and the CRC-32 of all of it."""
 
     component: str
     rank: int
@@ -28,7 +28,7 @@ class ShardRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blob(Document):
-    """Size in bytes and CRC-32 of an object that the coordinator wrote."""
+    """Describes an object that the coordinator wrote, by its size in bytes and its CRC-32."""
 
     size_bytes: int
     crc32: int
@@ -36,7 +36,7 @@ class Blob(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component(Document):
-    """A stock DCP directory. `checkpoint` is the one that holds it: this one, or an earlier one by reference."""
+    """Describes a stock DCP directory. checkpoint: the one that holds it, this one or, by reference, an earlier one."""
 
     name: str
     checkpoint: str
@@ -46,8 +46,12 @@ class Component(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord(Document):
-    """What the save cost one rank, in seconds and bytes: training blocked, the state copied (from the same moment on,
-    with what devices did behind the training), upload (checksums included)."""
+    """Says what the save cost one rank.
+
+    blocked_s: seconds for which training waited. staged_s: seconds from the same moment until the state was copied,
+    with the copies that devices made while training went on. upload_s: seconds of the upload, checksums included.
+    size_bytes: bytes uploaded.
+    """
 
     rank: int
     blocked_s: float
@@ -58,13 +62,13 @@ class RankRecord(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest(Document):
-    """Everything about one checkpoint except where each tensor's bytes lie: that is in its index.
+    """Describes a checkpoint: everything but the places of its tensors' bytes, which its index has.
 
-    partial: the partial restores (restore(only=..., skip=...)) that this checkpoint descends from: the same one is not
-    done twice, so that a restart does not throw away what was trained since. trained_s: seconds of training that stand
-    in this state, over all attempts, without what was lost or spent on saves. began_at: when the run's first attempt
-    began, None when that is not known. rolling: only the newest few of such stay, see Retention. settings:
-    what the user had chosen, in words; read by nobody but to say what has changed.
+    partial: the partial restores (restore(only=..., skip=...)) that this checkpoint descends from. Such a restore is
+    not repeated, so that a restart does not throw away what was trained since. trained_s: the seconds of training in
+    this state, over all attempts, without lost work and the time of saves. began_at: the time at which the run's first
+    attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. settings:
+    the user's choices, in words, to tell at a restart what has changed.
     """
 
     is_long: ClassVar[bool] = True
@@ -90,24 +94,24 @@ class Manifest(Document):
 
     @property
     def size_bytes(self) -> int:
-        shards = sum(shard.size_bytes for part in self.components for shard in part.shards)
-        return self.index.size_bytes + sum(part.metadata.size_bytes for part in self.components) + shards
+        shards = sum(shard.size_bytes for component in self.components for shard in component.shards)
+        return self.index.size_bytes + sum(component.metadata.size_bytes for component in self.components) + shards
 
     @property
     def refs(self) -> tuple[str, ...]:
-        return tuple(sorted({part.checkpoint for part in self.components} - {self.key}))
+        return tuple(sorted({component.checkpoint for component in self.components} - {self.key}))
 
     def objects(self) -> Iterator[tuple[str, Blob | ShardRecord]]:
-        """(key, size and checksum) of every object that this checkpoint needs besides the manifest itself."""
+        """Yield (key, size and checksum) of every object that this checkpoint needs besides the manifest itself."""
         yield index_key(self.key), self.index
-        for part in self.components:
-            yield metadata_key(part.checkpoint, part.name), part.metadata
-            for shard in part.shards:
-                yield shard_key(part.checkpoint, part.name, shard.rank), shard
+        for component in self.components:
+            yield metadata_key(component.checkpoint, component.name), component.metadata
+            for shard in component.shards:
+                yield shard_key(component.checkpoint, component.name, shard.rank), shard
 
     def prefixes(self) -> dict[str, str]:
-        """Component name to the prefix of its DCP directory."""
-        return {part.name: component_prefix(part.checkpoint, part.name) for part in self.components}
+        """Return the prefix of each component's DCP directory, by the component's name."""
+        return {component.name: component_prefix(component.checkpoint, component.name) for component in self.components}
 
 
 def load_manifest(data: bytes, *, what: str) -> Manifest:

@@ -1,7 +1,7 @@
-"""Every key in a run, and nothing but keys. All are relative to the run's root.
+"""Makes every key in a run, relative to the run's root. No other module joins keys.
 
 A checkpoint's name carries its step, attempt and save number and is used once, so that no writer, however late,
-can touch what another one wrote (I2). No other module joins keys.
+can touch what another one wrote (I2).
 """
 
 import re
@@ -18,7 +18,10 @@ _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class CheckpointName:
-    """`step-000000100-a3-s7`: step 100, save 7 of attempt 3. Ordered by attempt, then save, as commits are."""
+    """Holds a checkpoint's name: `step-000000100-a3-s7` is step 100, save 7 of attempt 3.
+
+    Names are ordered by attempt, then save, as commits are.
+    """
 
     attempt: int
     save: int
@@ -30,7 +33,7 @@ class CheckpointName:
     @staticmethod
     @lru_cache(maxsize=8192)  # a body of `latest` is checked at every change of it
     def parse(text: str) -> "CheckpointName | None":
-        """The name behind `text`, or None when it is not exactly one: then it is none of ours."""
+        """Parse a name. Returns None when `text` is not exactly one: then it is none of raycheck's."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
@@ -40,15 +43,17 @@ class CheckpointName:
 
 
 def checkpoint_prefix(name: str) -> str:
-    """Where a checkpoint's objects lie. Refuses anything that is not a checkpoint's name: a name read from a
-    hostile bucket must not become a key outside `checkpoints/`."""
+    """Return the prefix of a checkpoint's objects. Raises ValueError for anything that is not a checkpoint's name.
+
+    So a name that was read from a hostile bucket cannot become a key outside `checkpoints/`.
+    """
     if CheckpointName.parse(name) is None:
         raise ValueError(f"{name!r} is not a checkpoint's name (step-SSSSSSSSS-aN-sM)")
     return f"{CHECKPOINTS_PREFIX}{name}/"
 
 
 def checkpoint_of(key: str) -> CheckpointName | None:
-    """The checkpoint below whose prefix `key` lies; None when it lies elsewhere."""
+    """Return the checkpoint below whose prefix `key` lies, None when it lies elsewhere."""
     prefix, _, rest = key.partition("/")
     name, slash, _ = rest.partition("/")
     return CheckpointName.parse(name) if slash and f"{prefix}/" == CHECKPOINTS_PREFIX else None
@@ -63,7 +68,7 @@ def index_key(name: str) -> str:
 
 
 def component_prefix(name: str, component: str) -> str:
-    """One stock DCP directory."""
+    """Return the prefix of a component's stock DCP directory. Raises ValueError when the name is unfit for a key."""
     if not _COMPONENT.fullmatch(component):
         raise ValueError(f"{component!r} is not a component's name (letters, digits, '_', '.', '-')")
     return f"{checkpoint_prefix(name)}{component}/"
@@ -74,7 +79,7 @@ def metadata_key(name: str, component: str) -> str:
 
 
 def shard_file(rank: int) -> str:
-    """File name of a rank's shard inside a component's directory, as stock DCP names it."""
+    """Return the file name of a rank's shard inside a component's directory, as stock DCP names it."""
     return f"__{rank}_0.distcp"
 
 
@@ -87,7 +92,7 @@ def attempt_key(number: int) -> str:
 
 
 def is_attempt_key(key: str) -> bool:
-    """Whether an object below `attempts/` says how an attempt ended."""
+    """Return whether an object below `attempts/` says how an attempt ended."""
     return bool(_ATTEMPT.fullmatch(key))
 
 
@@ -96,7 +101,7 @@ def resume_key(number: int) -> str:
 
 
 def pointer_prefix(name: str) -> str:
-    """The directory Ray is told of. Ray's own retention may delete it; nothing of ours is in it."""
+    """Return the directory of a checkpoint's pointer, which Ray is told of and may delete. It holds no shards."""
     checkpoint_prefix(name)
     return f"ray/{name}"
 
@@ -106,7 +111,7 @@ def pointer_key(name: str) -> str:
 
 
 def pointed_by(path: str) -> CheckpointName | None:
-    """The checkpoint whose pointer directory `path` is, whatever run it lies in; None when it is none."""
+    """Return the checkpoint whose pointer directory `path` is, in whatever run; None when it is no such directory."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return CheckpointName.parse(name) if parent.rpartition("/")[2] == "ray" else None
 
@@ -115,28 +120,28 @@ EXPORTS_PREFIX = "exports/"
 
 
 def exports_prefix(name: str) -> str:
-    """Where a Hugging Face directory of this name lies when a checkpoint is exported into its own run."""
+    """Return the prefix of the Hugging Face directory `name` when a checkpoint is exported into its own run."""
     return f"{EXPORTS_PREFIX}{name}/"
 
 
 EXPORT_ENDS = ("model.safetensors.index.json", "adapter_config.json")
-"""What is written last of an exported directory, of a model or of an adapter: it is whole when one of them is there."""
+"""The files that are written last, of a model or of an adapter: an exported directory with one of them is whole."""
 EXPORT_RECORD = "raycheck.json"
-"""What says of an exported directory from which run and checkpoint it is, and which files belong to it."""
+"""The record in an exported directory, which names its run, its checkpoint and its files."""
 
 
 def export_key(prefix: str, file: str) -> str:
-    """A file of an exported directory. `prefix`: empty when the store is rooted at the directory."""
+    """Return the key of a file in an exported directory. prefix: empty when the store is rooted at the directory."""
     return f"{prefix.rstrip('/')}/{file}".removeprefix("/")
 
 
 def probe_key(token: str) -> str:
-    """A scratch object on which a claim proves the store's conditional writes."""
+    """Return the key of a scratch object, on which a claim proves the store's conditional writes."""
     return f"probes/{token}"
 
 
 def scratch_prefix(token: str) -> str:
-    """Where one measurement of the store keeps its objects, all of which it deletes."""
+    """Return the prefix of the objects of one measurement of the store, which deletes all of them."""
     return f"{probe_key(token)}/"
 
 

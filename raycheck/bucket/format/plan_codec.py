@@ -1,6 +1,6 @@
-"""A plan as bytes: one zlib stream of a JSON header, one line of JSON per tensor, and columns.
+"""Reads and writes a plan as bytes: one zlib stream of a JSON header, one line of JSON per tensor, and columns.
 
-Hostile until it has passed `load_plan`, which guards the reader: it sizes buffers and cuts slices by these numbers.
+A plan from a bucket is hostile until it has passed `load_plan`: readers size buffers and cut slices by its numbers.
 """
 
 import json
@@ -10,11 +10,12 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, repeat
-from operator import add, le, sub
+from itertools import accumulate
+from operator import add, le
 from typing import Any
 
 from raycheck.bucket.format.checksum import SUB_BLOCK
+from raycheck.bucket.format.column_codec import pack_column, spread, unpack_column
 from raycheck.bucket.format.decompression import MAX_DECODED_BYTES, DecompressionBudget, deflate
 from raycheck.bucket.format.index import Column, Leaf, Object, Plan, Tensor
 from raycheck.errors import ConfigError, CorruptError
@@ -23,25 +24,23 @@ MAX_DIMS = 64
 PLAN_ROOM_BYTES = 16 << 20
 TENSORS = 100_000
 TENSORS_PER_CHECKSUM = 16
-"""A tensor with elements has a checksum in the index for each of its chunks, but for names that share their bytes. So
-there are not many more tensors and chunks than checksums, which nothing makes smaller."""
+"""Bounds the tensors and chunks by the checksums, which do not compress. Each chunk with elements has a checksum of its
+own in the index, unless several names share its bytes. So there are not many more tensors and chunks than checksums."""
 CRC_BYTES = 4
-MAX_ITEM = (1 << 63) - 1
-_CODE_OF_WIDTH = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
 def dump_plan(plan: Plan) -> bytes:
-    """Raises ConfigError for a plan that is larger than a reader would take."""
+    """Write a plan. Raises ConfigError when it is larger than readers allow."""
     num_crcs = sum(item.num_crcs for item in plan.objects)
-    if max(len(plan.tensors), len(plan.object)) > _most(num_crcs):
+    if max(len(plan.tensors), len(plan.object)) > _max_tensors(num_crcs):
         raise ConfigError(
-            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} pieces and {num_crcs} checksums: "
-            f"too many of them hold nothing, or share what they hold. Readers take {_most(num_crcs)}"
+            f"the index would have {len(plan.tensors)} tensors in {len(plan.object)} chunks and {num_crcs} checksums: "
+            f"too many of them hold nothing, or share what they hold. Readers take {_max_tensors(num_crcs)}"
         )
     lines = b"\n".join(
         json.dumps([t.name, t.dtype, t.shape, t.path], separators=(",", ":")).encode() for t in plan.tensors
     )
-    columns = [(name, len(column), *_packed(plan, name, column)) for name, column in _columns(plan)]
+    columns = [(name, len(column), *_encode_column(plan, name, column)) for name, column in _named_columns(plan)]
     header = {
         "objects": [[item.component, item.rank, item.num_crcs] for item in plan.objects],
         "leaves": [[f.name, f.path, f.component, f.rank, f.record_offset, f.record_size] for f in plan.leaves],
@@ -52,17 +51,17 @@ def dump_plan(plan: Plan) -> bytes:
     whole = b"".join((struct.pack("<Q", len(text)), text, lines, *(data for *_, data in columns)))
     if len(whole) > MAX_DECODED_BYTES:
         raise ConfigError(
-            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} pieces would have {len(whole)} bytes, and "
+            f"the index of {len(plan.tensors)} tensors in {len(plan.object)} chunks would have {len(whole)} bytes, and "
             f"readers take {MAX_DECODED_BYTES}: shard over fewer ranks, or save fewer tensors"
         )
-    return deflate(whole, came=CRC_BYTES * num_crcs)
+    return deflate(whole, stored=CRC_BYTES * num_crcs)
 
 
-def _most(num_crcs: int) -> int:
+def _max_tensors(num_crcs: int) -> int:
     return TENSORS + TENSORS_PER_CHECKSUM * num_crcs
 
 
-def _columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
+def _named_columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
     yield "rows", array("q", (end - first for first, end in plan.rows()))
     yield "object", plan.object
     for dim, column in enumerate(plan.offsets):
@@ -76,13 +75,17 @@ def _columns(plan: Plan) -> Iterator[tuple[str, "Column[int]"]]:
     yield "crc_at", plan.crc_at
 
 
-def _packed(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, bytes]:
-    """Width, coding, bytes. Of many ranks' boxes of one tensor all but the offsets are equal, and those of one rank's
-    many tensors lie at equal distances."""
+def _encode_column(plan: Plan, name: str, column: "Column[int]") -> tuple[int, str, bytes]:
+    """Encode a column. Returns width, coding and bytes.
+
+    Where many ranks have boxes of each tensor, the boxes differ in their offsets only: these are written as
+    differences, all other columns plain. Where a tensor has few boxes, neighbours lie at equal distances: all are
+    differences.
+    """
     is_wide = len(plan.object) > 2 * len(plan.tensors)
     as_steps = not is_wide or (name.startswith("offsets.") and any(column))
     top = {"top": len(plan.objects)} if name == "object" else {}
-    width, data = packed(column, as_steps=as_steps, **top)
+    width, data = pack_column(column, as_steps=as_steps, **top)
     return width, "steps" if as_steps else "plain", data
 
 
@@ -100,23 +103,24 @@ MALFORMED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What earlier plans held, by its bytes: other ranks' plans are mostly made of the same."""
+class ParsedParts:
+    """Keeps the parsed parts of earlier plans, by their bytes: the plans of all ranks mostly have equal parts."""
 
     tensors: dict[bytes, Tensor] = field(default_factory=dict)
     lines: dict[bytes, tuple[Tensor, ...]] = field(default_factory=dict)
     columns: dict[tuple[bytes, int, str], "Column[int]"] = field(default_factory=dict)
 
 
-def load_plan(data: bytes, *, what: str, known: Known | None = None, num_crcs: int | None = None) -> Plan:
-    """Parse a plan. num_crcs: the checksums that came with it; None for what a rank reports.
+def load_plan(data: bytes, *, what: str, known: ParsedParts | None = None, num_crcs: int | None = None) -> Plan:
+    """Parse a plan. Raises CorruptError, naming `what`, for anything that is not a well-formed one.
 
-    Raises CorruptError, naming `what`, for anything that is not a well-formed one.
+    known: parts of other ranks' plans, which are not parsed again. num_crcs: the number of checksums that came with the
+    plan; None for a plan that a rank reports, which only MAX_DECODED_BYTES bounds.
     """
-    came = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
+    stored = MAX_DECODED_BYTES if num_crcs is None else len(data) + CRC_BYTES * num_crcs
     try:
         return _load_plan(
-            data, what, known or Known(), DecompressionBudget(came, what=what, room=PLAN_ROOM_BYTES), num_crcs
+            data, what, known or ParsedParts(), DecompressionBudget(stored, what=what, room=PLAN_ROOM_BYTES), num_crcs
         )
     except CorruptError:
         raise
@@ -125,25 +129,26 @@ def load_plan(data: bytes, *, what: str, known: Known | None = None, num_crcs: i
 
 
 def cut(data: bytes, at: int, size: int, what: str) -> bytes:
-    part = data[at : at + size]
-    if size < 0 or len(part) != size:
+    """Return `size` bytes from `at` on. Raises CorruptError when there are fewer."""
+    found = data[at : at + size]
+    if size < 0 or len(found) != size:
         raise CorruptError(f"{what} is cut short")
-    return part
+    return found
 
 
-def _load_plan(data: bytes, what: str, known: Known, allowance: DecompressionBudget, num_crcs: int | None) -> Plan:
-    raw = allowance.inflate(data)
+def _load_plan(data: bytes, what: str, known: ParsedParts, budget: DecompressionBudget, num_crcs: int | None) -> Plan:
+    raw = budget.inflate(data)
     (length,) = struct.unpack_from("<Q", raw)
-    header = allowance.parse(cut(raw, 8, length, what))
+    header = budget.parse(cut(raw, 8, length, what))
     objects = tuple(_object(item) for item in header["objects"])
     if num_crcs is not None and sum(item.num_crcs for item in objects) != num_crcs:
         raise CorruptError(f"{what} has {num_crcs} checksums, which is not what it says of its objects")
     num_tensors, size = header["tensors"]
     slices = _slices(raw, 8 + length + size, header["columns"], what)
     num_chunks = len(slices["object"][0]) // max(1, slices["object"][1])
-    if num_crcs is not None and max(num_tensors, num_chunks) > _most(num_crcs):
+    if num_crcs is not None and max(num_tensors, num_chunks) > _max_tensors(num_crcs):
         raise CorruptError(f"{what} has more tensors or chunks than {num_crcs} checksums can be of")
-    tensors = _tensors(cut(raw, 8 + length, size, what), num_tensors, known, allowance, what)
+    tensors = _tensors(cut(raw, 8 + length, size, what), num_tensors, known, budget, what)
 
     def column(name: str, length: int) -> "Column[int]":
         if len(slices[name][0]) != length * slices[name][1]:
@@ -209,16 +214,16 @@ def _path(value: object) -> tuple[str | int, ...]:
 
 
 def _tensors(
-    lines: bytes, number: object, known: Known, allowance: DecompressionBudget, what: str
+    lines: bytes, number: object, known: ParsedParts, budget: DecompressionBudget, what: str
 ) -> tuple[Tensor, ...]:
-    """One JSON line each. A line that was seen before is not parsed again."""
+    """Parse the tensors, one JSON line each. A line that was seen before is not parsed again."""
     if lines in known.lines:
         return known.lines[lines]
     if lines.count(b"\n") + bool(lines) != number:
         raise CorruptError(f"{what} has not the {number} tensors that it says")
     rows = lines.split(b"\n") if lines else []
     fresh = [row for row in rows if row not in known.tensors]
-    parsed = allowance.parse(b"[" + b",".join(fresh) + b"]")
+    parsed = budget.parse(b"[" + b",".join(fresh) + b"]")
     for row, (name, dtype, shape, path) in zip(fresh, parsed, strict=True):
         tensor = Tensor(
             name=_text(name), dtype=sys.intern(_text(dtype)), shape=tuple(map(_number, shape)), path=_path(path)
@@ -229,7 +234,7 @@ def _tensors(
 
 
 def _slices(raw: bytes, at: int, listed: Iterable[Any], what: str) -> dict[str, tuple[bytes, int, str]]:
-    """Column name to bytes, width, and coding."""
+    """Cut out the columns. Returns bytes, width and coding by the column's name."""
     found: dict[str, tuple[bytes, int, str]] = {}
     room = MAX_DECODED_BYTES
     for name, count, width, coding in listed:
@@ -242,22 +247,23 @@ def _slices(raw: bytes, at: int, listed: Iterable[Any], what: str) -> dict[str, 
 
 
 def _column(
-    packed_column: tuple[bytes, int, str], known: dict[tuple[bytes, int, str], "Column[int]"], what: str
+    encoded: tuple[bytes, int, str], known: dict[tuple[bytes, int, str], "Column[int]"], what: str
 ) -> "Column[int]":
-    if packed_column in known:
-        return known[packed_column]
-    data, width, coding = packed_column
+    if encoded in known:
+        return known[encoded]
+    data, width, coding = encoded
     if coding not in ("steps", "plain"):
         raise CorruptError(f"{what} has a column coded as {coding!r}")
-    column = unpacked(data, width, as_steps=coding == "steps")
+    column = unpack_column(data, width, as_steps=coding == "steps")
     if min(column, default=0) < 0:
         raise CorruptError(f"{what} has a place or size below 0")
-    known[packed_column] = column
+    known[encoded] = column
     return column
 
 
 def _check(plan: Plan, counts: "Column[int]", what: str) -> None:
-    """All columns are of one length, without a number below 0."""
+    """Check that chunks lie in their tensors and have objects and checksums. All columns have one length by now, and no
+    number below 0."""
     if max(plan.object, default=-1) >= len(plan.objects) or any(item.num_crcs < 0 for item in plan.objects):
         raise CorruptError(f"{what} has a chunk of an object that it does not have")
     most = -(-max(plan.payload_size, default=0) // SUB_BLOCK)
@@ -275,33 +281,3 @@ def _refuse_outside(plan: Plan, dim: int, wholes: Sequence[int]) -> None:
     for tensor, whole, (first, end) in zip(plan.tensors, wholes, plan.rows(), strict=True):
         if any(map(whole.__lt__, map(add, plan.offsets[dim][first:end], plan.sizes[dim][first:end]))):
             raise CorruptError(f"a chunk of {tensor.name} lies outside its shape {tensor.shape}")
-
-
-def packed(column: "array[int]", *, as_steps: bool, top: int = MAX_ITEM) -> tuple[int, bytes]:
-    """Width in bytes of one number, and all of them, signed and little-endian. as_steps: each as the difference to the
-    one before it, the first one to 0. top: no number is larger. Raises OverflowError for what 64 bits do not hold."""
-    low, high = 0, top
-    if as_steps:
-        column = array("q", map(sub, column, chain((0,), column)))
-        low, high = min(column, default=0), max(column, default=0)
-    width = next(width for width in _CODE_OF_WIDTH if -(1 << 8 * width - 1) <= low and high < 1 << 8 * width - 1)
-    return width, little_endian(array(_CODE_OF_WIDTH[width], column)).tobytes()
-
-
-def unpacked(data: bytes, width: int, *, as_steps: bool) -> "array[int]":
-    """The column behind `packed`. Raises ValueError, KeyError or OverflowError for what is none."""
-    numbers = array(_CODE_OF_WIDTH[width])
-    numbers.frombytes(data)
-    return array("q", accumulate(little_endian(numbers)) if as_steps else little_endian(numbers))
-
-
-def little_endian(column: "array[int]") -> "array[int]":
-    """To or from little-endian: the very column, unless this machine is a big-endian one."""
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column
-
-
-def spread(values: Iterable[int], counts: Iterable[int]) -> Iterator[int]:
-    """Each value as often as its count says."""
-    return chain.from_iterable(map(repeat, values, counts))

@@ -1,4 +1,4 @@
-"""Where a training stands. Apart from the state as a whole, since a coordinator needs this and no torch."""
+"""Holds the progress counters of a training, apart from the state: a coordinator needs them, and has no torch."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,9 +8,12 @@ from raycheck.bucket.format.values import encode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """step: completed optimizer steps, and index of the next. epoch: completed epochs, and index of the one to go on
-    in; epoch_step: steps completed in it. samples: consumed over all epochs and ranks, as Batches count them. tokens,
-    episodes: as `end_step` was told."""
+    """Counts how far a training has come.
+
+    step: the completed optimizer steps, which is also the index of the next one. epoch: the completed epochs, which is
+    also the index of the epoch to go on in. epoch_step: the steps completed in that epoch. samples: consumed over all
+    epochs and ranks, as Batches count them. tokens, episodes: as `end_step` was told.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -20,13 +23,15 @@ class Progress:
     episodes: int = 0
 
     def values(self) -> Any:
-        """As a lossless tree."""
+        """Return the counters as a tree of values.py."""
         return encode(asdict(self), "progress")
 
     @classmethod
     def of(cls, tree: Any) -> "Progress":
-        """Counts that an earlier raycheck did not keep are 0. Raises KeyError, TypeError or ValueError for what is
-        none."""
+        """Read the counters from a tree. Counters that an earlier raycheck did not keep are 0.
+
+        Raises KeyError, TypeError or ValueError for a tree that holds no progress.
+        """
         counts = {name: tree[name] for name in ("step", "epoch", "samples")}
         counts |= {name: tree.get(name, 0) for name in ("epoch_step", "tokens", "episodes")}
         if any(type(count) is not int or count < 0 for count in counts.values()):

@@ -1,4 +1,4 @@
-"""What Ray is told of a checkpoint: where its run lies, and its name. Ray copies and deletes it as it likes."""
+"""Defines the pointer to a checkpoint that Ray is given: its run's URI and its name. Ray may copy and delete it."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MAX_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer(Document):
-    """`key` is the checkpoint's name in the run at `uri`."""
+    """Points to the checkpoint named `key` in the run at `uri`."""
 
     format_version: int = FORMAT_VERSION
     uri: str
@@ -20,7 +20,10 @@ class Pointer(Document):
 
 
 def load_pointer(data: bytes, *, what: str) -> Pointer:
-    """Raises CorruptError. The pointers of format version 1 did not say so."""
+    """Parse a pointer. Raises CorruptError.
+
+    Pointers of format version 1 have no `format_version`.
+    """
     try:
         tree = json.loads(data) if len(data) <= MAX_BYTES else None
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
-"""Python values as JSON and back, without loss and without pickle.
+"""Writes Python values as JSON and reads them back, without loss and without pickle.
 
 Plain JSON turns tuples into lists, keys into strings and refuses inf; that breaks MultiStepLR, SequentialLR,
-ReduceLROnPlateau and `random.setstate`. What JSON cannot say is tagged `{"$kind": ...}`. A value comes back with its
-exact type and bits. A type that is not known exactly, such as a subclass of a known one, is refused with its path in
-the state, so that the user learns which object it is before anything is saved.
+ReduceLROnPlateau and `random.setstate`. So a value that JSON cannot say is tagged `{"$kind": ...}`. A value comes back
+with its exact type and bits. A type that is not known exactly, such as a subclass of a known one, is refused with its
+path in the state, so that the user learns which object it is before anything is saved.
 """
 
 import base64
@@ -25,9 +25,9 @@ MAX_DEPTH = 100
 
 
 NameTensor = Callable[[object, str], str | None]
-"""Given a leaf and its path: the name under which that tensor is kept, or None when it is not a tensor."""
+"""Takes a leaf and its path. Returns the name under which that tensor is kept, None when it is not a tensor."""
 NoteClass = Callable[[type, str], None]
-"""Given the class of a value and the value's path. Raises ConfigError when a restore could not find that class."""
+"""Takes the class of a value and the value's path. Raises ConfigError when a restore could not find that class."""
 
 
 def encode(
@@ -37,18 +37,20 @@ def encode(
     *,
     note: NoteClass = lambda _kind, _path: None,
 ) -> Any:
-    """`value` as a JSON tree. Paths join with "." as DCP's names do.
+    """Write `value` as a JSON tree. Paths are joined with "." as DCP's names are.
 
-    Raises ConfigError that names `path` for an object which cannot be kept.
+    tensor: names the tensors. note: is told of every value's class. Raises ConfigError, which names the path, for an
+    object that cannot be kept.
     """
     return _Encoder(tensor, note).tree(value, path, 0, is_key=False)
 
 
 def decode(tree: object, tensor: Callable[[str], object], find: FindClass = lambda _name: None) -> Any:
-    """The value behind a tree of `encode`. `tensor(name)` supplies tensors, `find` the classes of values; without it
-    these come back as plain structures: an enum member as its value, a dataclass as a dict, a named tuple as a tuple.
+    """Read the value of a tree that `encode` wrote.
 
-    Raises CorruptError on a foreign tree, StateMismatchError for a class that is not alike here.
+    tensor: returns the tensor of a name. find: returns the class of a name; without it values of a user's own classes
+    come back as plain structures: an enum member as its value, a dataclass as a dict, a named tuple as a tuple. Raises
+    CorruptError on a foreign tree, StateMismatchError for a class that has changed since the save.
     """
     return _Decoder(tensor, find).value(tree, 0, is_key=False)
 
@@ -59,7 +61,7 @@ class _Encoder:
     note: NoteClass
 
     def tree(self, value: Any, path: str, depth: int, *, is_key: bool) -> Any:
-        """is_key: its hash is asked for while reading."""
+        """Write one value. is_key: the value is a key or a set's member, so a reader computes its hash."""
         if depth > MAX_DEPTH:
             raise ConfigError(f"state at {path} is nested deeper than {MAX_DEPTH} levels")
         if _is_plain(value):
@@ -74,7 +76,7 @@ class _Encoder:
         if kind is tuple:
             return {"$tuple": self._each(value, path, depth, is_key=is_key)}
         if kind is set or kind is frozenset:
-            return {f"${kind.__name__}": self._each(sorted(value, key=_said), path, depth, is_key=True)}
+            return {f"${kind.__name__}": self._each(sorted(value, key=_text_of), path, depth, is_key=True)}
         if kind is Counter or kind is OrderedDict:
             return {f"${kind.__name__.lower()}": self._pairs(value, path, depth)}
         if kind is deque:
@@ -85,10 +87,10 @@ class _Encoder:
         found = _encode_scalar(value) or library_values.encode(value)
         if found is not None:
             return found
-        return self._container_of_more(value, path, depth, is_key=is_key)
+        return self._other_container(value, path, depth, is_key=is_key)
 
-    def _container_of_more(self, value: Any, path: str, depth: int, *, is_key: bool) -> Any:
-        """A defaultdict, or a value of the user's own class. Raises ConfigError for what is neither."""
+    def _other_container(self, value: Any, path: str, depth: int, *, is_key: bool) -> Any:
+        """Write a defaultdict, or a value of the user's own class. Raises ConfigError for any other value."""
         factory = library_values.factory_of(value)
         if factory is not None:
             return {"$defaultdict": [*factory, self._pairs(value, path, depth)]}
@@ -110,8 +112,10 @@ class _Encoder:
         return {tag: [name, form, self.tree(attributes, path, depth + 1, is_key=False)]}
 
     def _member(self, value: Any, path: str, depth: int) -> list[Any]:
-        """Name and value of an enum's member. The value is for readers without the class, and may be none that can be
-        kept, such as a function."""
+        """Return name and value of an enum's member.
+
+        The value is for readers without the class. One that cannot be kept, such as a function, is left out.
+        """
         name = value.name if type(value).__members__.get(value.name) is value else None
         try:
             return [name, self.tree(value.value, path, depth + 1, is_key=False)]
@@ -129,14 +133,14 @@ class _Encoder:
         return [
             [
                 self.tree(key, f"{path}.key", depth + 1, is_key=True),
-                self.tree(item, f"{path}.{_said(key, str)}", depth + 1, is_key=False),
+                self.tree(item, f"{path}.{_text_of(key, str)}", depth + 1, is_key=False),
             ]
             for key, item in items.items()
         ]
 
 
-def _said(value: object, say: Callable[[object], str] = repr) -> str:
-    """How a key or a member of a set is called. Python refuses to print the longest integers."""
+def _text_of(value: object, say: Callable[[object], str] = repr) -> str:
+    """Return the text by which a key or a set's member is named. Python refuses to print the longest integers."""
     try:
         return say(value)
     except ValueError:
@@ -150,7 +154,7 @@ _JOINED = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON says it, exactly."""
+    """Return whether JSON says this value exactly."""
     kind = type(value)
     if kind is str:
         return bool(value.isascii() or not _JOINED.search(value))
@@ -162,7 +166,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _encode_scalar(value: Any) -> Any:
-    """What Python itself has and JSON has not."""
+    """Write a scalar of Python that JSON lacks. Returns None for other values."""
     kind = type(value)
     if kind is float:
         bits = struct.pack(">d", value).hex()
@@ -229,7 +233,7 @@ class _Decoder:
         raise CorruptError(f"a value has the unknown kind {tag[:40]!r}")
 
     def _of_class(self, tag: str, name: Any, form: Any, body: Any = None, *, depth: int, is_key: bool) -> Any:
-        """form: the name of an enum's member, else the fields of the class."""
+        """Read a value of a user's own class. form: the name of an enum's member, else the fields of the class."""
         kind = self.find(name) if isinstance(name, str) else None
         if is_key and kind is not None and not class_values.is_hashed_inertly(kind):
             raise CorruptError(f"a key is a {name[:80]}")

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
+from raycheck.bucket.protocol.resume import Resume, key_to_restore
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
-from raycheck.errors import ConfigError, FencedError, SupersededError
+from raycheck.errors import FencedError, SupersededError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +23,12 @@ class Identity:
 
 
 def claim(
-    register: Register, me: Identity, *, group: str, world_size: int, resume: str | int, run_id: str
+    register: Register, me: Identity, *, group: str, world_size: int, resume: Resume, run_id: str
 ) -> tuple[Attempt, Entry | None]:
     """Make `group` the live attempt, and name the one checkpoint that all its ranks restore. Steps 8 to 11.
 
-    May be repeated for the same group. resume: "auto", "never", "must", or a step; only this owner's first claim obeys
-    it. Raises FencedError, SupersededError, ConfigError, CorruptError.
+    May be repeated for the same group. resume: only this owner's first claim obeys it. Raises FencedError,
+    SupersededError, ConfigError, CorruptError.
     """
 
     def attempt(number: int, restore_key: str | None, now: float) -> Attempt:
@@ -43,7 +44,7 @@ def claim(
 
     def decide(body: Latest | None, now: float) -> Latest | None:
         if body is None:
-            check_resume(register.store.uri, None, resume)
+            key_to_restore(register.store.uri, None, resume)
             return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
         current = body.attempt
         check_owner(register, body, me)
@@ -52,7 +53,7 @@ def claim(
         if any(known.group == group for known in body.attempts):
             raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
         new_owner = me.owner not in body.owners
-        head = check_resume(register.store.uri, body, resume) if new_owner else body.head
+        head = key_to_restore(register.store.uri, body, resume) if new_owner else body.head
         return replace(
             body,
             owners=(*body.owners, me.owner) if new_owner else body.owners,
@@ -115,26 +116,6 @@ def claimed_body(register: Register, body: Latest | None) -> Latest:
     if body is None:
         raise lost_error(register.store.uri, "is gone")
     return body
-
-
-def check_resume(uri: str, body: Latest | None, resume: str | int) -> str | None:
-    """Return the key that a new owner's first attempt restores under `resume`, None to start fresh.
-
-    Raises ConfigError when the run does not allow what `resume` asks for.
-    """
-    live = () if body is None else body.live
-    head = None if body is None else body.head
-    if resume == "never" and live:
-        raise ConfigError(f"{uri}: resume='never', but the run has {len(live)} checkpoints. Use another run name")
-    if resume == "must" and head is None:
-        raise ConfigError(f"{uri}: resume='must', but the run has no committed checkpoint")
-    if isinstance(resume, int):
-        keys = [entry.key for entry in live if entry.step == resume and not entry.damaged]
-        if not keys:
-            steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
-            raise ConfigError(f"{uri}: resume={resume}, but there is no checkpoint of that step; there are: {steps}")
-        return keys[-1]
-    return head
 
 
 def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:

@@ -29,16 +29,16 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
     register = Register(target)
 
     def look() -> tuple[Latest | None, list[CheckpointName]]:
-        there = register.read()
+        existing = register.read()
         ours = list_directories(target)
-        if there is None and ours and ours[-1].attempt > 0:
+        if existing is None and ours and ours[-1].attempt > 0:
             raise lost_error(target.uri, f"is gone, but there is {ours[-1]}")
-        return (there[0] if there else None), ours
+        return (existing[0] if existing else None), ours
 
-    there, ours = again_if_corrupt(look)
-    if there is not None and there.head is None:
+    existing, ours = again_if_corrupt(look)
+    if existing is not None and existing.head is None:
         raise ConfigError(f"{target.uri}: the run has begun already, without a checkpoint. Give it another name")
-    if there is not None:
+    if existing is not None:
         return
     body = read_latest(source)
     entry = None if body.head is None else body.entry(body.head)
@@ -48,8 +48,8 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
     manifest = _copy(Checkpoint(source, entry), target, CheckpointName(step=entry.step, attempt=0, save=save))
     data = write_manifest(target, manifest)
 
-    def create(there: Latest | None, now: float) -> Latest | None:
-        if there is not None:
+    def create(existing: Latest | None, now: float) -> Latest | None:
+        if existing is not None:
             return None
         copied = replace(
             entry,

@@ -55,9 +55,8 @@ def prune(
 ) -> tuple[str, ...]:
     """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
 
-    grace_s: seconds that readers have before a delete. spare: checkpoints to leave, since the caller is still reading
-    them. Returns the names that are gone. After a crash anywhere the next prune goes on. Raises NotFoundError without
-    a run.
+    grace_s: seconds that readers have before a delete. spare: checkpoints that the caller is still reading, which stay.
+    Returns the names that are gone. After a crash anywhere the next prune goes on. Raises NotFoundError without a run.
     """
     crowded = _crowded(register.read_existing()[0])
     evict(register, rules)

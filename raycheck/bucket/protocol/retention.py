@@ -121,8 +121,8 @@ def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry
     found: dict[int, Entry] = {}
     for entry in sorted(live, key=lambda entry: entry.key not in left):  # left behind first
         span = entry.step // every
-        there = found.get(span)
-        if span and (there is None or there.key in left or entry.step <= there.step):
+        chosen = found.get(span)
+        if span and (chosen is None or chosen.key in left or entry.step <= chosen.step):
             found[span] = entry
     return list(found.values())
 

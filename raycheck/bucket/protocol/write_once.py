@@ -1,6 +1,5 @@
 """Writes objects that never change (I2): small ones by put-if-absent, shards by a copy that is verified on the way."""
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -9,6 +8,7 @@ from raycheck.bucket.format.checksum import READS, crc32
 from raycheck.bucket.format.manifest import Blob, ShardRecord
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.jitter import CHANCE
+from raycheck.bucket.store.retry import retry
 from raycheck.errors import ConflictError, CorruptError, SaveFailedError, StoreError
 
 PUT_ONCE_ATTEMPTS = 4
@@ -16,18 +16,18 @@ PUT_ONCE_ATTEMPTS = 4
 
 def put_once(store: Store, key: str, data: bytes) -> None:
     """Create `key`, or accept that exactly these bytes are there. Raises SaveFailedError on other bytes (I2)."""
-    for attempt in range(1, PUT_ONCE_ATTEMPTS + 1):
+
+    def create() -> bool:
         try:
             store.put_if_absent(key, data)
         except ConflictError:
-            if not _holds(store, key, data):
-                raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up") from None
-        except StoreError:  # judged by effect: if it was applied, the next try finds these bytes
-            if attempt == PUT_ONCE_ATTEMPTS:
-                raise
-            time.sleep(CHANCE.uniform(0.1, 0.2) * 3**attempt)
-            continue
-        return
+            return False
+        return True
+
+    # After a StoreError the effect decides: if the write was applied, the next try finds these bytes.
+    pauses_s = (CHANCE.uniform(0.1, 0.2) * 3**attempt for attempt in range(1, PUT_ONCE_ATTEMPTS))
+    if not retry(create, on=StoreError, pauses_s=pauses_s) and not _holds(store, key, data):
+        raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up")
 
 
 def _holds(store: Store, key: str, data: bytes) -> bool:

@@ -20,7 +20,7 @@ _KINDS = ("s3", "gs", "az", "file", "memory")
 _KIND_OF_SCHEME = {"gcs": "gs", "abfs": "az", "abfss": "az"}
 _ABFSS = re.compile(r"([^@:/?]+)@([^@:/?.]+)\.dfs\.core\.windows\.net")
 _ACCOUNT = "account_name"
-"""The part of an address that stands in the query: az:// has no other place for the account."""
+"""The part of an address that is in the query: az:// has no other place for the account."""
 _PYARROW_NAMES = {"endpoint": "endpoint_override", "ca_bundle": "tls_ca_file_path"}
 
 

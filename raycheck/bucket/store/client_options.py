@@ -1,4 +1,4 @@
-"""Names each setting as each client calls it, in one table. Imports no client, and opens nothing.
+"""Translates the settings into each client's arguments, by one table. Imports no client, and opens nothing.
 
 | setting        | botocore (s3fs)                      | obstore                                | pyarrow's own URI  |
 |----------------|--------------------------------------|----------------------------------------|--------------------|

@@ -33,7 +33,7 @@ class Got:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Names one object of a listing, and its size."""
+    """Describes one object of a listing: its key and its size."""
 
     key: str
     size_bytes: int
@@ -41,7 +41,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Names the bytes start..stop of an object, with their CRC-32."""
+    """Describes the bytes start..stop of an object, with their CRC-32."""
 
     key: str
     start: int
@@ -51,7 +51,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Names an unfinished multipart upload. No reader sees it, and its bytes are paid for until it is aborted."""
+    """Describes an unfinished multipart upload. No reader sees it, and its bytes are paid for until it is aborted."""
 
     key: str
     id: str

@@ -1,11 +1,9 @@
-"""`memory://`: keeps objects in fsspec's in-process store, for tests and tries. No other process sees them."""
+"""`memory://`: keeps objects in a dictionary of this process, for tests and tries. No other process sees them."""
 
 import hashlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
-
-import fsspec
 
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -19,36 +17,38 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.errors import ConflictError, NotFoundError
 
-_lock = threading.RLock()  # one for the whole process, like fsspec's memory
+_objects: dict[str, bytes] = {}  # by root and key: what every memory:// URI of this process shares
+_lock = threading.RLock()
 
 
 class MemoryStore(Store):
-    """Keeps objects in this process. Every method holds one lock, so conditional writes hold between its threads."""
+    """Keeps objects in a dictionary. Every write holds one lock, so conditional writes hold between threads.
 
-    def __init__(self, uri: str, root: str) -> None:
+    objects: the dictionary, by the store's root and the key. Equal bytes have equal versions, as on stores whose ETag
+    is the MD5 of the content: the worst case for compare-and-swap.
+    """
+
+    def __init__(self, uri: str, root: str = "", objects: dict[str, bytes] | None = None) -> None:
         self.uri = uri
+        self.objects = _objects if objects is None else objects
         self._root = root
-        self._fs = fsspec.filesystem("memory")
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
-        check_whole(self.uri, key, self.head(key), max_bytes)
-        with _lock:
-            data = self._read(key)
-        return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
+        data = self._read(key)
+        check_whole(self.uri, key, len(data), max_bytes)
+        return Got(data, _version(data), self._now())
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
-        with _lock:
-            return check_length(self.uri, key, self._read(key)[start:stop], start, stop)
+        return check_length(self.uri, key, self._read(key)[start:stop], start, stop)
 
     def head(self, key: str) -> int:
-        with _lock:
-            return len(self._read(key))
+        return len(self._read(key))
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
+        start, under = len(self._root), self._root + prefix
         with _lock:
-            found = self._fs.find(self._path(prefix), detail=True)
-        for path, item in found.items():
-            yield Listed(path[len(self._root) + 1 :], item["size"])
+            found = [Listed(path[start:], len(data)) for path, data in self.objects.items() if path.startswith(under)]
+        return iter(found)
 
     def list_names(self, prefix: str) -> list[str]:
         below = (item.key[len(prefix) :].partition("/") for item in self.list_objects(prefix))
@@ -56,7 +56,7 @@ class MemoryStore(Store):
 
     def put(self, key: str, data: Buffer) -> None:
         with _lock:
-            self._fs.pipe_file(self._path(key), bytes(data))
+            self.objects[self._root + key] = bytes(data)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         del size_bytes
@@ -68,31 +68,31 @@ class MemoryStore(Store):
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_conditional_size(key, data)
         with _lock:
-            if self._fs.exists(self._path(key)):
+            if self._root + key in self.objects:
                 raise ConflictError(f"{self.uri}: {key} exists")
             self.put(key, data)
 
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
         check_conditional_size(key, data)
         with _lock:
-            try:
-                current = self.get(key).version
-            except NotFoundError:
-                current = ""
-            if current != version:
+            current = self.objects.get(self._root + key)
+            if current is None or _version(current) != version:
                 raise ConflictError(f"{self.uri}: {key} is another version")
             self.put(key, data)
 
     def delete(self, key: str) -> None:
         with _lock:
-            if self._fs.isfile(self._path(key)):
-                self._fs.rm_file(self._path(key))
+            self.objects.pop(self._root + key, None)
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{key}"
+    def _now(self) -> float:
+        return time.time()
 
     def _read(self, key: str) -> bytes:
         try:
-            return bytes(self._fs.cat_file(self._path(key)))
-        except (FileNotFoundError, IsADirectoryError):
+            return self.objects[self._root + key]
+        except KeyError:
             raise NotFoundError(f"{self.uri}: no object {key}") from None
+
+
+def _version(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

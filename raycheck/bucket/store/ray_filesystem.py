@@ -218,6 +218,6 @@ def _unreadable(kind: str) -> ConfigError:
 
 def _secret(kind: str) -> ConfigError:
     return ConfigError(
-        f"RunConfig(storage_filesystem=...): the {kind} holds explicit keys, which would have to stand in the run's "
+        f"RunConfig(storage_filesystem=...): the {kind} holds explicit keys, which would have to be part of the run's "
         "URI. Use a profile, a role or the environment instead"
     )

@@ -57,24 +57,22 @@ def deadline() -> float:
 def retry(
     call: Callable[[], T],
     *,
-    on: Callable[[Exception], bool],
+    on: type[Exception],
     pauses_s: Iterable[float],
     until: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Returns what `call` returns, calling it again after an error that `on` accepts.
+    """Returns what `call` returns, calling it again after an error of class `on`.
 
     pauses_s: seconds to wait before each further call; when they are used up, the last error is raised. until: the
-    moment of `clock` after which no further call begins.
+    moment of time.monotonic after which no further call begins.
     """
     for pause_s in pauses_s:
         try:
             return call()
-        except Exception as error:
-            if not on(error) or clock() + pause_s > until:
+        except on:
+            if time.monotonic() + pause_s > until:
                 raise
-        sleep(pause_s)
+        time.sleep(pause_s)
     return call()
 
 

@@ -37,9 +37,10 @@ def bench(  # noqa: PLR0917  typer makes options of them
     as_json: Json = False,
     storage: Storage = None,
 ) -> None:
-    """Measure a bucket from this machine: latency, speed by part size and concurrency, raycheck's share of it, costs.
+    """Measure how fast a bucket is from this machine.
 
-    Writes random bytes below probes/ and deletes them again, also after Ctrl-C or SIGTERM. No run there is touched.
+    Shows latencies, speeds by part size and concurrency, raycheck's share of them, and what requests cost. Writes
+    random bytes below probes/ and deletes them again, also after Ctrl-C or SIGTERM. No run there is touched.
     """
     signal.signal(
         signal.SIGTERM, signal.default_int_handler

@@ -123,7 +123,7 @@ class _Accumulated:
         module: Any
         for module in self._module.modules():
             if hasattr(module, "_compute_groups_create_state_ref"):
-                module._compute_groups_create_state_ref()  # else only one member of a compute group has their states
+                module._compute_groups_create_state_ref()  # so far only the first of a compute group is up to date
         return {
             path: {"kind": type(metric).__qualname__, "updates": metric._update_count, "states": _states(metric)}
             for path, metric in _metrics(self._module).items()

@@ -2,7 +2,7 @@
 
 They are torch.Generator, numpy.random.Generator and RandomState, and random.Random. As an entry such a generator is a
 value like any other: it must be equal on all ranks, which the first save checks. One that differs from rank to rank
-goes into PerRank. The global generators are in state/random_state.py.
+goes into PerRank. shards/state/random_state.py has the global generators.
 """
 
 import random

@@ -103,8 +103,11 @@ class Preview:
         return here if here.keeps_position(selection) else here.at_step_0()
 
     def keeps_position(self, selection: Selection) -> bool:
-        """Returns whether a restore of this selection goes on from where training was. One that a checkpoint descends
-        from does: a partial restore is done once, and after it everything is restored."""
+        """Returns whether a restore of this selection goes on from where training was.
+
+        It also does if the checkpoint descends from this very selection: a partial restore is done once, and from then
+        on everything is restored.
+        """
         return str(selection) in self.partial or selection.takes("progress")
 
     def at_step_0(self) -> "Preview":

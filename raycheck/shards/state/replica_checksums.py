@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from raycheck.bucket.assembly.replica_agreement import HeldBoxes, Holdings, Values
+from raycheck.bucket.assembly.replica_agreement import HeldBox, Holdings, ValueChecksums
 from raycheck.bucket.format.checksum import crc32
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.transfer.local_box import LocalBox, as_bytes
@@ -23,7 +23,7 @@ def checksums_of(
     return Holdings(
         held=tuple(held for box in boxes if box.is_held and not box.is_unique for held in _held(box, entry_of)),
         values={
-            entry.name: Values(
+            entry.name: ValueChecksums(
                 names_crc32=_crc32_of_json(sorted(entry.names())),
                 may_differ=entry.may_differ,
                 crc32=_crc32_of_json(found.values) if entry.compares_values else None,
@@ -34,13 +34,13 @@ def checksums_of(
     )
 
 
-def _held(box: LocalBox, entry_of: Mapping[str, StateEntry]) -> list[HeldBoxes]:
+def _held(box: LocalBox, entry_of: Mapping[str, StateEntry]) -> list[HeldBox]:
     """Returns the box under each of its names, since another rank may hold one of them apart. Its bytes count once."""
     names = (box.name, *(alias for alias, _ in box.aliases))
     compared = {name for name in names if entry_of[name].is_compared(name)}
     crc = _crc32_of_tensor(box.local) if compared else None
     return [
-        HeldBoxes(
+        HeldBox(
             box=replace(box, name=name).box_name,
             name=name,
             dtype=box.dtype,

@@ -56,7 +56,7 @@ class Restored:
 
     @property
     def trained_s(self) -> float:
-        """Seconds of training behind the state; 0 when training starts anew from trained weights."""
+        """Returns the seconds of training behind the state; 0 when training starts anew from trained weights."""
         return self.manifest.trained_s if self.progress.step else 0.0
 
     def apply_rng(self, rank: int) -> str:

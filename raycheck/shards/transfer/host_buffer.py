@@ -1,7 +1,8 @@
-"""Host memory for a rank's shard: claimed up front, faulted in behind the training, and never more than there is.
+"""Claims host memory for a rank's shard up front, and faults it in while training runs.
 
-A page that was never touched costs ten times the copy into it. So a thread touches them all ahead of the first save.
-For copies from an accelerator the memory is page-locked instead, which touches it as well.
+The first touch of a page costs ten times the copy into it. So a thread touches all pages before the first save. For
+copies from an accelerator the memory is page-locked instead, which touches the pages too. Never more memory is claimed
+than the host or its control groups have left.
 """
 
 import contextlib
@@ -18,11 +19,14 @@ from raycheck.errors import ConfigError
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
 _Names = tuple[str, str, tuple[str, ...]]
 _STRIDE = 4 * 1024 * 1024
-"""Bytes faulted in at a time: other threads that map memory wait meanwhile."""
+"""Bytes faulted in at a time; other threads that map memory have to wait for it."""
 
 
 class HostBuffer:
-    """`size_bytes` zeroed bytes as one flat uint8 tensor. Raises ConfigError when the host has not that much left."""
+    """Holds zeroed host memory as one flat uint8 tensor.
+
+    pinned: page-lock it, for copies from an accelerator. Raises ConfigError when the host does not have that much left.
+    """
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         check_fits(size_bytes, available_bytes())
@@ -33,7 +37,7 @@ class HostBuffer:
             return
         pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if sys.platform == "linux":
-            # Else every page would be faulted anew, and doubled, after a data loader has forked its workers.
+            # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
             with contextlib.suppress(OSError):  # an older kernel
                 pages.madvise(_WIPE_ON_FORK)
         self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
@@ -41,15 +45,19 @@ class HostBuffer:
 
     @property
     def size_bytes(self) -> int:
+        """Returns the size of the buffer in bytes."""
         return self.tensor.numel()
 
     def fault_in(self) -> None:
-        """Begin to touch all pages, in a thread. Call once, before anything is written."""
+        """Begin to touch all pages in a thread. Call it once, before anything is written."""
         if self._thread is not None:
             self._thread.start()
 
-    def ready(self) -> None:
-        """Let nothing but the caller write from now on. Pages not touched by then are faulted in by the caller."""
+    def stop_faulting_in(self) -> None:
+        """Stop the thread, so that nobody but the caller writes from now on. Call it before the first write.
+
+        Pages that were not touched by then are faulted in by the caller's writes.
+        """
         self._stopped.set()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
@@ -68,7 +76,7 @@ class HostBuffer:
 
 
 def _populate() -> "ctypes._NamedFuncPointer | None":
-    """madvise, called without the GIL; None where it cannot do this."""
+    """Returns madvise, which ctypes calls without the GIL; None where the system has none."""
     if sys.platform != "linux":
         return None
     try:
@@ -80,7 +88,7 @@ def _populate() -> "ctypes._NamedFuncPointer | None":
 
 
 def check_fits(size_bytes: int, available: int | None) -> None:
-    """Raises ConfigError when so much cannot be claimed; None for available: not known here."""
+    """Raise ConfigError when `size_bytes` cannot be claimed. available: bytes, or None when that is unknown."""
     if available is not None and size_bytes > available:
         raise ConfigError(
             f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
@@ -89,8 +97,10 @@ def check_fits(size_bytes: int, available: int | None) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """What this process may still claim: the host's memory or its control groups', whichever is less. None where the
-    system does not say."""
+    """Returns the bytes that this process may still claim, of the host's memory or of its control groups'.
+
+    It is the smaller one; None where the system does not tell. root: the root of the file system, for tests.
+    """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         total = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
@@ -115,7 +125,8 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left(folder: Path, names: _Names) -> int | None:
-    """Bytes that a control group may still claim, its page cache given up. None: no limit, or none to be seen."""
+    """Returns the bytes that a control group may still claim when it gives up its page cache. None: it has no limit, or
+    none that can be read."""
     limit, usage, cache = names
     try:
         most = int((folder / limit).read_text())

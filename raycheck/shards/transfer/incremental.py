@@ -1,8 +1,8 @@
-"""This rank's shards, by component: staged to be written, or known to lie in the bucket as they are.
+"""Decides per component whether this rank's shard is written, or is in the bucket already.
 
-What training changes is the component `train`, written at every save. The parameters of a module that get no gradient
-are a component of their own, written only when they hold something else than at the newest commit: else the checkpoint
-refers to the one that has them.
+Everything that training changes is the component `train`, which each save writes. The parameters of a module that get
+no gradient are a component of their own. It is written only when its contents differ from those at the newest commit;
+otherwise the checkpoint refers to the one that has it.
 """
 
 import logging
@@ -25,15 +25,19 @@ from raycheck.shards.transfer.tensor_digest import Digest, digests
 
 MAX_NAME = 90
 BoxesAndSources = tuple[Sequence[LocalBox], Sequence[torch.Tensor]]
-"""Boxes, and the live tensors that they are of."""
+"""Boxes without memory, and for each of them the live tensor of this rank."""
 
 
 def frozen_component(entry: str) -> str:
-    """The component of what an entry of the state has frozen; entries whose names differ in odd characters share it."""
+    """Returns the component of the frozen parameters of an entry.
+
+    Entries whose names differ only in odd characters share one.
+    """
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', entry)[:MAX_NAME]}.frozen"
 
 
 def by_component(boxes: Iterable[LocalBox]) -> dict[str, list[LocalBox]]:
+    """Group boxes by the component that they are saved in."""
     found: dict[str, list[LocalBox]] = {}
     for box in boxes:
         found.setdefault(box.component, []).append(box)
@@ -42,22 +46,26 @@ def by_component(boxes: Iterable[LocalBox]) -> dict[str, list[LocalBox]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownShard:
-    """A shard that the newest commit has, in `checkpoint`. boxes: the selected ones that it is known to be of. digests:
-    of its tensors, by name."""
+    """Describes a shard that the newest commit has.
+
+    checkpoint: where its object is. boxes: the boxes that it holds, as they were passed to the last save. digests: of
+    its tensors, by name.
+    """
 
     checkpoint: str
     shard: Shard
     boxes: Sequence[LocalBox]
     digests: Mapping[str, Digest]
 
-    def lies_as(self, rows: IndexRows) -> bool:
+    def has_layout(self, rows: IndexRows) -> bool:
+        """Returns whether the shard has exactly these rows, apart from the checksums."""
         tensors, chunks = rows
         return tensors == self.shard.tensors and chunks == tuple(replace(c, crcs=()) for c in self.shard.chunks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredShards:
-    """What a restore has read. digests: of tensors outside `train`, by name, as they are now."""
+    """Describes the checkpoint that a restore has read. digests: of the live tensors outside `train`, by name."""
 
     manifest: Manifest
     index: Index
@@ -65,7 +73,7 @@ class RestoredShards:
 
     @classmethod
     def of(cls, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> "RestoredShards":
-        """boxes: those that were just read."""
+        """Compute the digests of the boxes that were just read."""
         plan = index.plan
         is_train = [item.component == TRAIN for item in plan.objects]
         elsewhere = {
@@ -76,29 +84,29 @@ class RestoredShards:
         kept = [box for box in boxes if box.name in elsewhere]
         return cls(manifest=manifest, index=index, digests=_digests(kept, [box.local for box in kept]))
 
-    def kept(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> KnownShard | None:
-        """This rank's shard of a component, if what it would write lies there in the same way."""
-        part = next((part for part in self.manifest.components if part.name == component), None)
-        record = next((shard for shard in part.shards if shard.rank == rank), None) if part else None
-        if part is None or record is None:
+    def find(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> KnownShard | None:
+        """Returns a rank's shard of a component, or None unless that shard has exactly these rows."""
+        saved = next((saved for saved in self.manifest.components if saved.name == component), None)
+        record = next((shard for shard in saved.shards if shard.rank == rank), None) if saved else None
+        if saved is None or record is None:
             return None
         numbers = {tensor: number for number, tensor in enumerate(self.index.tensors)}
         tensors, chunks = rows
-        saved = []
+        found = []
         for chunk in chunks:
             number = numbers.get(tensors[chunk.tensor])
             there = () if number is None else self.index.chunks_in(number, chunk.offsets, chunk.sizes)
-            alike = (replace(found, tensor=chunk.tensor) for found in there)
-            saved += [found for found in alike if replace(found, crcs=()) == chunk]
-        if len(saved) != len(chunks):
+            renumbered = (replace(other, tensor=chunk.tensor) for other in there)
+            found += [other for other in renumbered if replace(other, crcs=()) == chunk]
+        if len(found) != len(chunks):
             return None
-        shard = Shard(record=record, tensors=tensors, chunks=tuple(saved))
-        return KnownShard(checkpoint=part.checkpoint, shard=shard, boxes=boxes, digests=self.digests)
+        shard = Shard(record=record, tensors=tensors, chunks=tuple(found))
+        return KnownShard(checkpoint=saved.checkpoint, shard=shard, boxes=boxes, digests=self.digests)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadedShard:
-    """A shard outside `train` that a save uploads. See Kept."""
+    """Describes a shard outside `train` that a save uploads. boxes, digests: see KnownShard."""
 
     staged: Staged
     boxes: Sequence[LocalBox]
@@ -107,8 +115,11 @@ class UploadedShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedState:
-    """One save of this rank: shards to upload, shards that are there, and values. written: of the former, those outside
-    `train`, by component."""
+    """Holds one save of this rank: shards to upload, shards that are in the bucket already, and values.
+
+    staged: the shards to upload. written: those of them outside `train`, by component. kept: the shards that are not
+    uploaded. values, rank_values: what is no tensor, of all ranks and of this one.
+    """
 
     staged: Sequence[Staged]
     kept: Sequence[KnownShard] = ()
@@ -117,32 +128,33 @@ class StagedState:
     rank_values: Mapping[str, object] = field(default_factory=dict)
 
     def wait(self) -> None:
-        """Until all is copied from the devices."""
+        """Wait until everything is copied from the devices."""
         for shard in self.staged:
             shard.wait()
 
     def upload(self, store: Store, checkpoint: str) -> None:
-        """Durable when it returns. Single use."""
+        """Upload the staged shards, which are durable when it returns. Single use."""
         for shard in self.staged:
             key = shard_key(checkpoint, shard.name.component, shard.name.rank)
             store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Only after the upload."""
+        """Returns all shards of this save. Only after the upload, which computes the checksums."""
         return (*(staged.shard() for staged in self.staged), *(kept.shard for kept in self.kept))
 
     @property
     def records(self) -> tuple[ShardRecord, ...]:
+        """Returns what the manifest has of each shard. Only after the upload."""
         return tuple(shard.record for shard in self.shards)
 
     @property
     def places(self) -> dict[str, str]:
-        """The checkpoint in which each component lies that is not uploaded."""
+        """Returns the checkpoint of each component that is not uploaded."""
         return {kept.shard.record.component: kept.checkpoint for kept in self.kept}
 
     def section(self) -> Index:
-        """This rank's part of the index."""
+        """Returns this rank's section of the index. Only after the upload."""
         tensors: list[Tensor] = []
         chunks: list[Chunk] = []
         leaves: list[Leaf] = []
@@ -155,30 +167,35 @@ class StagedState:
 
 
 class Components:
-    """What a rank stages through, and what it knows to lie in the bucket. buffers: saves that may be under way at a
-    time. They take turns; one that writes more than `train` must have ended before the next is staged."""
+    """Stages all components of a rank, and remembers which of their shards are in the bucket.
+
+    buffers: how many saves may be under way at a time; they take turns. A save that writes more than `train` must have
+    ended before the next is staged.
+    """
 
     def __init__(self, rank: int, buffers: int = 1) -> None:
         self._rank = rank
         self._train = [Stager(TRAIN, rank) for _ in range(buffers)]
         self._frozen: dict[str, Stager] = {}
-        self._kept: dict[str, KnownShard] = {}
-        self._found: RestoredShards | None = None
+        self._known: dict[str, KnownShard] = {}
+        self._restored: RestoredShards | None = None
 
     def prepare(self, boxes: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
-        """Claim memory and have it faulted in behind the training. boxes: all that may be written, by component.
-        Raises ConfigError when there is too little for all of them."""
+        """Claim memory, and have it faulted in while training runs.
+
+        boxes: all that this rank may write, by component. Raises ConfigError when the host has too little memory.
+        """
         stagers = [(stager, boxes.get(TRAIN, ())) for stager in self._train]
-        if self._found is None:  # else it will hardly be written
+        if self._restored is None:  # after a restore a frozen component will hardly be written
             stagers += [(self._stager(name), own) for name, own in boxes.items() if name != TRAIN]
-        size_bytes = sum(stager.wanted(own, world_size=world_size) for stager, own in stagers)
+        size_bytes = sum(stager.needed_bytes(own, world_size=world_size) for stager, own in stagers)
         check_fits(size_bytes, available_bytes())
-        logging.getLogger("raycheck").info("rank %d: staging buffer, %d bytes of host memory", self._rank, size_bytes)
+        logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, size_bytes)
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
 
     def stage(self, selected: Mapping[str, BoxesAndSources], leaves: Leaves, also: Places) -> StagedState:
-        """selected: by component. also: further places of the leaves. See Stager.stage."""
+        """Stage what changed, by component. also: further names of the leaves. See Stager.stage."""
         staged, kept, written = [], [], {}
         for component, (boxes, sources) in selected.items():
             if component == TRAIN:
@@ -186,55 +203,61 @@ class Components:
                 staged.append(self._train[0].stage(boxes, leaves, sources, also))
                 continue
             stager, found = self._stager(component), _digests(boxes, sources)
-            there = self._there(component, boxes, sources)
-            if there is not None and found and all(there.digests.get(name) == own for name, own in found.items()):
+            known = self._learn(component, boxes, sources)
+            if known is not None and found and all(known.digests.get(name) == own for name, own in found.items()):
                 stager.release()
-                kept.append(there)
+                kept.append(known)
             else:
                 staged.append(stager.stage(boxes, {}, sources))
                 written[component] = UploadedShard(staged=staged[-1], boxes=boxes, digests=found)
-        self._found = None
+        self._restored = None
         return StagedState(staged=staged, kept=kept, written=written)
 
     def restored(self, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> None:
-        """These live tensors hold what was read: the first save may refer to it."""
+        """Learn that these live tensors hold what was just read, so that the first save may refer to it."""
         self.forget()
-        self._found = RestoredShards.of(manifest, index, boxes) if len(manifest.components) > 1 else None
+        self._restored = RestoredShards.of(manifest, index, boxes) if len(manifest.components) > 1 else None
 
     def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
-        """Saves are told of in order. places: the checkpoint that holds each component now; those of which it is not
-        known are written by the next save."""
+        """Learn that a save was committed. Call it in the order of the saves.
+
+        places: the checkpoint that holds each component now. A component that is missing there is written by the next
+        save.
+        """
         known = {kept.shard.record.component: kept for kept in save.kept} | {
             name: KnownShard(checkpoint="", shard=item.staged.shard(), boxes=item.boxes, digests=item.digests)
             for name, item in save.written.items()
         }
-        self._kept = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
-        self._found = None
+        self._known = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
+        self._restored = None
 
     def forget(self) -> None:
-        """The next save is written whole."""
-        self._kept, self._found = {}, None
+        """Forget which shards are in the bucket, so that the next save writes all of them."""
+        self._known, self._restored = {}, None
 
-    def _there(self, component: str, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> KnownShard | None:
-        """What is known to lie in the bucket of these boxes, whatever they hold."""
-        kept = self._kept.get(component)
-        if kept is not None and kept.boxes is boxes:
-            return kept
-        rows = self._stager(component).rows(boxes, sources)
-        if kept is not None and kept.lies_as(rows):
-            kept = replace(kept, boxes=boxes)
+    def _learn(self, component: str, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> KnownShard | None:
+        """Find the shard in the bucket that has the layout of these boxes, whatever it holds, and remember it."""
+        known = self._known.get(component)
+        if known is not None and known.boxes is boxes:
+            return known
+        rows = self._stager(component).lay_out(boxes, sources)
+        if known is not None and known.has_layout(rows):
+            known = replace(known, boxes=boxes)
         else:
-            kept = self._found.kept(component, self._rank, boxes, rows) if self._found is not None else None
-        if kept is not None:
-            self._kept[component] = kept
-        return kept
+            known = self._restored.find(component, self._rank, boxes, rows) if self._restored is not None else None
+        if known is not None:
+            self._known[component] = known
+        return known
 
     def _stager(self, component: str) -> Stager:
         return self._frozen.setdefault(component, Stager(component, self._rank))
 
 
 def _digests(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
-    """By name. Empty, which is like nothing, where an accelerator has no memory left to compute them in."""
+    """Returns one digest per tensor name.
+
+    Empty when the accelerator is out of memory: then nothing matches, so that all is uploaded.
+    """
     try:
         return dict(zip((box.name for box in boxes), digests(sources), strict=True))
     except torch.OutOfMemoryError:

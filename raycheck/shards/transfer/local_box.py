@@ -1,7 +1,7 @@
-"""A box: the box of one tensor that this rank holds, whatever shards it (plain, DDP, FSDP2's DTensor).
+"""Describes the box of one tensor that this rank holds, whether the tensor is plain, replicated by DDP, or a DTensor.
 
-A DTensor on a mesh of all ranks knows which of its boxes are whose. What may lie on several ranks without knowing it
-(plain tensors, DTensors on a part of the ranks) has its writer settled by the ranks' agreement (replica_agreement.py).
+A DTensor on a mesh of all ranks knows which rank holds which of its boxes. Plain tensors, and DTensors on some of the
+ranks, may be on several ranks without knowing it. The ranks agree who writes those (replica_agreement.py).
 """
 
 import math
@@ -14,19 +14,22 @@ from torch.distributed.tensor import DTensor
 from raycheck.errors import ConfigError
 
 TRAIN = "train"
-"""The component of all that training changes."""
+"""The component of everything that training changes."""
 Place = tuple[str, tuple[str | int, ...]]
 """A tensor's name, and its path in the state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalBox:
-    """`local` is the live tensor of this rank's box: offsets and sizes in elements, inside the global shape.
+    """Describes this rank's box of a tensor. local: the live tensor of the box.
 
-    aliases: further names of the same memory (tied weights), stored once. is_unique: no other rank writes this box;
-    otherwise the agreement says who does. may_spread: equal on every holder by construction (parameters and optimizer
-    state), so that any of them may write it; False for buffers, which only the first holder's forward defines.
-    component: the one it is saved in. cast_from: the saved dtype, when it is read into another one.
+    name, path: of the tensor in the state. shape: of the whole tensor. offsets, sizes: of the box in it, in elements.
+    aliases: further names of the same memory (tied weights), which is stored once.
+    is_unique: no other rank writes this box; otherwise the agreement says which rank does.
+    is_first_replica: this rank is the first of the mesh that holds the box.
+    may_spread: the box is equal on every holder by construction (parameters and optimizer state), so that any of them
+        may write it. False for buffers, which the first holder's forward defines.
+    component: where the box is saved. cast_from: the saved dtype, when the box is read into another dtype.
     """
 
     name: str
@@ -44,28 +47,35 @@ class LocalBox:
 
     @property
     def dtype(self) -> str:
+        """Returns the dtype as the index names it, such as "float32"."""
         return str(self.local.dtype).removeprefix("torch.")
 
     @property
     def size_bytes(self) -> int:
+        """Returns the size of the box in bytes."""
         return math.prod(self.sizes) * self.local.element_size()
 
     @property
     def box_name(self) -> str:
-        """Names this box of this tensor, on every rank alike."""
+        """Returns a name of this box of this tensor, which is equal on all ranks."""
         return f"{self.name}@{','.join(map(str, self.offsets))}"
 
     @property
     def is_held(self) -> bool:
-        """Whether this rank has something to write: not a further replica, nor the empty end of an uneven shard."""
+        """Returns whether this rank has something to write.
+
+        It has not for a further replica, nor for the empty end of an uneven shard.
+        """
         return self.is_first_replica and (0 not in self.sizes or 0 in self.shape)
 
 
 def box_of(
     name: str, path: tuple[str | int, ...], tensor: torch.Tensor, *, may_spread: bool, world_size: int = 1
 ) -> LocalBox:
-    """This rank's box of `tensor`; it shares memory with it. Raises ConfigError, naming it, for one that is cut
-    into several boxes on this rank."""
+    """Returns this rank's box of `tensor`, which shares the tensor's memory.
+
+    Raises ConfigError, which names the tensor, for one that is cut into several boxes on this rank.
+    """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -83,7 +93,7 @@ def box_of(
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if len(chunks) > 1 or any(placement.is_partial() for placement in tensor.placements):
         raise ConfigError(
-            f"state at {name} is a DTensor placed as {tensor.placements}, which is no single box on each rank; "
+            f"state at {name} is a DTensor placed as {tensor.placements}, which is not a single box on each rank; "
             "redistribute it to Shard or Replicate before it is saved"
         )
     local = tensor.to_local()
@@ -105,7 +115,7 @@ def box_of(
 
 
 def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:
-    """The boxes with those that are the same memory drawn together under the first one's name."""
+    """Merge boxes of the same memory into one under the first one's name, and keep the other names as its aliases."""
     first: dict[tuple[object, ...], LocalBox] = {}
     for box in boxes:
         key = memory_key(box)
@@ -115,31 +125,39 @@ def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:
 
 
 def memory_key(box: LocalBox) -> tuple[object, ...]:
-    """Equal for two boxes that are one: the same box of the same memory. Boxes without elements, and those on the meta
-    device, have no address; they are known by their storage, so that ranks without rows of a tied weight judge as the
-    others do."""
+    """Returns a key that is equal for boxes which are the same box of the same memory.
+
+    Boxes without elements, and those on the meta device, have no address. They are told apart by their storage, so that
+    a rank without rows of a tied weight judges as the others do.
+    """
     local = box.local
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())  # noqa: SLF001
     return (address, local.device, local.dtype, local.stride(), box.shape, box.offsets, box.sizes)
 
 
 def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
+    """Returns the strides of a contiguous tensor of these sizes, in elements."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor. Not by view(-1) alone: that keeps the stride of a single element, be it 0 as in
-    an expanded one, and torch refuses to see bytes in it."""
+    """Returns the bytes of a contiguous tensor as a flat uint8 tensor on the same memory.
+
+    view(-1) alone would keep the stride of a single element. That may be 0, as in an expanded tensor, and torch refuses
+    to view such a tensor as bytes.
+    """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def without_memory(box: LocalBox) -> LocalBox:
-    """What is known of a box, to be kept: its memory must be able to go."""
+    """Returns the box with a meta tensor in place of its memory, so that keeping it does not keep the memory alive."""
     return replace(box, local=torch.empty(box.local.shape, dtype=box.local.dtype, device="meta"))
 
 
 def boxes_to_write(boxes: Iterable[LocalBox], *, rank: int, writers: Mapping[str, int]) -> list[LocalBox]:
-    """The boxes that this rank writes. `writers`: the agreed writer by box. A box that is not in it is new since the
-    agreement: every holder writes it, and the commit keeps the first."""
+    """Returns the boxes that this rank writes.
+
+    writers: the agreed writer, by the box's name. A box that is missing in it is new since the agreement: every holder
+    writes it, and the commit keeps the first.
+    """
     return [box for box in boxes if box.is_held and (box.is_unique or writers.get(box.box_name, rank) == rank)]

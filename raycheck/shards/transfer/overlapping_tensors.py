@@ -1,8 +1,8 @@
-"""Live tensors whose elements share memory, with each other or with another tensor's: what expand(), as_strided() and
-views make. They are saved element by element, and nothing says that what is restored into them agrees.
+"""Restores live tensors whose elements share memory, with each other or with another tensor.
 
-So one element of each is written where torch refuses to write them all, and what was read is compared with a second
-reading of it when all is written.
+expand(), as_strided() and views make such tensors. They are saved element by element, so that the saved elements of one
+place in memory may differ. Where torch refuses to write all elements of such a tensor, one element per place is
+written. When everything is written, these tensors are read a second time and compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from raycheck.shards.transfer.restore_proof import holds
 
 
 def writable(box: LocalBox) -> LocalBox:
-    """The part of a box that stands for all of it: the first along each dimension that expand() has made."""
+    """Returns the part of a box that can be written: the first element along each dimension that expand() has made."""
     local, sizes = box.local, list(box.sizes)
     for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
         if size > 1 and not stride:
@@ -25,8 +25,10 @@ def writable(box: LocalBox) -> LocalBox:
 
 
 def overlapping(boxes: Sequence[LocalBox]) -> list[LocalBox]:
-    """Those that may share memory with themselves or another. Rows that only interleave count too: they cost a second
-    reading, and nothing else."""
+    """Returns the boxes that may share memory with themselves or with another box.
+
+    Rows that only interleave count too; this costs a second reading and nothing else.
+    """
     found = {id(box): box for box in boxes if overlaps_itself(box.local)}
     ends: dict[torch.device, tuple[int, LocalBox]] = {}
     for box in sorted(boxes, key=lambda box: box.local.data_ptr()):
@@ -41,7 +43,7 @@ def overlapping(boxes: Sequence[LocalBox]) -> list[LocalBox]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether its elements may share memory, by its strides alone."""
+    """Returns whether the tensor's elements may share memory, judged by its strides alone."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -52,9 +54,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def read_again(boxes: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], int]) -> int:
-    """Compare the boxes, all of them written, with what `read` gives once more. Returns the bytes fetched.
+    """Compare the boxes, which have all been written, with a second reading. Returns the bytes fetched.
 
-    Raises StateMismatchError, naming them, when memory that they share holds another's value.
+    read: fills the boxes it is given, and returns the bytes fetched. Raises StateMismatchError, which names the
+    tensors, when memory that they share holds the value of another element.
     """
     again = [replace(box, local=torch.empty(box.sizes, dtype=box.local.dtype)) for box in boxes]
     fetched = read(again) if again else 0
@@ -68,6 +71,6 @@ def read_again(boxes: Sequence[LocalBox], read: Callable[[Sequence[LocalBox]], i
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last."""
+    """Returns the bytes from the tensor's first element to the end of its last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()

@@ -1,7 +1,7 @@
-"""Reading tensors back: byte-exact ranged GETs from the index's offsets, straight into the live tensors.
+"""Reads tensors back: ranged GETs at the index's offsets, straight into the live tensors.
 
-Works at any world size: each wanted box is cut from whatever boxes were saved. Every 4 MiB sub-block that is read is
-checked, also of partial reads; nothing is unpickled.
+It works at any world size: each wanted box is cut from whatever boxes were saved. Every 4 MiB sub-block is checked,
+also by partial reads. Nothing is unpickled.
 """
 
 import math
@@ -27,10 +27,12 @@ REQUESTS_IN_FLIGHT = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """Bytes start..stop of a chunk's payload (whole sub-blocks), and the box of them that goes into a box.
+    """Describes a copy from a saved chunk into a live box.
 
-    first, sizes, strides: the box inside the chunk, in elements from its first; target_low: its corner inside the
-    box. One run of bytes on both sides is a box of one dimension.
+    start, stop: the bytes of the chunk's payload to fetch, in whole sub-blocks.
+    first, sizes, strides: the elements of the chunk that are copied; `first` counts from the chunk's first element.
+    target_low: where they go in the box, as the offset of their corner.
+    A copy that is one run of bytes on both sides has one dimension.
     """
 
     tensor: Tensor
@@ -46,7 +48,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One ranged GET of an object: bytes start..stop, serving reads in order."""
+    """Describes one ranged GET of an object, bytes start..stop, and the reads that it serves in order."""
 
     key: str
     start: int
@@ -63,11 +65,12 @@ def read_into(
     request_bytes: int = REQUEST_BYTES,
     written: WrittenBytes | None = None,
 ) -> int:
-    """Fill the live tensors of `boxes`. `prefixes`: component to the prefix of its directory. `request_bytes`: what
-    one request fetches at most, a multiple of the sub-block. `written`: where the bytes of each box are counted.
+    """Fill the live tensors of `boxes` from the shards that the index names. Returns the bytes fetched.
 
-    Returns the bytes fetched. Raises DamagedError that names rank, component, tensor and sub-block, NotFoundError for
-    a missing object. After an error the tensors hold a mixture and must not be used.
+    prefixes: component to the prefix of its directory. request_bytes: the most that one request fetches, a multiple of
+    the sub-block. written: counts the bytes written into each box. Raises DamagedError, which names rank, component,
+    tensor and sub-block, and NotFoundError for a missing object. After an error the tensors hold a mixture and must not
+    be used.
     """
     requests = list(_requests(prefixes, _reads(index, boxes, request_bytes), request_bytes))
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="raycheck-read") as pool:
@@ -78,6 +81,7 @@ def read_into(
 
 
 def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Iterator[Read]:
+    """Yields the copies that fill all boxes. Raises CorruptError for a box that the index does not cover."""
     numbers = {tensor.name: number for number, tensor in enumerate(index.tensors)}
     for box in boxes:
         number = numbers[box.name]
@@ -98,7 +102,11 @@ def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Itera
 def _reads_of_box(  # noqa: PLR0917
     tensor: Tensor, chunk: Chunk, box: LocalBox, low: tuple[int, ...], sizes: tuple[int, ...], request_bytes: int
 ) -> Iterator[Read]:
-    """The reads for one box: cut at sub-blocks where it is one run of bytes on both sides, else at rows."""
+    """Yields the copies from one chunk into one box.
+
+    They are cut at sub-blocks where both sides are one run of bytes, else at rows. low, sizes: the part of the tensor
+    that both have.
+    """
     inside = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
     target = tuple(a - b for a, b in zip(low, box.offsets, strict=True))
     item = _saved_dtype(box).itemsize
@@ -137,7 +145,7 @@ def _reads_of_box(  # noqa: PLR0917
 
 
 def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: int) -> Iterator[Request]:
-    """Sorted by object and offset; neighbours across small gaps become one request."""
+    """Yields the requests by object and offset. Reads that lie close to each other share one request."""
     by_key: dict[str, list[Read]] = {}
     for read in reads:
         key = prefixes[read.chunk.component] + shard_file(read.chunk.rank)
@@ -171,8 +179,10 @@ def _stop_in_object(read: Read) -> int:
 
 
 def _serve(store: Store, request: Request) -> list[tuple[LocalBox, int]]:
-    """Read again before anything counts as damaged: it may have been changed on its way. Returns how many bytes of
-    each box were written."""
+    """Fetch a request and copy it into the boxes. Returns how many bytes of each box were written.
+
+    Bytes that do not match are fetched again before they count as damaged: they may have been changed on their way.
+    """
     for attempt in range(1, READS + 1):
         counts = []
         try:
@@ -194,6 +204,7 @@ def _serve(store: Store, request: Request) -> list[tuple[LocalBox, int]]:
 
 
 def _verify(payload: memoryview, read: Read) -> None:
+    """Raise DamagedError for a sub-block with another checksum than the index has."""
     first = read.start // SUB_BLOCK
     for number, at in enumerate(range(0, len(payload), SUB_BLOCK), first):
         if crc32(payload[at : at + SUB_BLOCK]) != read.chunk.crcs[number]:
@@ -204,7 +215,7 @@ def _verify(payload: memoryview, read: Read) -> None:
 
 
 def _damaged(request: Request, error: CorruptError) -> DamagedError:
-    """For an object that ends before the tensors in it do: which these are."""
+    """Returns the error to raise. It names the tensors of an object that ends before they do."""
     if isinstance(error, DamagedError):
         return error
     chunk, names = request.reads[0].chunk, dict.fromkeys(read.tensor.name for read in request.reads)
@@ -214,16 +225,14 @@ def _damaged(request: Request, error: CorruptError) -> DamagedError:
 
 
 def _place(payload: memoryview, read: Read) -> int:
-    """Copy the box out of whole sub-blocks into the live tensor. Returns how many bytes of it were written."""
+    """Copy the wanted elements out of whole sub-blocks into the live tensor. Returns how many bytes were written."""
     local, dtype = read.box.local.detach(), _saved_dtype(read.box)
     item = dtype.itemsize
     skip = read.first - read.start // item
-    if (
-        len(read.sizes) == 1 and dtype == local.dtype and _is_plain(local)
-    ):  # one run of bytes on both sides: straight from what was received
+    if len(read.sizes) == 1 and dtype == local.dtype and _is_plain(local):
+        # One run of bytes on both sides is copied straight from what was received.
         low, count = read.target_low[0] * item, read.sizes[0] * item
-        target = as_bytes(local).numpy()
-        target = target[low : low + count]
+        target = as_bytes(local).numpy()[low : low + count]
         np.copyto(target, np.frombuffer(payload, np.uint8)[skip * item :][:count])
         return int(target.nbytes)
     flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
@@ -240,5 +249,5 @@ def _saved_dtype(box: LocalBox) -> torch.dtype:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory on this host is its bytes, one after the other."""
+    """Returns whether the tensor's memory is on this host and holds exactly its bytes, one after the other."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,7 +1,7 @@
-"""Replicas are read once by the whole group and handed on: each rank of a DDP job wants the same bytes, and a bucket
-should not be asked for them by every one.
+"""Reads replicas once for the whole group, and broadcasts them to the other ranks.
 
-Used where the ranks have a torch process group of their own; without one each rank reads all it wants.
+All ranks of a DDP job want the same bytes, and not every rank should ask the bucket for them. This needs a torch
+process group of exactly these ranks; without one each rank reads all it wants.
 """
 
 import hashlib
@@ -31,10 +31,11 @@ def read_and_broadcast(
     *,
     written: WrittenBytes,
 ) -> int:
-    """Fill the live tensors of `boxes` by `read`, those that all ranks want by one of them. A collective. `written`:
-    where the bytes are counted that other ranks have sent.
+    """Fill the live tensors of `boxes` by `read`; boxes that all ranks want are read by one rank. A collective.
 
-    Returns the bytes that this rank fetched. Raises what `read` raised on this rank, else on the lowest that failed.
+    read: fills the boxes it is given, and returns the bytes fetched. written: counts the bytes that other ranks sent.
+    Returns the bytes that this rank fetched. Raises what `read` raised on this rank, else on the lowest rank that
+    failed.
     """
     if not _has_group(world_size):
         return read(boxes)
@@ -63,7 +64,7 @@ def read_and_broadcast(
 
 @contextmanager
 def errors_on_all_ranks(world_size: int) -> Iterator[None]:
-    """For what comes before `read_and_broadcast`: an error on one rank is raised on those that wait for it there."""
+    """Raise an error of the block on all ranks. The others wait in `read_and_broadcast`, which raises it there."""
     try:
         yield
     except Exception as error:
@@ -75,18 +76,20 @@ def errors_on_all_ranks(world_size: int) -> Iterator[None]:
 
 
 def _has_group(world_size: int) -> bool:
-    """Whether there is a process group of this many ranks. Judged alike by all of them."""
+    """Returns whether there is a process group of this many ranks. All of its ranks get an equal answer."""
     return world_size > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
 
 
 def _gather(item: Any, world_size: int) -> list[Any]:
+    """Returns the items of all ranks, in their order. A collective."""
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, item)
     return gathered
 
 
 def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) -> list[bytes | None]:
-    """The first of each rank's pair. Raises this rank's error, else the lowest rank's that has one."""
+    """Gather pairs of a digest and an error, and return the digests. Raises this rank's error, else that of the lowest
+    rank that has one."""
     pairs = _gather(item, world_size)
     failure = item[1] or next((error for _, error in pairs if error is not None), None)
     if failure is not None:
@@ -95,6 +98,7 @@ def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) 
 
 
 def _can_send(boxes: Sequence[LocalBox]) -> bool:
+    """Returns whether the process group can broadcast from the devices of these boxes."""
     devices = {part.partition(":")[0] for part in dist.get_backend_config().split(",")}
     return {box.local.device.type for box in boxes} <= devices
 
@@ -104,7 +108,7 @@ def _key_of(box: LocalBox) -> BoxKey:
 
 
 def _readers(sizes: dict[BoxKey, int], world_size: int) -> dict[BoxKey, int]:
-    """Who reads what: shares of equal bytes, as even as the tensors allow."""
+    """Choose which rank reads which box, so that all read about as many bytes."""
     load = [0] * world_size
     readers = {}
     for key, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
@@ -115,7 +119,7 @@ def _readers(sizes: dict[BoxKey, int], world_size: int) -> dict[BoxKey, int]:
 
 
 def _buckets(boxes: Sequence[LocalBox]) -> Iterator[list[LocalBox]]:
-    """Small tensors of one device together; a large one by itself."""
+    """Group boxes for one broadcast each: small ones of one device together, a large one by itself."""
     bucket: list[LocalBox] = []
     size = 0
     for box in sorted(boxes, key=lambda box: str(box.local.device.type)):
@@ -131,6 +135,7 @@ def _buckets(boxes: Sequence[LocalBox]) -> Iterator[list[LocalBox]]:
 
 @torch.no_grad()
 def _broadcast(bucket: Sequence[LocalBox], reader: int, rank: int) -> None:
+    """Send the boxes of a bucket from the rank that has read them to all others. A collective."""
     locals_ = [box.local for box in bucket]
     if len(locals_) == 1 and locals_[0].is_contiguous():
         dist.broadcast(as_bytes(locals_[0]), src=reader)  # as bytes: gloo does not know every dtype

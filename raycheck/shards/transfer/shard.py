@@ -1,4 +1,4 @@
-"""A shard object: where the records of its boxes lie, and what manifest and index say of it."""
+"""Describes a shard object: where the records of its boxes lie in it, and its rows of manifest and index."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,18 +9,20 @@ from raycheck.shards.transfer.local_box import LocalBox
 from raycheck.shards.transfer.torch_record import TorchRecord
 
 IndexRows = tuple[tuple[Tensor, ...], tuple[Chunk, ...]]
-"""Of an index: chunks count among these tensors."""
+"""Rows of an index. A chunk refers to its tensor by the number among these tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardName:
+    """Identifies a shard of a checkpoint."""
+
     component: str
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What manifest and index say of it. Chunks count among these tensors."""
+    """Holds a shard's rows of manifest and index. A chunk refers to its tensor by the number among these tensors."""
 
     record: ShardRecord
     tensors: tuple[Tensor, ...]
@@ -30,26 +32,28 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where a box's record lies in the buffer, in bytes."""
+    """Says where the record of a box lies in the shard. start: in bytes."""
 
     start: int
     torch_record: TorchRecord
 
     @property
     def payload(self) -> slice:
+        """Returns the bytes of the shard that are the box's own bytes."""
         begin = self.start + len(self.torch_record.head)
         return slice(begin, begin + self.torch_record.payload_size)
 
     @property
     def stop(self) -> int:
+        """Returns the end of the record in the shard, in bytes."""
         return self.start + self.torch_record.record_size
 
 
 def rows(
     shard: ShardName, boxes: Sequence[LocalBox], slots: Sequence[Slot], crcs: Iterable[tuple[int, ...]]
 ) -> IndexRows:
-    """The tensors of a shard, and the chunks it has of them. One that is tied is there under each of its names."""
-    tensors = [Tensor(name=p.name, dtype=p.dtype, shape=p.shape, path=p.path) for p in boxes]
+    """Returns the tensors of a shard, and the chunks that it holds. A tied tensor is there under each of its names."""
+    tensors = [Tensor(name=box.name, dtype=box.dtype, shape=box.shape, path=box.path) for box in boxes]
     chunks = [
         Chunk(
             tensor=number,

@@ -1,8 +1,8 @@
-"""Staging: one copy of this rank's boxes into one reused flat host buffer, which is the shard object itself.
+"""Stages this rank's boxes: copies them once into a flat host buffer, which is the shard object itself.
 
-The frames' heads and tails lie in the buffer, so that a part of the upload is a slice of it and nothing is ever
-assembled. Training is blocked for the copy only. The buffer may be staged into again only after every request that
-was started from it has ended; the caller waits for that.
+The buffer is used again at each save. The records' heads and tails lie in it too, so that each part of the upload is a
+slice of the buffer, and nothing has to be put together. Training is blocked only for the copy. The buffer may be staged
+into again only after every request that was started from it has ended; the caller waits for that.
 """
 
 import io
@@ -27,13 +27,14 @@ ALIGN = 64
 SLACK_BYTES = 1024 * 1024
 MAX_PICKLES = 1000
 Leaves = Mapping[str, tuple[tuple[str | int, ...], object]]
+"""Paths and values of what is no tensor, by name."""
 
-Form = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
-"""What the layout depends on: of each box dtype, sizes, and where it lives."""
+BoxForms = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
+"""What the layout depends on: dtype, sizes and device of each box."""
 
 
 class Staged:
-    """A staged shard: durable once `parts` has been sent whole. Single use."""
+    """Holds a staged shard, which is durable once all its `parts` have been sent. Single use."""
 
     def __init__(
         self,
@@ -49,23 +50,23 @@ class Staged:
         self.name = name
         self._view = view
         self._slots = slots
-        self._pieces = boxes
+        self._boxes = boxes
         self._leaves = leaves
         self._also = also
         self._copied = copied
         self._crcs: list[tuple[int, ...]] = []
         self._shard: Shard | None = None
         self.size_bytes = len(view)
-        self.crc32 = 0  # of all bytes before _summed
+        self.crc32 = 0  # of all bytes before self._summed
         self._summed = 0
 
     def wait(self) -> None:
-        """Until all is copied from the devices."""
+        """Wait until everything is copied from the devices."""
         for event in self._copied:
             event.synchronize()
 
     def parts(self, part_bytes: int) -> Iterator[memoryview]:
-        """Slices of the buffer, each checksummed and sealed just before it is yielded."""
+        """Yields slices of the buffer, whose records get their checksums and tails just before that."""
         self.wait()
         sent = 0
         for slot in self._slots:
@@ -78,17 +79,18 @@ class Staged:
             yield self._view[start : start + part_bytes]
 
     def shard(self) -> Shard:
-        """What became of it. Only after all parts were taken."""
+        """Returns the rows of manifest and index for this shard. Only after all parts were taken."""
         if self._shard is None:
             assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
             record = ShardRecord(**asdict(self.name), size_bytes=self.size_bytes, crc32=self.crc32)
-            tensors, chunks = rows(self.name, self._pieces, self._slots, self._crcs)
+            tensors, chunks = rows(self.name, self._boxes, self._slots, self._crcs)
             more = [(leaf, place) for leaf in self._leaves for place in self._also.get(leaf.name, ())]
             leaves = (*self._leaves, *(replace(leaf, name=name, path=path) for leaf, (name, path) in more))
             self._shard = Shard(record=record, tensors=tensors, chunks=chunks, leaves=leaves)
         return self._shard
 
     def _seal(self, slot: Slot) -> None:
+        """Compute the checksums of a record's payload, and write its tail, which follows from them."""
         payload = self._view[slot.payload]
         crcs = sub_block_crcs(payload)
         whole = combined(zip(crcs, sub_block_lengths(len(payload)), strict=True))
@@ -100,37 +102,44 @@ class Staged:
         self._sum(slot.stop)
 
     def _sum(self, stop: int) -> None:
+        """Extend the shard's checksum up to byte `stop`."""
         self.crc32 = crc32(self._view[self._summed : stop], self.crc32)
         self._summed = stop
 
 
 class Stager:
-    """The buffer of one component on one rank. Layout and views are kept while the boxes keep their form."""
+    """Stages one component of one rank. The layout and the buffer are kept while the boxes keep their forms."""
 
     def __init__(self, component: str, rank: int) -> None:
         self._name = ShardName(component=component, rank=rank)
-        self._form: Form | None = None
-        self._planned: Sequence[LocalBox] = ()
+        self._forms: BoxForms | None = None
+        self._laid_out: Sequence[LocalBox] = ()
         self._buffer: HostBuffer | None = None
         self._view = memoryview(b"")
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
-        self._is_dressed = False
+        self._is_mapped = False
         self._by_device: dict[torch.device, list[int]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         self._pickles: dict[bytes, bytes] = {}
 
-    def wanted(self, boxes: Sequence[LocalBox], *, world_size: int) -> int:
-        """Bytes that this rank's part of `boxes` will take. What other ranks may hold as well counts by the share that
-        an agreement will give to each."""
-        shares = [(record_for(p.local.dtype, p.sizes).record_size, 1 if p.is_unique else world_size) for p in boxes]
+    def needed_bytes(self, boxes: Sequence[LocalBox], *, world_size: int) -> int:
+        """Returns about how many bytes this rank will write of `boxes`.
+
+        A box that other ranks may hold too counts for the share that the agreement will give to each rank.
+        """
+        shares = [
+            (record_for(box.local.dtype, box.sizes).record_size, 1 if box.is_unique else world_size) for box in boxes
+        ]
         return _with_slack(sum(size // holders + ALIGN for size, holders in shares))
 
     def prepare(self, boxes: Sequence[LocalBox], *, world_size: int) -> None:
-        """Claim the memory for this rank's part of `boxes`, and have it faulted in behind the training. Raises
-        ConfigError."""
+        """Claim the memory that `boxes` need, and have it faulted in while training runs.
+
+        Raises ConfigError when the host has too little memory.
+        """
         if self._buffer is None:
-            self._claim(self.wanted(boxes, world_size=world_size), [p.local for p in boxes]).fault_in()
+            self._claim(self.needed_bytes(boxes, world_size=world_size), [box.local for box in boxes]).fault_in()
 
     def stage(
         self,
@@ -139,24 +148,27 @@ class Stager:
         sources: Sequence[torch.Tensor] | None = None,
         also: Places | None = None,
     ) -> Staged:
-        """Copy `boxes` and the pickled `leaves` (for stock tools only) into the buffer. The copy is enqueued in
-        order before anything the caller's device stream does next. sources: the live tensors of boxes without memory;
-        the very list of the last time says that nothing but their elements changed. also: further places under which
-        stock tools find a leaf. Raises ConfigError when memory is
-        too small."""
-        records = [(name, path, self._pickled(value)) for name, (path, value) in leaves.items()]
+        """Copy `boxes` and the pickled `leaves` into the buffer; only stock tools read the leaves.
+
+        The copy is enqueued before anything that the caller's device stream does next.
+
+        boxes: when this is the very object of the last call, nothing but the elements has changed. sources: the live
+        tensors, for boxes without memory of their own. also: further names and paths of leaves for stock tools. Raises
+        ConfigError when the host has too little memory.
+        """
+        records = [(name, path, self._record_of_leaf(value)) for name, (path, value) in leaves.items()]
         sources = [box.local for box in boxes] if sources is None else sources
-        self._plan(boxes, sources)
+        self._update_layout(boxes, sources)
         tensors_end = self._end
         total = tensors_end + sum(len(data) for data in {data for _, _, data in records})
-        if self._buffer is None or not self._suits(self._buffer, total):
+        if self._buffer is None or not self._fits(self._buffer, total):
             self._claim(_with_slack(total), sources)
-        if not self._is_dressed:
-            self._dress()
+        if not self._is_mapped:
+            self._map()
         copied = self._copy(sources)
         view = self._view[:total]
         stock_leaves = []
-        at, there = tensors_end, dict[bytes, int]()  # equal leaves lie at one place
+        at, there = tensors_end, dict[bytes, int]()  # equal leaves are written once
         for name, path, data in records:
             if data not in there:
                 view[at : at + len(data)] = data
@@ -168,8 +180,8 @@ class Stager:
             view, self._slots, name=self._name, boxes=boxes, leaves=stock_leaves, also=also or {}, copied=copied
         )
 
-    def _pickled(self, value: object) -> bytes:
-        """What torch.save makes of it: slow, so that a plain value that was there at the last save is looked up."""
+    def _record_of_leaf(self, value: object) -> bytes:
+        """Returns what torch.save writes for a leaf. torch.save is slow, so the records of plain values are cached."""
         items = value if type(value) is tuple else (value,)
         if not all(type(item) in (bool, int, float, str, type(None)) for item in items):
             return _pickled(value)
@@ -180,71 +192,76 @@ class Stager:
             self._pickles[key] = _pickled(value)
         return self._pickles[key]
 
-    def rows(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> IndexRows:
-        """Where these boxes would lie; checksums are not known."""
-        self._plan(boxes, sources)
+    def lay_out(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> IndexRows:
+        """Lay these boxes out as `stage` would. Returns their rows of the index, without checksums."""
+        self._update_layout(boxes, sources)
         return rows(self._name, boxes, self._slots, repeat(()))
 
     def release(self) -> None:
-        """Give the memory back. Every request that reads it must have ended."""
+        """Give the memory back. Every request that reads from it must have ended."""
         if self._buffer is not None:
-            self._buffer.ready()
-        self._buffer, self._view, self._views, self._is_dressed = None, memoryview(b""), [], False
+            self._buffer.stop_faulting_in()
+        self._buffer, self._view, self._views, self._is_mapped = None, memoryview(b""), [], False
 
     @property
     def _end(self) -> int:
+        """Returns the end of the last record of a tensor, in bytes."""
         return self._slots[-1].stop if self._slots else 0
 
-    def _plan(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> None:
-        if boxes is not self._planned or self._form is None:
-            form = _form(boxes, sources)
-            if form != self._form:
-                self._lay_out(form)
-            self._planned = boxes
+    def _update_layout(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> None:
+        if boxes is not self._laid_out or self._forms is None:
+            forms = _forms_of(boxes, sources)
+            if forms != self._forms:
+                self._change_layout(forms)
+            self._laid_out = boxes
 
-    def _lay_out(self, form: Form) -> None:
-        self._form = None  # until all of the new form stands: a stage that raises must not leave half of it
-        if self._is_dressed:
+    def _change_layout(self, forms: BoxForms) -> None:
+        self._forms = None  # until the new layout is complete: an error must not leave half of it
+        if self._is_mapped:
             self.release()
         self._slots, self._by_device = [], {}
         end = 0
-        for number, (dtype, sizes, device) in enumerate(form):
+        for number, (dtype, sizes, device) in enumerate(forms):
             slot = Slot(start=-(-end // ALIGN) * ALIGN, torch_record=record_for(dtype, sizes))
             self._slots.append(slot)
             self._by_device.setdefault(device, []).append(number)
             end = slot.stop
-        self._form = form
+        self._forms = forms
 
-    def _suits(self, buffer: HostBuffer, total: int) -> bool:
-        """Whether it is large enough, and was not prepared for much more than there is."""
+    def _fits(self, buffer: HostBuffer, total: int) -> bool:
+        """Returns whether the buffer is large enough, and was not prepared for much more than is staged."""
         most = total + total // 4 + 2 * SLACK_BYTES
-        return total <= buffer.size_bytes and (self._is_dressed or buffer.size_bytes <= most)
+        return total <= buffer.size_bytes and (self._is_mapped or buffer.size_bytes <= most)
 
     def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor]) -> HostBuffer:
-        """An upload under way keeps the buffer before it a while longer."""
+        """Replace the buffer by one of this size. An upload under way keeps the old one alive until it has ended."""
         self.release()
         self._buffer = HostBuffer(size_bytes, pinned=any(source.device.type != "cpu" for source in sources))
         return self._buffer
 
-    def _dress(self) -> None:
-        """Heads written, and one view per box."""
+    def _map(self) -> None:
+        """Write the records' heads into a new buffer, and make a view of it for each box."""
         assert self._buffer is not None, "just claimed"
-        assert self._form is not None, "just laid out"
-        self._buffer.ready()
+        assert self._forms is not None, "just laid out"
+        self._buffer.stop_faulting_in()
         self._view = memoryview(cast("Any", self._buffer.tensor.numpy()))
         typed: dict[torch.dtype, torch.Tensor] = {}
         views = []
-        for slot, (dtype, sizes, _) in zip(self._slots, self._form, strict=True):
+        for slot, (dtype, sizes, _) in zip(self._slots, self._forms, strict=True):
             start = slot.payload.start
             self._view[slot.start : start] = slot.torch_record.head
             flat = typed.get(dtype)
             if flat is None:
                 flat = typed[dtype] = self._buffer.tensor.view(dtype)
             views.append(flat.as_strided(sizes, strides_of(sizes), start // dtype.itemsize))
-        self._views, self._is_dressed = views, True
+        self._views, self._is_mapped = views, True
 
     def _copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Event]:
-        """Copies from the host are done when it returns; those from devices when their events have come."""
+        """Copy the live tensors into the buffer.
+
+        Copies from the host are done when it returns; those from devices are done when the returned events have
+        occurred.
+        """
         events = []
         with torch.no_grad():
             for device, numbers in self._by_device.items():
@@ -258,8 +275,10 @@ class Stager:
     def _copy_from(
         self, device: torch.device, views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> torch.Event:
-        """On a side stream that starts after the step and that the next step waits for: the optimizer's next write
-        cannot overtake the copy, and the host does not wait for it."""
+        """Copy from a device on a side stream, which starts after the step, and for which the next step waits.
+
+        So the optimizer's next write cannot overtake the copy, and the host does not wait for it.
+        """
         current = torch.accelerator.current_stream(device)
         side = self._streams.setdefault(device, torch.Stream(device))
         side.wait_stream(current)
@@ -273,20 +292,23 @@ class Stager:
 
 
 def _with_slack(size_bytes: int) -> int:
-    """For leaves that grow."""
+    """Returns a size with room for leaves that grow."""
     return -(-(size_bytes + size_bytes // 64 + SLACK_BYTES) // ALIGN) * ALIGN
 
 
-def _form(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> Form:
-    return tuple((p.local.dtype, p.sizes, source.device) for p, source in zip(boxes, sources, strict=True))
+def _forms_of(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> BoxForms:
+    return tuple((box.local.dtype, box.sizes, source.device) for box, source in zip(boxes, sources, strict=True))
 
 
 def _pickled(value: object) -> bytes:
-    """The leaf's record. A few values that raycheck keeps cannot be pickled (a memory format, a tuple of tensors that
-    are views of each other in other dtypes): stock tools get a text in the place of these."""
+    """Returns the record of a leaf for stock tools.
+
+    A few values that raycheck keeps cannot be pickled: a memory format, or a tuple of tensors that are views of each
+    other in other dtypes. Stock tools get a text in their place.
+    """
     try:
         return _saved(value)
-    except Exception as error:  # noqa: BLE001  a pickle runs any code, and stock tools' part must not cost the save
+    except Exception as error:  # noqa: BLE001  pickling runs any code, and what only stock tools read must not fail a save
         return _saved(f"{type(value).__qualname__}, which cannot be pickled: {error}")
 
 

@@ -1,8 +1,8 @@
-"""Further names under which stock torch looks for an optimizer's state, so that it reads all of its own layouts.
+"""Adds the names under which stock torch looks for an optimizer's state, so that it can load all of its own layouts.
 
-`get_optimizer_state_dict` gives several optimizers as one, and with `flatten_optimizer_state_dict=True` (torchtitan's
-layout) repeats a group's options for each parameter. Nothing is written twice: these are names of records that are
-there already. raycheck itself never reads them.
+`get_optimizer_state_dict` presents several optimizers as one. With `flatten_optimizer_state_dict=True`, torchtitan's
+layout, it repeats a group's options for each parameter. Nothing is written twice: these are further names of records
+that are there already. raycheck itself never reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,22 @@ import torch
 
 Path = tuple[str | int, ...]
 Places = Mapping[str, Sequence[tuple[str, Path]]]
-"""Further names and paths, by the name of a leaf."""
+"""Further names and paths of leaves, by the name of the leaf."""
 
 
 class Named(Protocol):
-    """An optimizer of the state. parameters: the names of its parameters, by group."""
+    """Has a name in the state and names of parameters: an optimizer."""
 
     name: str
 
     @property
-    def parameters(self) -> Sequence[Sequence[str]]: ...
+    def parameters(self) -> Sequence[Sequence[str]]:
+        """Returns the names of the optimizer's parameters, by group."""
+        ...
 
 
 class StockNames:
-    """The optimizers of one entry of the state, a single one or a list or dict of them, as stock torch sees them."""
+    """Finds stock torch's names for the state of one entry's optimizers: a single one, or a list or dict of them."""
 
     def __init__(self, entry: str, optimizers: Sequence[Named]) -> None:
         self._entry = entry
@@ -34,12 +36,12 @@ class StockNames:
         self._places: dict[str, tuple[Sequence[str], Places]] = {}
 
     def changed(self) -> None:
-        """Some of the optimizers have other groups than at the last look."""
+        """Forget what is known of the optimizers' groups, since some have changed."""
         self._first = None
         self._places = {}
 
     def tensors(self, of: Named, names: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Path]]:
-        """Another name and path for tensors of an optimizer that is one of several."""
+        """Returns another name and path for the tensors of an optimizer that is one of several."""
         if of.name == self._entry or of.name not in self._groups():
             return {}
         start, known = f"{of.name}.state.", {name for group in of.parameters for name in group}
@@ -51,7 +53,7 @@ class StockNames:
         return found
 
     def leaves(self, of: Named, paths: Mapping[str, Path]) -> Places:
-        """Further places of an optimizer's leaves. paths: of the leaves."""
+        """Returns further names and paths of an optimizer's leaves. paths: their own paths, by name."""
         names = list(paths)
         known = self._places.get(of.name)
         if known is None or known[0] != names:
@@ -72,7 +74,7 @@ class StockNames:
                     found[leaf].append((merged, (entry, "param_groups", first + group, option)))
                 case (_, "state", parameter, slot):
                     found[leaf] = [(f"{entry}.state.{parameter}.{slot}", (entry, "state", parameter, slot))]
-        # A parameter called "0" and the group 0 have one name: the group's, which is stock torch's default layout.
+        # A parameter called "0" and the group 0 would share a name. The group gets it, as in stock torch's default.
         taken |= {place for places in found.values() for place, path in places if len(path) == 4}
         return {
             leaf: [(name, path) for name, path in places if name not in paths and (len(path) == 4 or name not in taken)]
@@ -80,8 +82,10 @@ class StockNames:
         }
 
     def _groups(self) -> Mapping[str, int]:
-        """The number of each optimizer's first group among those of all. Empty when two have a parameter of one name:
-        these are not one optimizer's."""
+        """Returns the number of each optimizer's first group among the groups of all.
+
+        Empty when two optimizers have a parameter of one name, since stock torch cannot present these as one.
+        """
         if self._first is None:
             first, groups, names = dict[str, int](), 0, list[str]()
             for optimizer in self._optimizers:

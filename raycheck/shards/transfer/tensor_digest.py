@@ -1,6 +1,6 @@
-"""What a tensor holds, as a few numbers, computed where it lies: to tell whether it was written to since.
+"""Computes a short digest of a tensor on its own device, to tell whether it was written to since the last digest.
 
-Never judged by torch's version counters, which a write through `.data` passes by.
+torch's version counters are not enough: a write through `.data` does not count.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,15 @@ from raycheck.shards.transfer.local_box import as_bytes
 
 Digest = tuple[int, ...]
 _WORDS = 1 << 20
-"""32-bit words under one sum."""
+"""The number of 32-bit words in one sum."""
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
-    """One per tensor, equal for equal bytes. Of host memory the CRC-32 of each 4 MiB; of an accelerator's the weighted
-    sum of each 4 MiB, computed there, after what was enqueued so far; the host waits once for all of them."""
+    """Returns one digest per tensor; digests of equal bytes are equal.
+
+    In host memory it is the CRC-32 of each 4 MiB. On an accelerator it is a weighted sum of each 4 MiB, computed there
+    after everything that was enqueued so far; the host waits once for all sums.
+    """
     found: list[Digest | None] = [None] * len(tensors)
     there: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
@@ -38,8 +41,11 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
 
 
 def weighted_sums(plain: torch.Tensor) -> torch.Tensor:
-    """Of a flat tensor, modulo 2^64. Weights are odd and have 64 bits, so that a change of one word always shows, and
-    one of the top bits of many is still weighed by the lower half of the weights."""
+    """Returns the weighted sum of each 4 MiB of a flat tensor, modulo 2^64.
+
+    Weights are odd and have 64 bits. So a change of one word always changes the sum, and a change of the top bits of
+    many words is still weighted by the lower half of the weights.
+    """
     data = plain.view(torch.uint8)
     if data.storage_offset() % 4:
         data = data.clone()

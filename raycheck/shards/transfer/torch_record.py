@@ -1,8 +1,9 @@
-"""The small frame that makes raw tensor bytes one `torch.save` record, so that stock DCP reads our shards.
+"""Frames raw tensor bytes as one `torch.save` record, so that stock DCP reads our shards.
 
-Pushing payload through `torch.save` costs ten times a copy. torch itself writes the frame once per (dtype, shape)
-with its payload skipped, so a new torch brings its own layout; only five fields depend on the payload, all through
-its CRC-32. Nothing about the layout is a constant here: positions come from the template's own central directory.
+To push the payload through `torch.save` would cost ten times a copy. Instead torch writes a template once per dtype and
+shape, with the payload skipped, so that a new torch brings its own layout. Only five fields depend on the payload, all
+through its CRC-32. Nothing about the layout is a constant here: positions come from the template's own central
+directory.
 """
 
 import io
@@ -23,7 +24,11 @@ _DESCRIPTOR = b"PK\x07\x08"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchRecord:
-    """Bytes before and after a payload of `payload_size` bytes. Patch offsets count from the tail's first byte."""
+    """Holds the bytes of a record before and after a payload of `payload_size` bytes.
+
+    The other fields say which bytes of the tail follow from the payload's CRC-32. Their offsets count from the tail's
+    first byte.
+    """
 
     head: bytes
     tail: bytes
@@ -37,10 +42,11 @@ class TorchRecord:
 
     @property
     def record_size(self) -> int:
+        """Returns the size of the whole record in bytes."""
         return len(self.head) + self.payload_size + len(self.tail)
 
     def sealed_tail(self, payload_crc: int) -> bytearray:
-        """The tail for a payload with this CRC-32: with the head and the payload, byte for byte what torch writes."""
+        """Returns the tail for a payload with this CRC-32. Head, payload and tail are exactly what torch writes."""
         tail = bytearray(self.tail)
         if self.payload_size == 0:
             return tail  # torch folds no checksum of an empty payload
@@ -59,7 +65,7 @@ class TorchRecord:
 
 @lru_cache(maxsize=65536)
 def record_for(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchRecord:
-    """The frame of a contiguous tensor of this dtype and shape, written by the installed torch."""
+    """Returns the record of a contiguous tensor of this dtype and shape, as the installed torch writes it."""
     sparse = _Sparse()
     template = torch.empty(shape, dtype=dtype)
     if hasattr(torch.serialization, "skip_data"):
@@ -67,11 +73,13 @@ def record_for(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchRecord:
             torch.save(template, cast("IO[bytes]", sparse))
     else:
         torch.save(template, cast("IO[bytes]", sparse))
-    return _dissect(sparse, payload_size=template.numel() * template.element_size())
+    return _parse(sparse, payload_size=template.numel() * template.element_size())
 
 
 class _Sparse(io.RawIOBase):
-    """A file that keeps what was written and reads zeros where nothing was, so that a skipped 4 GiB costs nothing."""
+    """Is a file that keeps what was written and reads zeros elsewhere, so that a skipped payload of 4 GiB costs
+    nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +126,11 @@ class _Sparse(io.RawIOBase):
         return self.read(stop - start)
 
 
-def _dissect(sparse: _Sparse, *, payload_size: int) -> TorchRecord:
+def _parse(sparse: _Sparse, *, payload_size: int) -> TorchRecord:
+    """Cut a template into head and tail, and find the fields that depend on the payload.
+
+    Raises RuntimeError for a torch whose records are different.
+    """
     with zipfile.ZipFile(sparse) as archive:
         members = archive.infolist()
         central_at = archive.start_dir
@@ -156,7 +168,7 @@ def _data_offset(sparse: _Sparse, member: zipfile.ZipInfo) -> int:
 
 
 def _central_entries(tail: bytes, at: int) -> dict[str, int]:
-    """File name to the offset of its CRC in the central directory, which begins at `at`."""
+    """Returns file name to the offset of its CRC-32 in the central directory, which begins at `at`."""
     found = {}
     while tail[at : at + 4] == _CENTRAL:
         name_size, extra_size, comment_size = struct.unpack_from("<HHH", tail, at + 28)

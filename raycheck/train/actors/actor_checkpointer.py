@@ -15,6 +15,7 @@ from uuid import uuid4
 import ray
 
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import with_settings
@@ -25,7 +26,7 @@ from raycheck.train.actors.actor_rank import DriverDecision, follow, join, leave
 from raycheck.train.actors.driver_state import DriverState
 from raycheck.train.actors.preemption_notices import PreemptionNotices
 from raycheck.train.coordinator.messages import OnCorrupt
-from raycheck.train.fit import checked_resume
+from raycheck.train.fit import settle_resume
 from raycheck.train.group import Group, same, start_coordinator
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import results, run_in
@@ -90,9 +91,9 @@ class ActorCheckpointer:
             return
         group_id = uuid4().hex[:16]
         driver_id = _driver_ids.get((self._uri, resume))
-        checked = checked_resume(resume, self._store, storage) if driver_id is None else "auto"
+        wish = settle_resume(resume, self._store, storage) if driver_id is None else AUTO
         driver_id = _driver_ids.setdefault((self._uri, resume), driver_id or uuid4().hex[:16])
-        self._coordinator = start_coordinator(self._uri, owner=driver_id, resume=checked, suffix=f":{group_id}")
+        self._coordinator = start_coordinator(self._uri, owner=driver_id, resume=wish, suffix=f":{group_id}")
         nodes = results([run_in(actor, node_of) for actor in self._actors])
         group = Group(
             id=group_id,

@@ -14,6 +14,7 @@ from raycheck.bucket.assembly.replica_agreement import Agreement, Holdings, agre
 from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.claim import Identity
+from raycheck.bucket.protocol.resume import AUTO, Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, DamagedError, SaveFailedError, SupersededError
@@ -46,8 +47,8 @@ NOT_COMPARED = "this rank saved before the replicas were compared; they will be 
 class Coordinator:
     """Answers the calls of one driver's worker groups, its controller and its script. Every call may be repeated."""
 
-    def __init__(self, uri: str, owner: str, resume: str | int = "auto") -> None:
-        """owner: the id of the driver in `latest`. resume: see `raycheck.fit`."""
+    def __init__(self, uri: str, owner: str, resume: Resume = AUTO) -> None:
+        """owner: the id of the driver in `latest`. resume: only the driver's first claim obeys it."""
         show_log()
         self._store: Store = open_store(uri)
         register = Register(self._store)

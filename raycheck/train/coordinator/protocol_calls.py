@@ -19,8 +19,10 @@ from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
+from raycheck.bucket.protocol.resume import Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store.retry import retry
 from raycheck.errors import CorruptError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
 from raycheck.train.coordinator.export_jobs import ExportJobs
@@ -39,13 +41,13 @@ class ProtocolCalls:
         register: Register,
         me: Identity,
         *,
-        resume: str | int,
+        resume: Resume,
         plans: PlanCache,
         exports: ExportJobs,
         deletes: BackgroundDeletes,
         run_log: RunLog,
     ) -> None:
-        """resume: binds the first claim of this owner; see `claim`."""
+        """resume: only this owner's first claim obeys it."""
         self._register = register
         self._store = register.store
         self._me = me
@@ -176,13 +178,10 @@ class ProtocolCalls:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
 
     def _probe(self) -> None:
-        for left in reversed(range(PROBE_ATTEMPTS)):
-            if self._is_probed:
-                return
-            try:
+        def prove() -> None:
+            if not self._is_probed:
                 probe(self._store)
                 self._is_probed = True
-            except StoreError:  # one refused request is no reason to use up one of Ray's retries
-                if not left:
-                    raise
-                time.sleep(1.0)
+
+        # One refused request is no reason to use up one of Ray's retries.
+        retry(prove, on=StoreError, pauses_s=[1.0] * (PROBE_ATTEMPTS - 1))

@@ -1,4 +1,4 @@
-"""At a rendezvous each rank hands something in, one decision is made, and all ranks are told this decision.
+"""A rendezvous takes something from each rank, has one decision made, and tells all ranks this decision.
 
 There is one for each save (the ranks' reports), each agreement before a save (their replica checksums), each peek or
 restore (how far each rank came), and the end of training. Each lives in the coordinator's event loop. A rank is told

@@ -1,4 +1,4 @@
-"""This package uses every name of Ray that may change between its releases; the rest of raycheck uses stable ones.
+"""Uses every name of Ray that may change between its releases; the rest of raycheck uses stable names only.
 
 It is tested on Ray 2.60; 2.51 is the oldest supported release (tests/elastic/test_oldest.py runs on it). Where a name
 is missing, a feature is left out. What is unstable, and where it is used:

@@ -1,4 +1,4 @@
-"""What an earlier version wrote stays readable: bytes kept from then, beside the JSON of what they hold."""
+"""Tests that documents of an earlier version stay readable: bytes kept from then, with the JSON of their values."""
 
 import json
 from dataclasses import asdict
@@ -28,7 +28,7 @@ def test_what_the_golden_index_holds_is_still_written_so_that_it_reads_back() ->
 
 
 def as_json(index: Index) -> Any:
-    """Of plain JSON types only."""
+    """Turn a document into plain JSON types."""
     held = {
         "tensors": [asdict(tensor) for tensor in index.tensors],
         "chunks": [asdict(chunk) for chunk in index.chunks],

@@ -1,5 +1,8 @@
-"""A byte of an answer that changes on its way: the object in the bucket is whole, so the run goes on, and nothing wrong
-is believed, written back or called damaged. Where it goes on and on, the error names the object."""
+"""Tests answers of which a byte changes on its way.
+
+The object in the bucket is whole, so the run goes on, and wrong bytes are neither believed nor written back nor called
+damaged. When every answer is wrong, the error names the object.
+"""
 
 import json
 import sys
@@ -36,7 +39,8 @@ from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.bucket.store.s3.s3fs_store import S3Store
 from raycheck.errors import ConfigError, CorruptError, DamagedError, StoreError
 from raycheck.settings import Retention
-from tests.bucket.format.test_documents import TWO, a_latest, a_manifest
+from tests.bucket.format.test_documents import a_latest, a_manifest
+from tests.support.hostile_documents import TWO
 from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.memory_store import DictStore
@@ -78,6 +82,7 @@ bodies = pytest.mark.parametrize(("document", "load"), BODIES, ids=[type(item[0]
 # --- a document's own checksum ---
 
 
+@pytest.mark.enumeration
 @bodies
 def test_no_bit_of_a_document_changes_unseen(document: Document, load: Callable[..., Document]) -> None:
     data = dump(document)
@@ -165,7 +170,7 @@ def test_a_document_that_another_tool_has_written_anew_may_have_other_white_spac
 
 
 class Flips(Around):
-    """The first answer to each read of an object or a listing is changed, as `times` says; or every one."""
+    """Changes the first `times` answers to each read of an object or a listing."""
 
     def __init__(self, inner: Store, *, key: str = "", times: int = 1, at: float = 0.5) -> None:
         super().__init__(inner)
@@ -206,7 +211,7 @@ class Flips(Around):
 
 
 def go_through(flips: Callable[[], Store], store: Store) -> None:
-    """What drivers, readers and people do with a run, each with an eye of its own on the bucket."""
+    """Do with a run what drivers, readers and people do, each by a store of its own."""
     ann = Driver(flips())
     attempt, _ = ann.claim("g1")
     first = ann.save(attempt.number, 1)
@@ -306,7 +311,7 @@ def test_of_answers_that_are_always_changed_the_error_names_the_object_and_nothi
 
 
 def test_a_committer_never_writes_back_what_it_read_wrong(store: Store) -> None:
-    """The byte that turns one checkpoint's checksum into another: it would count as damaged for ever."""
+    """The byte is part of a checkpoint's checksum: written back, it would make that checkpoint count as damaged."""
     ann = Driver(store)
     ann.claim("g1")
     first = ann.save(1, 1)
@@ -333,7 +338,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["s3 by s3fs", "s3 by obstore", "gs"])
 def proxied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, no_pauses: None):
-    """URI of an empty run behind a proxy, and that proxy."""
+    """Yields the URI of an empty run behind a proxy, and that proxy."""
     if request.param == "gs":
         endpoint = request.getfixturevalue("gcs")
         with fault_proxy(f"gs://raycheck?endpoint_override={endpoint.removeprefix('http://')}") as proxy:

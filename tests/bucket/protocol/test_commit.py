@@ -1,7 +1,7 @@
-"""The protocol: claim, commit, fence and take-over, on real stores.
+"""Tests claim, commit, fencing and take-over on real stores.
 
-A `Driver` of sample_checkpoints.py stands for one start of one coordinator; two of them on one store are two processes. What goes
-wrong on the way to the store is a ten-line store around the real one. Every test ends with the invariants.
+A `Driver` of sample_checkpoints.py acts as one start of one coordinator; two of them on one store are two processes.
+Faults on the way to the store are made by ten-line stores around the real one. Every test ends with the invariants.
 """
 
 import itertools
@@ -650,7 +650,7 @@ def test_a_latest_that_is_lost_while_a_claim_is_under_way_is_noticed_after_the_c
 
 
 def test_a_rolled_back_latest_refuses_every_claim_of_new_drivers(store):
-    """Attempts 2 and 3 are forgotten; their checkpoints are not, and nobody may go on from before them in silence."""
+    """Attempts 2 and 3 are forgotten, their checkpoints are not: nobody may silently go on from before them."""
     ann = Driver(store)
     ann.claim("g1")
     ann.save(1, 1)
@@ -853,7 +853,7 @@ def test_a_second_writer_of_the_same_save_cannot_change_its_manifest(store):
 
 
 class Remembers(Around):
-    """Every body of `latest` that this process wrote."""
+    """Remembers every body of `latest` that this process wrote."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -873,7 +873,7 @@ class Remembers(Around):
 
 
 def together(*work: Callable[[], Any]) -> list[Any]:
-    """All at once, each in its own thread; a raycheck error is an outcome too."""
+    """Call all at once, each in its own thread. Returns values and raycheck errors."""
     barrier = threading.Barrier(len(work))
 
     def run(one: Callable[[], Any]) -> Any:
@@ -888,7 +888,7 @@ def together(*work: Callable[[], Any]) -> list[Any]:
 
 
 def assert_linear(*stores: Remembers) -> None:
-    """Each body was written on top of the one before: no counter twice, none left out, nothing live lost."""
+    """Assert that each body replaced the one before: no counter twice, none left out, nothing live lost."""
     bodies = sorted((body for store in stores for body in store.written), key=lambda body: body["counter"])
     assert [body["counter"] for body in bodies] == list(range(1, len(bodies) + 1))
     for before, after in itertools.pairwise(bodies):

@@ -1,7 +1,7 @@
-"""Two drivers that both believe in a run, killed, paused and started again at random while they commit.
+"""Tests two drivers that both own a run, and are killed, paused and started again at random while they commit.
 
-RIVALS_SEED repeats what is done to them, though not to the millisecond. Whatever happens, `latest` has one history, in
-which everything stands that anybody was told.
+RIVALS_SEED repeats what is done to them, though not to the millisecond. Whatever happens, `latest` has one history, and
+every acknowledged write is in it.
 """
 
 import os
@@ -20,6 +20,8 @@ from tests.support.concurrent_drivers import Reader, Rivals
 from tests.support.invariants import assert_invariants
 from tests.support.latest_history import assert_linear, read_logs, walk
 from tests.support.sample_checkpoints import Around, Driver
+
+pytestmark = pytest.mark.enumeration
 
 slow = pytest.mark.slow
 
@@ -72,7 +74,7 @@ def test_two_drivers_killed_and_restarted_at_random_write_one_history(
 
 
 def test_a_claim_that_was_paused_while_its_successor_saved_is_superseded_and_not_alarmed() -> None:
-    """Between the swap of a claim and the listing after it Ray may start another coordinator for the same group."""
+    """Ray may start another coordinator of a group between the swap of a claim and the listing after it."""
 
     class Pauses(Around):
         listings = 0

@@ -1,6 +1,6 @@
-"""A crash, and every other fault, at every store call of every operation; then a restart (I5).
+"""Tests a crash, and every other fault, at every store call of every operation; then a restart (I5).
 
-What is enumerated, and what a restart must find, is said in crash_enumeration.py. The floors keep an enumeration from silently
+crash_enumeration.py says what is enumerated, and what a restart must find. The floors keep an enumeration from silently
 becoming smaller.
 """
 
@@ -43,6 +43,8 @@ from tests.support.sample_runs import (
 )
 from tests.support.stepped_processes import Clock, simulated
 
+pytestmark = pytest.mark.enumeration
+
 
 @pytest.fixture(autouse=True)
 def clock() -> Iterator[Clock]:
@@ -54,7 +56,7 @@ def clock() -> Iterator[Clock]:
 
 
 def twice(work):
-    """What fails for the store's sake is done once more by the same process, as ranks and Ray do."""
+    """Do it once more in this process when the store has failed, as ranks and Ray do."""
     try:
         return work()
     except StoreError:
@@ -77,7 +79,7 @@ def takes_over(wire: Wire) -> tuple[str, ...]:
 
 
 def saves(number: int, driver: Driver, *, base=None, **rules) -> tuple[str, ...]:
-    """Two saves; each may fail, which does not keep the next one from being made (I10)."""
+    """Make two saves. A save that fails does not keep the next one from being made (I10)."""
     done = []
     for save in (number + 1, number + 2):
         try:
@@ -117,7 +119,7 @@ def rewinds(wire: Wire) -> tuple[str, ...]:
 
 
 def goes_back(wire: Wire) -> tuple[str, ...]:
-    """A group that finds the head damaged, goes back, and trains on from there."""
+    """Let a group find the head damaged, go back, and train on from there."""
     driver = Driver(wire, "ann", "c2")
     attempt, entry = twice(lambda: claim(driver, "g3"))
     instead = twice(lambda: go_back(driver.register, driver.me, group="g3", key=entry.key, problem="a proof"))
@@ -130,7 +132,7 @@ def goes_back(wire: Wire) -> tuple[str, ...]:
 
 
 def finishes(wire: Wire) -> tuple[str, ...]:
-    """The live group is done; its coordinator was started again on the way."""
+    """Finish the live group, whose coordinator was started again on the way."""
     twice(lambda: current(wire).finish("g2"))
     driver = Driver(wire, coordinator="c2")
     twice(lambda: driver.take_over("g2"))
@@ -154,7 +156,7 @@ def reads(wire: Wire) -> tuple[str, ...]:
 
 
 def lives(wire: Wire) -> tuple[str, ...]:
-    """A whole life of a driver's coordinator: claim, restore, two saves, prune and sweep."""
+    """Play the whole life of a driver's coordinator: claim, restore, two saves, prune and sweep."""
     bob = Driver(wire, "bob")
     attempt, entry = claim(bob, "h1")
     base = only_train(restore(Checkpoint(wire, entry))) if entry else None
@@ -264,7 +266,7 @@ def test_a_sweep_deletes_what_was_never_committed_and_leaves_the_evicted_their_g
 
 
 def test_a_repair_ends_with_the_error_of_a_store_that_failed_and_leaves_nothing_out():
-    """Else the newest checkpoint, not readable for a moment, is no longer listed, and the next sweep deletes it."""
+    """A checkpoint that could not be read for a moment, and were left out, would be deleted by the next sweep."""
     calls = run(lost(), repairs).calls
 
     for number, call in enumerate(calls):
@@ -292,7 +294,7 @@ def test_a_crash_of_the_restart_after_a_crash_leaves_a_restorable_run(name, reco
     params=[pytest.param(item, marks=pytest.mark.slow) for item in (("file", 1), ("s3", 3))], ids=["file", "s3"]
 )
 def real(request, tmp_path, monkeypatch):
-    """What makes an empty store, another one each time; and which of the faults there is time for: every first, ..."""
+    """Returns a function that makes a new empty store, and n: there is time for every n-th fault."""
     kind, every = request.param
     if kind == "file":
         return lambda: open_store(f"file://{tmp_path}/{uuid4().hex}"), every

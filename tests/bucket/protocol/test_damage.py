@@ -1,4 +1,4 @@
-"""Going back from a checkpoint that a restore found damaged: step 26, and what everybody else makes of the mark."""
+"""Tests going back from a checkpoint that a restore found damaged, step 26, and how others treat the mark."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def run_of(store: Store, saves: int) -> Driver:
 
 
 def restarted(store: Store, saves: int = 3) -> tuple[Driver, str]:
-    """A run whose second group has claimed; with what it is to restore."""
+    """Make a run whose second group has claimed. Returns it with the entry that the group restores."""
     ann = run_of(store, saves)
     _, entry = ann.claim("g2")
     assert entry is not None
@@ -204,7 +204,7 @@ def test_a_rewind_to_it_is_refused_until_its_bytes_are_right_again(store: Store)
 
 
 def test_a_rewind_does_not_take_off_a_mark_that_it_has_not_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was made between the look and the swap."""
+    """The mark was made after the rewind has read the checkpoint, and before its swap."""
     ann, damaged = restarted(store)
     register = Register(store)
     edit = register.edit
@@ -222,7 +222,7 @@ def test_a_rewind_does_not_take_off_a_mark_that_it_has_not_read(store: Store, mo
 
 
 def test_a_repair_does_not_go_back_to_what_is_marked(store: Store) -> None:
-    """The run was rewound to it, and then it was found damaged."""
+    """The run was rewound to a checkpoint that was then found damaged."""
     run_of(store, 3)
     marked = "step-000000020-a1-s2"
     rewind(Register(store), marked)

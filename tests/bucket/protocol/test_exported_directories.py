@@ -1,4 +1,4 @@
-"""Older exports go on request: only what is proven to be the run's own, never half of one, whatever happens between."""
+"""Tests that older exports are deleted on request: only those proven to be the run's own, and never half of one."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.support.sample_checkpoints import Around, Driver, everything, sealed,
 
 
 def run_of(store: Store, *, saves: int = 3) -> tuple[Driver, list[str]]:
-    """A run with an export of each of its checkpoints; returns their places."""
+    """Make a run with an export of each of its checkpoints. Returns their places."""
     ann = Driver(store)
     ann.claim("g1")
     places = []
@@ -111,7 +111,7 @@ def newer_format(store: Store, place: str) -> None:
 
 
 def of_another_place(store: Store, place: str) -> None:
-    """A hostile record, which would lead out of its directory."""
+    """Write a hostile record, which names a file outside of its directory."""
     key = export_key(place, EXPORT_RECORD)
     tree = json.loads(store.get(key).data)
     store.put(key, sealed({**tree, "files": {**tree["files"], "../../latest": 1}}))
@@ -145,7 +145,7 @@ def test_what_is_not_proven_to_be_a_whole_export_of_this_runs_training_stays_as_
 
 
 class Fails(Around):
-    """Lets so many writes and deletes pass, and refuses all others, before or after they are done."""
+    """Lets a number of writes and deletes pass, and fails all others, before or after they are applied."""
 
     def __init__(self, inner: Store, passes: int, *, is_late: bool) -> None:
         super().__init__(inner)

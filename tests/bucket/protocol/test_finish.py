@@ -1,4 +1,4 @@
-"""A run's end is a fact in `latest` (step 33), for who claims next and for who looks."""
+"""Tests the end of training as `latest` notes it (step 33), for later claims and for readers."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.support.sample_runs import B, F, current, finished, old
 
 @pytest.fixture
 def driver(tmp_path):
-    """One that has claimed and saved twice."""
+    """Makes a driver that has claimed and saved twice."""
     made = Driver(open_store(f"file://{tmp_path}/run"))
     made.claim("g1")
     made.save(1, 1)
@@ -117,7 +117,7 @@ def test_a_repair_keeps_the_end_of_a_readable_body() -> None:
 
 
 def test_an_end_that_an_older_raycheck_went_past_counts_for_nothing(driver) -> None:
-    """It keeps the field, which it does not know, and moves head."""
+    """An older raycheck keeps the field, which it does not know, and moves head."""
     driver.finish("g1")
     tree = latest_tree(driver.store)
     tree["head"] = tree["live"][0]["key"]

@@ -1,4 +1,4 @@
-"""A run that begins from another run's head: copied whole, once, and never silently from zero."""
+"""Tests a run that begins from another run's head: it is copied whole, once, and never begins silently from zero."""
 
 from pathlib import Path
 from uuid import uuid4
@@ -10,6 +10,7 @@ import raycheck
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.claim import Identity, claim
 from raycheck.bucket.protocol.fork import fork
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
@@ -28,7 +29,7 @@ def old() -> Store:
 
 
 def claimed(store: Store):
-    return claim(Register(store), ME, group="group", world_size=1, resume="auto", run_id="run")
+    return claim(Register(store), ME, group="group", world_size=1, resume=AUTO, run_id="run")
 
 
 def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store: Store) -> None:
@@ -46,7 +47,7 @@ def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store
 
 
 def test_a_run_that_began_without_a_checkpoint_is_no_place_for_a_fork(old: Store, store: Store) -> None:
-    """It would go on from zero in silence."""
+    """A fork into it would go on from zero silently."""
     claimed(store)
 
     with pytest.raises(ConfigError, match="has begun already"):

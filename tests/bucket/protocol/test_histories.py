@@ -1,4 +1,4 @@
-"""No history of a run breaks an invariant: short ones in every run, 500 steps each with --all.
+"""Tests that no history of a run breaks an invariant: short histories always, with --all those of 500 steps.
 
 A failure prints the steps of its history. `RAYCHECK_SHRINK=1` has hypothesis look for the shortest one, which takes
 minutes. The mutants prove that the machine can fail at all.
@@ -17,6 +17,8 @@ from tests.support import stepped_processes
 from tests.support.broken_protocols import MUTANTS, Mutant
 from tests.support.history_rules import Histories
 
+pytestmark = pytest.mark.enumeration
+
 LONG_S = 180.0
 QUICK = settings(
     max_examples=80,
@@ -33,7 +35,7 @@ LONG = settings(QUICK, max_examples=4, stateful_step_count=500, derandomize=Fals
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A call may stand still for as long as its history lasts."""
+    """Lets a call be suspended for the whole of its history."""
     monkeypatch.setattr(stepped_processes, "STEP_DEADLINE_S", 600.0)
 
 
@@ -52,7 +54,7 @@ def test_no_history_of_500_steps_breaks_an_invariant():
 
 
 def run_short_ones() -> None:
-    """Several times a few, as hypothesis begins each time with tiny histories."""
+    """Run a few histories several times, as hypothesis begins each time with tiny ones."""
     for number in range(10):
         machine = seed(number)(type("Histories", (Histories,), {}))
         run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=40, derandomize=False))

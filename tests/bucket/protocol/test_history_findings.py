@@ -1,4 +1,4 @@
-"""What the histories of test_histories.py found, as the shortest stories that tell it.
+"""Tests the faults that test_histories.py has found, each as the shortest story that shows it.
 
 Most ended in silence where an error is due, until `latest` said which attempts were answered (step 10).
 """
@@ -17,7 +17,7 @@ from tests.support.sample_checkpoints import Around, Driver
 
 
 class Creates(Around):
-    """The first `latest` is on its way for long: `before` happens first, and its answer may be lost."""
+    """Delays the first write of `latest`: `before` happens first, and the write's answer may be lost."""
 
     def __init__(self, inner: Store, before: Callable[[], object], *, is_lost: bool = False) -> None:
         super().__init__(inner)
@@ -83,7 +83,7 @@ def test_repair_takes_no_latest_for_sound_that_a_refused_claim_created_over_chec
 
 
 class FailsOnce(Around):
-    """The n-th GET of any manifest is refused, as a store does that is busy."""
+    """Refuses the n-th GET of any manifest, as a busy store does."""
 
     def __init__(self, inner: Store, number: int) -> None:
         super().__init__(inner)

@@ -1,6 +1,6 @@
-"""cluster/bucket/policy.json: each role can do its work with the rights it is given, and is given none that it never uses.
+"""Tests cluster/bucket/policy.json: each role has the rights that its work needs, and none that it never uses.
 
-What a role asks of the store is recorded on the wire and judged by the policy.
+The requests of each role are recorded on the wire and judged by the policy.
 """
 
 import json
@@ -50,7 +50,7 @@ def allows(statement: dict, asked: Asked) -> bool:
 
 
 def asked_of(line: str) -> Asked:
-    """What S3 calls a request."""
+    """Return the name of the right that S3 checks for a request."""
     method, _, target = line.partition(" ")
     split = urlsplit(target)
     _, _, key = unquote(split.path).lstrip("/").partition("/")
@@ -77,13 +77,13 @@ def asked_of(line: str) -> Asked:
 
 
 def refused(role: str, requests: list[str]) -> list[Asked]:
-    """What the policy does not let that role do."""
+    """Return the requests that the policy does not allow that role."""
     asked = {asked_of(line) for line in requests}
     return [one for one in asked if not any(allows(statement, one) for statement in statements(role))]
 
 
 def trains(store: Store) -> None:
-    """What nodes and coordinator do: a node's probe, claim, an upload that fails, saves, a restart, pruning."""
+    """Do what nodes and coordinator do: a node's probe, claim, an upload that fails, saves, a restart, pruning."""
     probe_node(store, node="n")
     probe(store)
     ann = Driver(store)
@@ -125,7 +125,7 @@ def raycheck(*arguments: str) -> None:
 
 
 def a_run(uri: str) -> None:
-    """With something for everybody: two checkpoints, a torn save and an upload of an attempt that is over."""
+    """Make a run with two checkpoints, and a torn save and an upload of an attempt that is over."""
     store = open_store(uri)
     ann = Driver(store)
     ann.claim("g1")
@@ -170,7 +170,7 @@ def test_the_policy_gives_nothing_to_anybody_else():
 
 
 def test_a_reader_needs_no_right_to_write(s3, wire, tmp_path):
-    """Every face that only looks, on a store that denies all writes (I8)."""
+    """Commands that only read run on a store that denies all writes (I8)."""
     name = uuid4().hex
     a_run(join_uri(s3, name))
     for method in ("PUT", "POST", "DELETE"):

@@ -1,4 +1,4 @@
-"""Two processes on one run, in every order of their store calls; and a restart from every bucket on the way."""
+"""Tests two processes on one run in every order of their store calls, and a restart from every bucket on the way."""
 
 from collections.abc import Iterator
 
@@ -19,6 +19,8 @@ from tests.support.sample_checkpoints import Driver, write_checkpoint
 from tests.support.sample_runs import B, F, current, old
 from tests.support.stepped_processes import Clock, simulated
 
+pytestmark = pytest.mark.enumeration
+
 
 @pytest.fixture(autouse=True)
 def clock() -> Iterator[Clock]:
@@ -27,7 +29,7 @@ def clock() -> Iterator[Clock]:
 
 
 def commits(wire: Wire):
-    """The live attempt's coordinator, keeping one."""
+    """Commit as the live attempt's coordinator, which keeps one checkpoint."""
     driver = current(wire)
     manifest = write_checkpoint(wire, attempt=2, save=3)
     assert driver.commit(manifest, keep_last=1)
@@ -93,7 +95,7 @@ def restarted_coordinator_commits_the_next_save(wire: Wire):
 
 
 def a_save_comes_late(wire: Wire):
-    """Its reports are repeated to a coordinator that may have committed the next one."""
+    """Repeat a save's reports to a coordinator that may have committed the next save."""
     driver = Driver(wire, coordinator="c2")
     driver.take_over("g2")
     manifest = write_checkpoint(wire, attempt=2, save=3)
@@ -222,7 +224,7 @@ def test_two_processes_in_many_more_orders_leave_a_restorable_run(name, clock):
 
 
 def assert_all(orders: Orders, errors) -> int:
-    """Every end is sound, whoever lost did so by one of `errors`, and from every bucket on the way a run restarts."""
+    """Assert that every end is sound, losers got one of `errors`, and a run restarts from every bucket on the way."""
     for world, outcomes in orders.all():
         assert_invariants(world.inner)
         for outcome in outcomes:

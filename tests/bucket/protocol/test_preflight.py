@@ -1,4 +1,4 @@
-"""What a node is told when its rights do not suffice, verb by verb."""
+"""Tests the error that a node gets when it lacks a right, verb by verb."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def test_a_missing_right_is_a_configuration_error_that_names_node_verb_and_permi
 
 @pytest.fixture
 def rclone(tmp_path: Path) -> Iterator[str]:
-    """URI of a bucket on a server that ignores preconditions."""
+    """Yields the URI of a bucket on a server that ignores preconditions."""
     (tmp_path / "bucket").mkdir()
     (port,) = free_ports(1)
     keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]

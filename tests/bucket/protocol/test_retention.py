@@ -1,4 +1,4 @@
-"""Retention, pins, prune and sweep: what stays, what goes, and that nothing goes which anybody may still need."""
+"""Tests retention, pins, prune and sweep: what stays, what goes, and that nothing goes that may still be needed."""
 
 from dataclasses import replace
 from uuid import uuid4
@@ -249,7 +249,7 @@ def test_a_metric_that_no_checkpoint_has_drops_nothing_by_itself():
 
 
 def gone_back(live: list[Entry], *, to: Entry) -> Latest:
-    """Attempt 1 saved `live`; attempt 2 went back to one of them and saved steps of its own."""
+    """Make a body: attempt 1 saved `live`, attempt 2 went back to one of them and saved steps of its own."""
     body = body_of(live, live[-1].key)
     second = replace(body.attempt, number=2, restore_key=to.key, last_save=9)
     return replace(body, attempts=(body.attempt, second))
@@ -430,7 +430,7 @@ def test_a_full_latest_refuses_the_commit_and_a_prune_beside_the_run_makes_room(
 
 
 class Ages(Around):
-    """The bucket's clock, set forward; and every key that was deleted, in order."""
+    """Sets the bucket's clock forward, and lists every key that was deleted, in order."""
 
     def __init__(self, inner: Store, seconds: float) -> None:
         super().__init__(inner)
@@ -643,7 +643,7 @@ def directories(store: Store) -> set[str]:
 
 
 def leave_garbage(store: Store) -> tuple[Driver, str, str]:
-    """A run of three attempts. Returns its driver, a torn save of attempt 1, and a whole one that was never listed."""
+    """Make a run of three attempts. Returns its driver, a torn save of attempt 1, and a whole one, not listed."""
     ann = Driver(store)
     ann.claim("g1")
     ann.save(1, 1)
@@ -766,7 +766,7 @@ def begin_local_upload(store: Store, key: str) -> Upload:
 
 
 def test_a_late_commit_of_a_swept_save_is_refused(store):
-    """Why it is safe to delete: nothing of an earlier attempt can become live again, whenever it wakes up."""
+    """Deleting is safe, since nothing of an earlier attempt can become live again, whenever it wakes up."""
     zombie = Driver(store)
     zombie.claim("g1")
     pending = write_checkpoint(store, attempt=1, save=1)
@@ -795,7 +795,7 @@ def entry_of(save: int, *, is_rolling: bool) -> Entry:
 
 
 def commits_kept(kinds: str, rules: Retention) -> list[int]:
-    """kinds: one letter per commit, k for kept and r for rolling; the last one is the head."""
+    """Return the commits that stay. kinds: a letter per commit, k for kept, r for rolling; the last one is the head."""
     live = [entry_of(save, is_rolling=kind == "r") for save, kind in enumerate(kinds, start=1)]
     return [step // 10 for step in steps_kept(live, rules)]
 

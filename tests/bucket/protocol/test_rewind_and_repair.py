@@ -1,4 +1,4 @@
-"""Rewind and repair: going back on purpose, and getting a lost `latest` back from what the manifests say."""
+"""Tests rewind, which goes back on purpose, and repair, which rebuilds a lost `latest` from the manifests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -291,7 +291,7 @@ def test_a_repair_keeps_the_pins_that_an_old_body_still_knows(store: Store) -> N
 
 
 def test_a_repair_leaves_one_checkpoint_per_hour_to_a_run_that_keeps_one_per_hour(store: Store) -> None:
-    """Else all of them would seem to be of the moment of the repair, and all but one would go at the next commit."""
+    """If all of them got the time of the repair, the next commit would drop all but one."""
     ann, rule = Driver(store), Retention(keep_every_seconds=3600.0)
     ann.claim("g1")
     for save in (1, 2, 3):

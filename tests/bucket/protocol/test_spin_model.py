@@ -1,7 +1,8 @@
-"""The protocol as a model, searched to the end: protocol.pml says what is modelled, within which bounds, and what is not.
+"""Tests a model of the protocol in all its states: protocol.pml says what is modelled, within which bounds.
 
-Two questions, each for one run of spin: does the protocol hold in a configuration, and does the checker find a violation
-when a rule is taken away. With --all only, since spin is a Debian package; by hand: pytest --all tests/bucket/protocol/test_spin_model.py.
+Each run of spin answers one of two questions: does the protocol hold in a configuration, and does the checker find a
+violation when a rule is taken away? They run with --all only, since spin is a Debian package:
+pytest --all tests/bucket/protocol/test_spin_model.py.
 """
 
 import os
@@ -70,7 +71,7 @@ MEMORY_MIB = 6000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """What spin found, and in which folder its program and trail lie."""
+    """Holds what spin found, and the folder with its program and trail."""
 
     folder: Path
     flags: list[str]
@@ -96,7 +97,7 @@ class Search:
         )
 
     def story(self) -> str:
-        """The counterexample in words: what each actor did, one line per request."""
+        """Tell the counterexample in words: what each actor did, one line per request."""
         command = ["spin", *self.flags, "-B", "-t", MODEL.name]
         replay = subprocess.run(
             command, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False

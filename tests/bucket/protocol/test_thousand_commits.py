@@ -1,6 +1,6 @@
-"""A thousand commits of one run as the protocol sees them: `latest` stays within its bound, whoever writes it.
+"""Tests a thousand commits of one run: `latest` stays within its bound, whoever writes it.
 
-The bucket's clock goes on by itself here, so that grace and pauses of hours pass in seconds.
+The bucket's clock is set forward here, so that grace and pauses of hours pass in seconds.
 """
 
 import time
@@ -28,7 +28,7 @@ KEEP_LAST = 10
 
 
 class Clock(Around):
-    """The bucket's clock, set forward by whoever holds it."""
+    """Sets the bucket's clock forward."""
 
     passed_s = 0.0
 
@@ -95,7 +95,7 @@ def test_a_latest_full_of_evicted_names_can_still_be_claimed_and_pruned():
 
 
 def fill(driver: Driver, *, up_to: int) -> None:
-    """As the newest of so many commits have left it, without making them all."""
+    """Write the `latest` that this many commits leave, without making them all."""
     body, now = driver.look(), time.time()
 
     def with_names(number: int) -> Latest:
@@ -107,7 +107,7 @@ def fill(driver: Driver, *, up_to: int) -> None:
 
 
 def save_until_full(driver: Driver) -> None:
-    """It need not become full: a commit may make room for itself."""
+    """Save until `latest` is full. It need not become full: a commit may make room for itself."""
     with suppress(ConfigError, SaveFailedError):
         for save in range(1, 100):
             driver.save(1, save, keep_last=1)

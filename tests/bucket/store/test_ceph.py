@@ -123,7 +123,7 @@ def check_nothing_acknowledged_is_lost(uri: str, acknowledged: list[str]) -> Non
 
 
 class Journal:
-    """What the writer knows, one line per event, each written out when it is known."""
+    """Keeps what the writer knows, one line per event, each written out at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

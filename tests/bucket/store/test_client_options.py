@@ -1,7 +1,7 @@
-"""Each storage setting, with each client, as it arrives at a server: the rows of bucket/store/engines.py.
+"""Compares each storage setting, with each client, with what arrives at a server: the rows of store/client_options.py.
 
-The server is a real one behind a recording proxy. `ray` is what Ray would write with: pyarrow's own S3 where its URI can
-say the settings, else the file system that raycheck builds.
+The server is a real one behind a recording proxy. `ray` is the file system with which Ray would write: pyarrow's own S3
+where its URI can say the settings, else the file system that raycheck builds.
 """
 
 import json
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:Re
 
 
 def by_s3fs(uri: str) -> None:
-    """Every request that S3Store can make."""
+    """Makes every request that S3Store can make."""
     store = open_store(uri)
     assert isinstance(store, S3Store)
     store.put("a", b"one")
@@ -58,7 +58,7 @@ def failing_parts() -> Iterator[memoryview]:
 
 
 def by_obstore(uri: str) -> None:
-    """Every request that it makes itself."""
+    """Makes every request that obstore makes itself."""
     store = open_store(uri)
     assert isinstance(store, FastS3Store)
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +76,7 @@ def move_bytes(store: FastS3Store) -> None:
 
 
 def by_ray(uri: str) -> None:
-    """As Ray's StorageContext does."""
+    """Uses the file system as Ray's StorageContext does."""
     path, files = ray_filesystem(uri) or reversed(FileSystem.from_uri(uri))
     files.create_dir(path)
     with files.open_output_stream(f"{path}/a") as stream:
@@ -103,7 +103,7 @@ def sent(drive: Drive, wire: FaultProxy, settings: StorageSettings) -> list[Head
 
 
 def of_objects(heads: list[Head]) -> list[Head]:
-    """Those on objects and listings of the run, not a file system's looks at the bucket itself."""
+    """Returns the requests for objects and listings of the run, without a file system's requests for the bucket."""
     return [
         head for head in heads if len(head.target.partition("?")[0].strip("/").split("/")) > 1 or "?" in head.target
     ]

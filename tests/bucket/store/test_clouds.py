@@ -50,7 +50,7 @@ def parts_of(data: bytes, part: int):
 
 
 class SourceError(Exception):
-    """What a generator of parts may raise; the store knows nothing of it."""
+    """An error that a generator of parts raises; the store does not know this class."""
 
 
 # --- a whole run ---
@@ -107,7 +107,7 @@ def test_a_put_larger_than_a_part_arrives_whole(store):
 
 
 def test_a_source_that_fails_after_its_last_part_leaves_no_object(store):
-    """As one does that finds out at the end that its bytes are not what they should be."""
+    """Such a source finds out at the end that its bytes are not what they should be."""
     data = bytes(PART + 1)
 
     def parts():
@@ -236,7 +236,7 @@ def test_bytes_that_always_change_on_their_way_are_an_error_of_the_store(proxied
 
 
 def test_a_refused_checksum_as_google_documents_it_is_repeated_too(gs, gcs):
-    """As 400 with the reason "invalid"."""
+    """Google documents a 400 with the reason "invalid"."""
     inject(gcs, "POST", "uploadType=multipart", status=400, reason="invalid")
     gs.put("a", b"1")
     inject(gcs, "POST", "uploadType=multipart", status=400, reason="invalid")
@@ -296,7 +296,7 @@ def test_a_put_is_repeated_after_a_broken_connection(proxied, kind):
 @pytest.mark.parametrize("kind", ["reset", "lose_answer"])
 @pytest.mark.parametrize("nth", [0, 1, 2])
 def test_an_upload_goes_on_after_a_broken_connection_at_any_chunk(proxied, kind, nth):
-    """Also when the lost answer was the last one, which said that the object is there."""
+    """It goes on even when the lost answer was the last one, which said that the object is there."""
     proxy, store = proxied
     data = random.Random(nth).randbytes(2 * PART + 5)
 
@@ -333,7 +333,7 @@ def test_nothing_reads_the_buffer_any_more_when_an_upload_has_failed(proxied):
 
 @pytest.fixture
 def proxied_az(azure: str, request, monkeypatch):
-    """The same before Azurite, whose signatures do not cover the port."""
+    """Puts a fault proxy before Azurite, whose signatures do not cover the port."""
     address = azure.partition("BlobEndpoint=http://")[2].partition("/")[0]
     with fault_proxy(f"az://raycheck?endpoint_override={address}") as proxy:
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure.replace(address, f"127.0.0.1:{proxy.port}"))
@@ -357,7 +357,7 @@ def test_a_conditional_write_to_azure_whose_answer_was_lost_is_never_reported_as
 @pytest.mark.parametrize("kind", ["reset", "lose_answer"])
 @pytest.mark.parametrize("what", ["comp=block&", "comp=blocklist"])
 def test_an_upload_to_azure_goes_on_after_a_broken_connection(proxied_az, kind, what):
-    """Also when the lost answer was that of the commit: its repetition finds the blocks committed."""
+    """It goes on even when the lost answer was that of the commit: the repeated commit finds its blocks committed."""
     proxy, store = proxied_az
     data = random.Random(9).randbytes(2 * PART + 5)
     proxy.rule(kind, "PUT", what)
@@ -453,7 +453,7 @@ def test_a_token_that_cannot_be_renewed_is_a_configuration_error(gs, monkeypatch
 
 
 def test_an_object_that_unpacks_to_more_than_it_says_is_not_read_whole(gs, gcs):
-    """In a hostile bucket: aiohttp unpacks what is marked as packed."""
+    """A hostile bucket may hold such an object: aiohttp unpacks what is marked as packed."""
     packed = gzip.compress(bytes(1 << 20))
     request = urllib.request.Request(
         f"{gcs}/upload/storage/v1/b/raycheck/o?uploadType=media&name=bomb/latest&contentEncoding=gzip",

@@ -1,6 +1,6 @@
-"""The conformance suite: what every backend must do, word for word, whatever lies beneath it.
+"""The conformance suite says what every backend must do.
 
-The protocol in commit.py stands on these verbs alone; a new backend is done when it passes this file.
+The protocol needs nothing but these verbs; a new backend is done when it passes this file.
 """
 
 import random
@@ -40,7 +40,7 @@ on_s3 = pytest.mark.parametrize("uri", S3, indirect=True)
 
 @pytest.fixture(params=["memory", "file", *GOOGLES, pytest.param("az", marks=pytest.mark.slow), *S3])
 def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every backend, S3 with both engines, and on further servers. The protocol's own tests run on fewer."""
+    """Returns a root on each backend: S3 with both engines, and on further servers. The protocol's tests run on fewer."""
     if request.param not in S3_SERVERS:
         return new_root(request, tmp_path)
     if not request.param.endswith("by obstore"):
@@ -242,7 +242,7 @@ def test_an_object_of_one_part_arrives_whole(store):
 
 
 class SourceError(Exception):
-    """What a generator of parts may raise; the store knows nothing of it."""
+    """An error that a generator of parts raises; the store does not know this class."""
 
 
 @large_bodies
@@ -294,7 +294,7 @@ def test_parts_that_fail_midway_leave_no_upload_open_on_s3(store):
 
 
 def begin_upload(store: Store, *keys: str) -> list[Upload]:
-    """What a writer leaves that is killed in the middle of `put_parts`."""
+    """Leaves what a writer leaves that is killed in the middle of `put_parts`."""
     begin = [(key, lambda client, key=key: client.create_multipart_upload(**store._at(key))) for key in keys]
     return [Upload(key, store._run(key, call)["UploadId"]) for key, call in begin]
 
@@ -613,7 +613,7 @@ def test_of_racing_threads_exactly_one_creates_and_exactly_one_swaps(store):
 
 
 def test_writes_and_deletes_in_one_folder_do_not_disturb_each_other(store):
-    """As the probes of several claims do: each on its own object, all under one prefix."""
+    """The probes of several claims do this: each on its own object, all under one prefix."""
     racers = 4
     rounds = 300 if store.uri.startswith(("memory", "file")) else 10
     barrier = threading.Barrier(racers)

@@ -1,4 +1,4 @@
-"""One table for all clients: what a server's answer becomes, how often it is asked, and what the error shows.
+"""Tests all clients by one table: what a server's answer becomes, how often it is asked, and what the error shows.
 
 The answers are those that the services document, given by a proxy before a real server.
 """
@@ -129,7 +129,7 @@ def store(wire_and_store: tuple[FaultProxy, Store]) -> Store:
 
 
 def raised(kind: type[Exception] | tuple[type[Exception], ...], store: Store, verb: str) -> Exception:
-    """What the verb raises; with all that it is caused by, it shows no secret."""
+    """Returns what the verb raises, after checking that it and its causes show no secret."""
     with pytest.raises(kind) as caught:
         VERBS[verb](store)
     shown = "".join(traceback.format_exception(caught.value))

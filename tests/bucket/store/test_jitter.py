@@ -1,4 +1,4 @@
-"""Nothing in a training process may draw from the global generators: neither raycheck nor the clients of its stores."""
+"""Tests that neither raycheck nor the clients of its stores draw from the global random generators."""
 
 import ast
 import subprocess

@@ -31,7 +31,7 @@ SAVES = 5
 
 
 def read_whole(checkpoint: Checkpoint) -> int:
-    """Every object of it, judged by its checksum. Returns how many bytes that were."""
+    """Reads every object of the checkpoint and compares its checksum. Returns how many bytes it has read."""
     manifest = checkpoint.read_manifest()
     checkpoint.read_index(manifest)
     total = 0
@@ -142,7 +142,7 @@ def test_the_five_thousandth_checkpoint_costs_what_the_first_ones_did() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("uri", ["file", "s3"], indirect=True)
 def test_sixty_four_readers_see_nothing_but_whole_checkpoints_while_four_runs_commit(uri: str) -> None:
-    """Without any grace, so that what is read is deleted under the readers' hands: then they are told so."""
+    """There is no grace here, so checkpoints are deleted while they are read, and the readers must be told so."""
     stores = [open_store(join_uri(uri, f"run-{number}")) for number in range(WRITERS)]
     drivers = [Driver(store) for store in stores]
     attempts = [driver.claim("g")[0].number for driver in drivers]

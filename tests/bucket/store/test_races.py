@@ -1,7 +1,7 @@
-"""One winner, each time: the one promise of a store on which everything else stands, asked of sixteen processes at once.
+"""Tests that one of sixteen processes wins each race: the promise of a store that everything else needs.
 
 What a racer is told and what lies in the object afterwards must agree. A winner may in theory be told that it lost:
-aiohttp sends a PUT once more when its connection breaks (see store/remote.py), and the second one meets the first. No
+aiohttp sends a PUT once more when its connection breaks (see store/retry.py), and the second one meets the first. No
 connection breaks here, so that is not allowed for.
 """
 
@@ -34,7 +34,7 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture(params=STORES)
 def uri(request: pytest.FixtureRequest, tmp_path) -> str:
-    """One root for each server: a client of it is made once by each process."""
+    """Returns one root for each server, so that each process makes a server's client once."""
     if request.param == "file":
         return f"file://{tmp_path}/races"
     if request.param == "gs":
@@ -47,7 +47,7 @@ def uri(request: pytest.FixtureRequest, tmp_path) -> str:
 
 
 def race(racers: Processes | Threads, uri: str, *, rounds: int, size: int) -> list[Outcome]:
-    """Each round all create one new object, then all swap it."""
+    """Lets all writers create one new object, then swap it, once per round."""
     store = open_store(uri)
     folder = uuid4().hex
     return [

@@ -1,4 +1,4 @@
-"""Between URIs and Ray's file systems: what pyarrow can say it says itself, and no secret is ever carried."""
+"""Tests the way between URIs and Ray's file systems: pyarrow takes what it understands, and no secret is carried."""
 
 import pickle
 import subprocess
@@ -14,7 +14,7 @@ from raycheck.bucket.store.ray_filesystem import ray_filesystem, uri_of
 
 
 def name_of(value: object) -> str:
-    """The same in both processes of a test run, which must collect alike."""
+    """Returns a name of the case that is equal in both processes of a test run, so that they collect alike."""
     return value if isinstance(value, str) else type(value).__name__
 
 

@@ -100,7 +100,7 @@ def test_a_delete_of_a_link_deletes_the_link(store, root, outside):
 
 
 def test_a_folder_that_becomes_a_link_while_it_is_deleted_from_leads_nowhere(store, root, outside):
-    """Between any two calls of the delete, that is: for each is about a folder that is open already."""
+    """It may become one between any two calls of the delete, since each call is about a folder that is open already."""
     folder, hidden = root / "checkpoints" / "x", root / "checkpoints" / "y"
     folder.mkdir(parents=True)
     before = precious(outside)

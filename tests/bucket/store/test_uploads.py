@@ -36,7 +36,7 @@ CREATE, COMPLETE = "[?]uploads", "[?]uploadId"
 
 
 class SourceError(Exception):
-    """What a generator of parts may raise; the store knows nothing of it."""
+    """An error that a generator of parts raises; the store does not know this class."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def parts_of(buffer: bytearray) -> Iterator[memoryview]:
 
 
 def error_of(kind: type[Exception], store: Store, parts: Iterator[memoryview], size: int = SIZE) -> Exception:
-    """What an upload raises, without the frames that hold its parts: they read none."""
+    """Returns what an upload raises, without the frames that hold its parts, which no longer read them."""
     with pytest.raises(kind) as caught:
         store.put_parts("a/b", parts, size)
     return caught.value.with_traceback(None)
@@ -104,7 +104,7 @@ def test_an_object_of_one_part_is_one_request(store, wire):
 @pytest.mark.parametrize("kind", ["reset", "lose_answer", "busy"])
 @pytest.mark.parametrize(("method", "key"), [("POST", CREATE), ("PUT", "partNumber=2"), ("POST", COMPLETE)])
 def test_an_upload_goes_on_after_a_fault_in_any_request(store, buffer, wire, kind, method, key):
-    """Also when the lost answer was the last one, which said that the object is there."""
+    """It goes on even when the lost answer was the last one, which said that the object is there."""
     wire.rule(kind, method, key)
 
     store.put_parts("a", parts_of(buffer), SIZE)

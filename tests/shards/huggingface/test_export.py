@@ -217,7 +217,7 @@ class Extra(nn.Linear):
         return {"amax": torch.ones(2)}
 
     def set_extra_state(self, state: object) -> None:
-        """Nothing to take up."""
+        """Take nothing."""
 
 
 def test_tensors_of_an_extra_state_are_no_weights(run: Store, tmp_path: Path):

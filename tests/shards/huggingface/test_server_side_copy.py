@@ -41,7 +41,7 @@ PARTS = "/exports/.*partNumber"
 
 @pytest.fixture
 def checkpoint(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """Of a model with large and small weights, some of odd sizes, one in another type."""
+    """Saves a model with large and small weights, some of odd sizes, one in another type."""
     monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=5 * MIB))
     torch.manual_seed(0)
     sizes = {"a_norm": 100, "b_large": 6 * MIB, "c_bias": 3, "d_large": 5 * MIB + 7, "e_small": MIB // 8}
@@ -52,7 +52,7 @@ def checkpoint(wire: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
 
 @pytest.fixture
 def direct(s3: str, checkpoint: Checkpoint) -> Store:
-    """The same place without the proxy."""
+    """Returns the checkpoint's store without the proxy."""
     return open_store(join_uri(s3, checkpoint.store.uri.rpartition("/")[2].partition("?")[0]))
 
 
@@ -123,7 +123,7 @@ def test_a_range_that_was_changed_in_the_bucket_is_told_as_damage(checkpoint, di
 
 
 class Objects:
-    """In the place of a Source: which object a chunk lies in."""
+    """Stands in for a WeightSource: knows which object a chunk lies in."""
 
     @staticmethod
     def key_of(chunk: Chunk) -> str:
@@ -131,7 +131,7 @@ class Objects:
 
 
 def weights_of(told: list[tuple[list[int], torch.dtype]]) -> list[Weight]:
-    """Of ranks that hold so many elements each, with payloads one after the other in one object."""
+    """Make weights of ranks that hold this many elements each, with payloads one after the other in one object."""
     weights, end = [], 1000
     for number, (sizes, dtype) in enumerate(told):
         chunks, at = [], 0
@@ -149,7 +149,7 @@ def weights_of(told: list[tuple[list[int], torch.dtype]]) -> list[Weight]:
 
 
 def payload_of(weight: Weight, start: int, stop: int) -> list[tuple[int, int]]:
-    """Where the bytes of a run of its elements lie in the object."""
+    """Returns where the bytes of a run of its elements lie in the object."""
     item, found = weight.dtype.itemsize, []
     for chunk in sorted(weight.saved.chunks, key=lambda chunk: chunk.payload_offset):
         low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])

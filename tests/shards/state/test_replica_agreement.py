@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raycheck.bucket.assembly.assemble import assemble
-from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, HeldBoxes, Holdings, agree
+from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, HeldBox, Holdings, agree
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
@@ -260,9 +260,9 @@ def bytes_of(manifest: Manifest) -> int:
 # --- who writes ---
 
 
-def held(number: int, *, size_bytes: int, may_spread: bool) -> HeldBoxes:
+def held(number: int, *, size_bytes: int, may_spread: bool) -> HeldBox:
     name = f"t{number}"
-    return HeldBoxes(
+    return HeldBox(
         box=f"{name}@0",
         name=name,
         dtype="uint8",
@@ -278,7 +278,7 @@ def held(number: int, *, size_bytes: int, may_spread: bool) -> HeldBoxes:
 def groups(draw: st.DrawFn) -> list[Holdings]:
     """Draws up to five ranks and twenty boxes, each held by some of the ranks."""
     world_size = draw(st.integers(1, 5))
-    found: list[list[HeldBoxes]] = [[] for _ in range(world_size)]
+    found: list[list[HeldBox]] = [[] for _ in range(world_size)]
     for number in range(draw(st.integers(0, 20))):
         size = draw(st.sampled_from([0, 5, SPREAD_FROM_BYTES - 1, SPREAD_FROM_BYTES, 7 * MIB]))
         box = held(number, size_bytes=size, may_spread=draw(st.booleans()))

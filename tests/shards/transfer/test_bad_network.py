@@ -1,4 +1,4 @@
-"""On a bad network a save commits or fails, a restore is right or an error, and nothing is in between."""
+"""A save on a bad network commits or fails, and a restore is right or an error; nothing is in between."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +12,7 @@ from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol import claim as claims
+from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store, retry
@@ -37,7 +38,7 @@ def wire(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
 
 
 class Trainer:
-    """One rank and its coordinator, which share a store; the model holds the number of the step everywhere."""
+    """Plays one rank and its coordinator, which share a store; the model holds the number of the step everywhere."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -47,7 +48,7 @@ class Trainer:
         self.acknowledged: list[str] = []
         self.failed = 0
         self._plans = PlanCache()
-        claimed = claims.claim(self.register, ME, group="g", world_size=1, resume="auto", run_id="run")
+        claimed = claims.claim(self.register, ME, group="g", world_size=1, resume=AUTO, run_id="run")
         self._attempt = claimed[0].number
 
     def save(self, number: int) -> None:
@@ -93,7 +94,7 @@ def test_with_many_requests_failing_each_save_commits_or_fails_and_each_restore_
 
 
 def restores(store: Store) -> bool:
-    """Whether the head has the values of its step, all of them; anything else but an error is a silent wrong."""
+    """Returns whether the head has the values of its step, all of them; anything else but an error is a silent wrong."""
     body = read_latest(store)
     live = {"weights": torch.full(SHAPE, -1.0)}
     entry = body.entry(body.head)

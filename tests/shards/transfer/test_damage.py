@@ -33,7 +33,7 @@ def saved() -> tuple[Checkpoint, dict[str, bytes]]:
 
 @pytest.fixture
 def checkpoint(saved) -> Checkpoint:
-    """Whole again before each test."""
+    """Makes the checkpoint whole again before each test."""
     checkpoint, objects = saved
     for key, data in objects.items():
         checkpoint.store.put(key, data)
@@ -104,7 +104,7 @@ def swapped(checkpoint: Checkpoint) -> None:
 
 
 def of_another_attempt(checkpoint: Checkpoint) -> None:
-    """The same rank's shard of a save with other values: the same length, whole in itself."""
+    """Returns this rank's shard of a save with other values, which is whole in itself and of equal length."""
     other = open_store("memory://damaged-other")
     twin = save_played(other, {name: tensor + 1 for name, tensor in WEIGHTS.items()}, world_size=2)
     checkpoint.store.put(shard(checkpoint, 0), other.get(shard(twin, 0)).data)

@@ -26,7 +26,7 @@ from tests.bucket.format.test_golden_documents import GOLDEN, load_index
 
 
 def as_torch_builds_it(index: Index, component: str) -> Metadata:
-    """The same, made of torch's own objects."""
+    """Returns the metadata that torch itself would build, made of its own objects."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str | int, ...]] = {}

@@ -24,7 +24,7 @@ def touched(size: int) -> HostBuffer:
     buffer = HostBuffer(size, pinned=False)
     buffer.fault_in()
     buffer._thread.join()
-    buffer.ready()
+    buffer.stop_faulting_in()
     return buffer
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_written_behind_the_caller_once_it_is_ready(monkeypatch: pyte
     buffer.fault_in()
     thread = buffer._thread
 
-    buffer.ready()
+    buffer.stop_faulting_in()
 
     assert not thread.is_alive()
     buffer.tensor.fill_(7)

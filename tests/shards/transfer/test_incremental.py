@@ -1,4 +1,4 @@
-"""What training does not change is uploaded once, and every checkpoint is whole all the same."""
+"""Tensors that training does not change are uploaded once, and every checkpoint is whole nevertheless."""
 
 import copy
 from collections.abc import Callable
@@ -85,19 +85,19 @@ class Ranks:
 
 
 def place_of(checkpoint: Checkpoint, component: str = BASE) -> str:
-    """The checkpoint in which a component of this one lies."""
+    """Returns the checkpoint that has a component of this one."""
     return {part.name: part.checkpoint for part in checkpoint.read_manifest().components}[component]
 
 
 def written(checkpoint: Checkpoint) -> set[str]:
-    """The components that the checkpoint has objects of."""
+    """Returns the components of which the checkpoint itself has objects."""
     prefix = object_keys.checkpoint_prefix(checkpoint.entry.key)
     keys = [item.key.removeprefix(prefix) for item in checkpoint.store.list_objects(prefix)]
     return {key.split("/")[0] for key in keys if "/" in key}
 
 
 def check_holds(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Whole by raycheck, and every component by stock torch, wherever it lies."""
+    """Check that raycheck finds the checkpoint whole, and stock torch every component, wherever it lies."""
     assert [finding.problem for finding in checkpoint.verify() if finding.problem] == []
     blank = Adapted(seed=99)
     TrainState({"model": blank}, rank=0, world_size=1).apply(checkpoint)
@@ -307,8 +307,8 @@ def test_what_the_head_does_not_have_is_copied(files: Store) -> None:
     state = ranks.states[0]
     state.components.forget()
     second = ranks.save()
-    kept = state.components._kept[BASE]
-    state.components._kept[BASE] = replace(kept, checkpoint=first.entry.key)
+    kept = state.components._known[BASE]
+    state.components._known[BASE] = replace(kept, checkpoint=first.entry.key)
     third = ranks.save()
 
     assert place_of(second) == second.entry.key
@@ -501,14 +501,14 @@ def test_equal_bytes_have_equal_digests_and_a_flipped_bit_shows(dtype: torch.dty
 
 
 def _on_a_device(tensor: torch.Tensor) -> Any:
-    """What an accelerator would compute."""
+    """Returns the digest that an accelerator would compute."""
     return weighted_sums(tensor.contiguous().view(-1)).tolist() if tensor.numel() else ()
 
 
 @pytest.mark.parametrize("shape", [(64,), (32, 2), (1 << 17,)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 def test_signs_that_all_change_show(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Only the top bit of each number differs."""
+    """Compare tensors in which only the top bit of each number differs."""
     tensor = torch.randn(shape).to(dtype)
     mask = (torch.rand(shape) < 0.1).to(dtype)
 

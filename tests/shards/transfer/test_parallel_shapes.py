@@ -28,7 +28,7 @@ from tests.support.save_without_ray import agreed, claimed, committed, restore_s
 def save_by(
     ranks: Ranks, store: Store, kind: str
 ) -> tuple[Checkpoint, list[fsdp_training.Tensors], list[fsdp_training.Tensors]]:
-    """What four ranks trained, with each rank's tensors at the save and one step after it."""
+    """Save what four ranks trained. Returns each rank's tensors at the save and one step after it too."""
     name = claimed(store, world_size=4, step=parallel_shapes.PROGRESS.step)
     answers = ranks.run(parallel_shapes.save_trained, 4, kind, store.uri, name)
     checkpoint = committed(store, name, [answer[0] for answer in answers], progress=parallel_shapes.PROGRESS)
@@ -285,6 +285,6 @@ def test_experts_of_each_rank_are_kept_beside_a_router_that_is_written_once(memo
 
 
 def payload_bytes(checkpoint: Checkpoint) -> int:
-    """Of distinct records: a tied tensor's second name has the same one."""
+    """Returns the payload bytes of distinct records: a tied tensor's second name has the record of the first."""
     chunks = checkpoint.read_index(checkpoint.read_manifest()).chunks
     return sum({(chunk.rank, chunk.record_offset): chunk.payload_size for chunk in chunks}.values())

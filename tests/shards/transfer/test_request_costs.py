@@ -24,7 +24,7 @@ WORLD_SIZE = 2
 
 
 def sent(proxy: FaultProxy) -> Requests:
-    """What came since it was asked last."""
+    """Returns the requests that came since the last call."""
     verbs = ["PUT" if "list-type" in line else line.split(" ")[0] for line in proxy.requests]
     proxy.requests.clear()
     return Requests(

@@ -246,7 +246,7 @@ def test_the_same_world_size_fetches_hardly_more_than_its_own_bytes(store: Store
 
 def test_planning_a_read_costs_the_same_per_tensor_however_many_there_are(tmp_path):
     def calls(count: int) -> int:
-        """Of functions, counted by the profiler: a measure that does not depend on the machine."""
+        """Count calls of functions by the profiler, which does not depend on the machine."""
         module = nn.Module()
         for i in range(count):
             module.register_buffer(f"b{i}", torch.tensor(float(i)))
@@ -346,7 +346,7 @@ def chunk_of(checkpoint: Checkpoint, name: str, *, rank: int) -> Chunk:
 
 
 def flip(checkpoint: Checkpoint, chunk: Chunk, *, at: int) -> None:
-    """One bit of one byte of the chunk's payload, in the bucket."""
+    """Flip one bit of the chunk's payload in the bucket."""
     key = keys.shard_key(checkpoint.entry.key, chunk.component, chunk.rank)
     data = bytearray(checkpoint.store.get(key).data)
     data[chunk.payload_offset + at] ^= 0x10

@@ -1,4 +1,4 @@
-"""Staging: one reused buffer that is the object itself, complete and frozen from the moment `stage` returns."""
+"""Staging fills one reused buffer that is the object itself, complete and frozen from the moment `stage` returns."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ from raycheck.shards.transfer.stager import ALIGN, Leaves, Staged, Stager
 from tests.support.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
 
 
-def pieces_of(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:
+def boxes_of(tensors: dict[str, torch.Tensor]) -> list[LocalBox]:
     return [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
 
 
@@ -46,7 +46,7 @@ def some_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def staged_by(stager: Stager, tensors: dict[str, torch.Tensor], values: dict[str, object]) -> Staged:
-    return stager.stage(pieces_of(tensors), leaves_of(values))
+    return stager.stage(boxes_of(tensors), leaves_of(values))
 
 
 def fresh_bytes(tensors: dict[str, torch.Tensor], values: dict[str, object]) -> bytes:
@@ -54,7 +54,7 @@ def fresh_bytes(tensors: dict[str, torch.Tensor], values: dict[str, object]) -> 
 
 
 def addresses(staged: Staged) -> list[int]:
-    """Where the parts lie in this process's memory."""
+    """Returns the parts' addresses in this process's memory."""
     return [torch.frombuffer(part, dtype=torch.uint8).data_ptr() for part in staged.parts(1 << 30)]
 
 
@@ -214,49 +214,49 @@ def test_a_changed_layout_leaves_no_stale_bytes():
     assert reused == [fresh_bytes(tensors, {"step": 5}) for tensors in layouts]
 
 
-def faults_of_staging(stager: Stager, pieces: list[LocalBox]) -> int:
+def faults_of_staging(stager: Stager, boxes: list[LocalBox]) -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    stager.stage(pieces, {})
+    stager.stage(boxes, {})
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def test_a_first_save_that_was_prepared_finds_its_memory_touched_and_its_bytes_right():
     tensors = {f"weight{i}": torch.randn(1 << 20) for i in range(8)}
-    pieces = pieces_of(tensors)
+    boxes = boxes_of(tensors)
     prepared, cold = Stager("train", 0), Stager("train", 0)
 
-    prepared.prepare(pieces, world_size=1)
+    prepared.prepare(boxes, world_size=1)
     prepared._buffer._thread.join()
 
     pages = (8 << 22) // mmap.PAGESIZE
-    assert faults_of_staging(prepared, pieces) < pages / 4
-    assert faults_of_staging(cold, pieces) > pages / 4
-    assert shard_bytes(prepared.stage(pieces, {})) == fresh_bytes(tensors, {})
+    assert faults_of_staging(prepared, boxes) < pages / 4
+    assert faults_of_staging(cold, boxes) > pages / 4
+    assert shard_bytes(prepared.stage(boxes, {})) == fresh_bytes(tensors, {})
 
 
 def test_preparing_may_be_overtaken_by_a_stage_or_a_change_of_form():
     stager = Stager("train", 0)
     first, second = {"a": torch.randn(1 << 22)}, {"a": torch.randn(1 << 22), "b": torch.randn(3)}
 
-    stager.prepare(pieces_of(first), world_size=1)
-    overtaken = shard_bytes(stager.stage(pieces_of(first), leaves_of({"step": 1})))
-    stager.prepare(pieces_of(first), world_size=1)
-    changed = shard_bytes(stager.stage(pieces_of(second), leaves_of({"step": 2})))
+    stager.prepare(boxes_of(first), world_size=1)
+    overtaken = shard_bytes(stager.stage(boxes_of(first), leaves_of({"step": 1})))
+    stager.prepare(boxes_of(first), world_size=1)
+    changed = shard_bytes(stager.stage(boxes_of(second), leaves_of({"step": 2})))
 
     assert overtaken == fresh_bytes(first, {"step": 1})
     assert changed == fresh_bytes(second, {"step": 2})
 
 
 def test_a_rank_prepares_its_share_of_what_all_ranks_hold_and_keeps_no_more_than_it_writes():
-    stager, pieces = Stager("train", 0), pieces_of({f"w{i}": torch.randn(1 << 20) for i in range(8)})
+    stager, boxes = Stager("train", 0), boxes_of({f"w{i}": torch.randn(1 << 20) for i in range(8)})
 
-    stager.prepare(pieces, world_size=4)
+    stager.prepare(boxes, world_size=4)
     foreseen = stager._buffer
-    stager.stage(pieces[:2], {})
+    stager.stage(boxes[:2], {})
     kept = stager._buffer
     wasteful = Stager("train", 0)
-    wasteful.prepare(pieces, world_size=1)
-    wasteful.stage(pieces[:1], {})
+    wasteful.prepare(boxes, world_size=1)
+    wasteful.stage(boxes[:1], {})
 
     assert kept is foreseen
     assert foreseen.size_bytes < 3 << 22
@@ -341,7 +341,7 @@ def test_a_restore_runs_no_pickle_from_the_bucket(store: Store, tmp_path: Path):
     store.put(metadata_key, bomb)
     for leaf in index.leaves:
         shard[leaf.record_offset : leaf.record_offset + leaf.record_size] = bomb.ljust(leaf.record_size, b"\0")
-    for chunk in index.chunks:  # the frame around a payload holds a pickle too
+    for chunk in index.chunks:  # the record around a payload holds a pickle too
         head = chunk.payload_offset - chunk.record_offset
         shard[chunk.record_offset : chunk.payload_offset] = bomb.ljust(head, b"\0")
     store.put(shard_key, bytes(shard))

@@ -169,7 +169,7 @@ def step(model: nn.Module, optimizers: Any, count: int) -> None:
 @pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("make", [one_optimizer, list_of_optimizers, optimizer_of_each], ids=lambda make: make.__name__)
 def test_stock_torch_reads_optimizers_in_both_of_its_layouts(files: Store, make: Any, is_flat: bool):
-    """And goes on to the last bit."""
+    """Stock torch also trains on to the last bit."""
     one, two = small(1), small(2)
     ours, theirs = make(one), make(two)
     for group in (group for optimizer in as_list(theirs) for group in optimizer.param_groups):
@@ -194,7 +194,7 @@ def test_stock_torch_reads_optimizers_in_both_of_its_layouts(files: Store, make:
 
 
 class OptimizersContainer(torch.optim.Optimizer):
-    """As torchtitan has it: one optimizer per part of a pipeline, whose states it flattens together."""
+    """Is torchtitan's container: one optimizer per part of a pipeline, whose states it flattens together."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.parts = parts

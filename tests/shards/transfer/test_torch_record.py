@@ -1,4 +1,4 @@
-"""A frame with its payload is byte for byte what the installed torch writes, and what torch and zipfile read."""
+"""A record with its payload is byte for byte what the installed torch writes, and what torch and zipfile read."""
 
 import io
 import math
@@ -149,7 +149,7 @@ class Holed(io.RawIOBase):
 
     def __init__(self, frame: TorchRecord, tail: bytes) -> None:
         super().__init__()
-        self._pieces = [(0, frame.head), (len(frame.head) + frame.payload_size, tail)]
+        self._writes = [(0, frame.head), (len(frame.head) + frame.payload_size, tail)]
         self._at = 0
         self._size = frame.record_size
 
@@ -169,10 +169,10 @@ class Holed(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         stop = self._size if size < 0 else min(self._at + size, self._size)
         out = bytearray(stop - self._at)
-        for start, piece in self._pieces:
-            low, high = max(start, self._at), min(start + len(piece), stop)
+        for start, written in self._writes:
+            low, high = max(start, self._at), min(start + len(written), stop)
             if low < high:
-                out[low - self._at : high - self._at] = piece[low - start : high - start]
+                out[low - self._at : high - self._at] = written[low - start : high - start]
         self._at = stop
         return bytes(out)
 

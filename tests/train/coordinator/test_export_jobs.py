@@ -1,4 +1,4 @@
-"""Hugging Face exports by triggers of their own, written by tasks on the ranks' nodes behind the training."""
+"""Hugging Face exports have triggers of their own, and are written by tasks on the ranks' nodes beside the training."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def small_model() -> LlamaForCausalLM:
 
 
 class Tokenizer:
-    """Kept as the files it writes, of which one is empty and one larger than a part of an upload."""
+    """Writes two files, by which it is kept: one is empty, and one is larger than a part of an upload."""
 
     def save_pretrained(self, folder: str) -> None:
         Path(folder, "tokenizer.json").write_text("{" + " " * 6_000_000 + "}")
@@ -50,7 +50,7 @@ class Tokenizer:
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """One rank with a small language model. Notes at each step which exports were whole when it ended."""
+    """Trains a small language model as one rank, and notes at each step how many exports are whole."""
 
     def __init__(self, uri: str, coordinator, settings: SaveSettings) -> None:
         self.model = small_model()
@@ -143,7 +143,7 @@ def test_names_by_epoch_in_another_bucket_and_no_second_export_of_what_is_there(
 
 @ray.remote(num_cpus=0)
 class Shard:
-    """One rank of a model that two hold together."""
+    """Trains one rank's half of a model that two ranks hold together."""
 
     def __init__(self, uri: str, coordinator, rank: int, rendezvous: str) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -203,7 +203,7 @@ def test_an_export_whose_task_is_killed_is_done_again(cluster: None, wire, tmp_p
 
 @ray.remote(num_cpus=0)
 class Policy:
-    """What a driver's Checkpointer saves."""
+    """Holds the model that a driver's ActorCheckpointer saves."""
 
     def __init__(self) -> None:
         self.model = small_model()

@@ -1,4 +1,4 @@
-"""What a start of the workers says about the end of the ones before."""
+"""A start of the workers says why the attempt before it ended, and how much work that cost."""
 
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,7 @@ def test_how_far_a_driver_has_come_is_not_forgotten_when_a_later_attempt_ends_ea
     assert (second.lost_steps, second.furthest_step) == (5, 150)
 
 
-def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_none() -> None:
+def test_without_a_heartbeat_of_the_attempt_before_what_was_lost_is_unknown_and_not_none() -> None:
     lost_work = LostWork(Clock())
     lost_work.claimed(FIRST, replace(SECOND, owner="another"), now=1300.0)
 
@@ -82,7 +82,7 @@ def test_without_a_word_of_the_attempt_before_what_was_lost_is_unknown_and_not_n
 
 
 def started_by(owner: str, *, before: Attempt = FIRST, **said: Any) -> ResumeRecord:
-    """A new driver's first start, with what the bucket says about the end of the one before."""
+    """Returns what a new driver's first start says. said: what the bucket says about the end of the driver before."""
     lost_work = LostWork(Clock())
     lost_work.claimed(before, replace(SECOND, owner=owner), now=1300.0, **said)
     resume = lost_work.resume(ENTRY, ARRIVALS)
@@ -113,7 +113,7 @@ def test_a_copied_or_rewound_run_was_taken_from_nobody() -> None:
 
 
 def test_only_a_step_that_was_completed_here_counts_as_training() -> None:
-    """The last word of a rank says where it stands, also when that is where it began."""
+    """A rank's last heartbeat says where it is, also when it has not left the step at which it began."""
     lost_work = LostWork(Clock())
     lost_work.claimed(None, FIRST, now=1000.0)
     lost_work.resume(ENTRY, ARRIVALS)
@@ -164,7 +164,7 @@ def test_a_start_that_restored_and_did_no_step_has_lost_none() -> None:
     assert (resume.lost_steps, resume.lost_s) == (0, 0.0)
 
 
-def test_a_word_of_a_group_that_is_gone_does_not_count() -> None:
+def test_a_heartbeat_of_a_group_that_is_gone_does_not_count() -> None:
     lost_work = LostWork(Clock())
     lost_work.claimed(None, FIRST, now=1000.0)
     lost_work.claimed(FIRST, SECOND, now=1300.0)

@@ -1,5 +1,4 @@
-"""A rank sends its plan once. The coordinator that has it, the one that has forgotten it and the one that never had it
-write the same bytes."""
+"""A rank sends its plan once. A coordinator writes equal bytes whether it has the plan, has forgotten it or never had it."""
 
 import asyncio
 import subprocess
@@ -24,7 +23,7 @@ WORLD_SIZE = 3
 
 
 def reports(store: Store, sections: list[Section], *, save: int) -> list[Report]:
-    """Of one save of attempt 1, with durable shards."""
+    """Returns the ranks' reports of one save of attempt 1, whose shards are in the store."""
     made = []
     for rank, section in enumerate(sections):
         report = Report(
@@ -47,7 +46,7 @@ async def tell(coordinator: Coordinator, told: list[Report]) -> list[Any]:
 
 
 def files(store: Store, save: int) -> dict[str, bytes]:
-    """What a checkpoint is made of, but for its shards."""
+    """Returns a checkpoint's index and DCP metadata as bytes, by name."""
     found = {key.partition(f"-a1-s{save}/")[2]: data for key, data in everything(store).items()}
     return {name: data for name, data in found.items() if name in ("index", "train/.metadata")}
 

@@ -1,4 +1,4 @@
-"""Who asks for a save from outside gets the next one that begins after the group has heard of it."""
+"""A save that is asked for from outside is the next one that begins after the group has heard of the request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -30,7 +30,7 @@ def test_one_save_is_asked_for_and_not_another_while_it_is_under_way() -> None:
     run(story)
 
 
-def test_a_second_wish_is_not_content_with_the_save_of_the_first() -> None:
+def test_a_second_request_is_not_met_by_the_save_of_the_first() -> None:
     async def story(requested: RequestedSaves) -> None:
         first = asyncio.create_task(requested.wait())
         await asyncio.sleep(0)
@@ -49,7 +49,7 @@ def test_a_second_wish_is_not_content_with_the_save_of_the_first() -> None:
     run(story)
 
 
-def test_a_wish_that_nobody_answers_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_nobody_answers_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycheck.train.coordinator.requested_saves.PATIENCE_S", 0.05)
 
     async def story(requested: RequestedSaves) -> None:

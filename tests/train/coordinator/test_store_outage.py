@@ -1,4 +1,4 @@
-"""A store that is away while ranks train: saves fail by their deadline and say what failed, training goes on."""
+"""Training goes on while the store is away; saves fail by their deadline and say what failed."""
 
 import time
 from uuid import uuid4
@@ -19,7 +19,7 @@ BOUND_S = 90.0
 
 
 def a_pair(uris: tuple[str, str], at: str) -> list:
-    """Two ranks, each with its own way to the run; the coordinator goes by `at`. They save after every second step."""
+    """Starts two ranks that save after every second step. uris: how each reaches the run. at: how the coordinator does."""
     coordinator = raycheck.start_coordinator(at, owner="me")
     group = uuid4().hex
     pair = [
@@ -35,7 +35,7 @@ def train(pair: list, steps: int) -> None:
 
 
 def a_saved_run(wire: FaultProxy) -> tuple[str, list]:
-    """Its name and two ranks that have saved step 2, all of them behind the proxy."""
+    """Returns a run's name and its two ranks, which have saved step 2. All of them reach the store through the proxy."""
     name = uuid4().hex
     uri = join_uri(wire.uri, name)
     pair = a_pair((uri, uri), uri)
@@ -44,7 +44,7 @@ def a_saved_run(wire: FaultProxy) -> tuple[str, list]:
 
 
 def close(pair: list) -> list:
-    """What each rank's close came to."""
+    """Closes both ranks, and returns for each what close returned or the SaveFailedError that it raised."""
     ends = []
     for reference in [holder.close.remote() for holder in pair]:
         try:

@@ -30,7 +30,7 @@ RUN_S = 480.0  # the limit of a single test does not hold for what all share
 
 
 def train(config: dict[str, Any]) -> None:
-    """Every step is a checkpoint, and waits for the one before."""
+    """Saves every step, each save after the one before has ended."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(2, 1)
     settings = raycheck.SaveSettings(every_steps=1, keep_last=config["keep_last"])
@@ -46,7 +46,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def fit(folder: Path, steps: int) -> Any:
-    """The run in `folder`, up to so many steps."""
+    """Trains the run in `folder` until it has done `steps` steps. Returns Ray's Result."""
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"story": str(folder / "story"), "steps": steps, "keep_last": KEEP_LAST},
@@ -61,7 +61,7 @@ def fit(folder: Path, steps: int) -> Any:
 
 
 class Sizes:
-    """How large `latest` was, looked at all the time."""
+    """Notes the size of `latest` every 20 ms, from a thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +83,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A run after its last step. result: Ray's. sizes: of `latest`, all along."""
+    """Holds a run after its last step. result: Ray's Result. sizes: of `latest` in bytes, all along."""
 
     folder: Path
     result: Any
@@ -97,7 +97,7 @@ class Ended:
         return [json.loads(line) for line in (self.folder / "story").read_text().splitlines()]
 
     def pointers_ray_keeps(self) -> set[str]:
-        """By Ray's own snapshot of its checkpoint manager."""
+        """Returns the directories that Ray's own snapshot of its checkpoint manager names."""
         snapshot = json.loads((self.run / "checkpoint_manager_snapshot.json").read_text())
         return {item["checkpoint_dir_name"] for item in snapshot["checkpoint_results"]}
 

@@ -1,4 +1,4 @@
-"""What all ranks hear of saves that they wait for, and of the end of a run, with the coordinator in this process."""
+"""Ranks that wait for saves, or for the end of a run, all hear the same. The coordinator is in this process."""
 
 import math
 import time
@@ -41,7 +41,7 @@ def steps_of(uri: str) -> list[int]:
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, *, after: Event | None = None) -> None:
-    """The next commit fails, once `after` is set."""
+    """Makes the next commit fail, as soon as `after` is set."""
     commit = protocol.commit
 
     def fails(*args: Any, **options: Any) -> bool:
@@ -109,7 +109,7 @@ def test_a_rank_that_has_heard_of_a_failed_save_before_is_told_like_the_others(u
     on_all(ranks, "close")
 
 
-def test_a_run_that_ended_without_a_step_is_not_finished_for_who_starts_it_again(uri: str) -> None:
+def test_a_run_that_ended_without_a_step_is_not_finished_for_the_one_who_starts_it_again(uri: str) -> None:
     for _ in range(2):
         (group,) = group_of(uri, owner=uuid4().hex)
         with raycheck.Checkpointer({"own": {"x": 1}}, group=group) as ckpt:

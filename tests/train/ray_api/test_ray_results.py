@@ -1,4 +1,4 @@
-"""What Ray is told of commits: its Result, its choice of the best, its validation functions, and nothing twice."""
+"""Ray is told of commits, of each once: for its Result, its choice of the best, and its validation functions."""
 
 import logging
 import time

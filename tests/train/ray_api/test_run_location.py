@@ -104,7 +104,7 @@ def test_a_file_system_that_may_not_write_is_named_with_its_reason(wire: FaultPr
 
 
 def test_another_place_is_told_from_this_one(tmp_path: Path):
-    """As on two machines with a folder of the same name, or behind two endpoints."""
+    """Two places may have one name: a folder on two machines, or a bucket behind two endpoints."""
     here, there = f"file://{tmp_path}/here", f"file://{tmp_path}/there"
 
     with pytest.raises(ConfigError, match="cannot read there what raycheck has written: FileNotFoundError"):

@@ -1,4 +1,4 @@
-"""Storage settings of one `fit` reach everybody who writes: workers, coordinator, and Ray itself."""
+"""Storage settings that are given to `fit` reach all that write: the workers, the coordinator, and Ray itself."""
 
 from uuid import uuid4
 

@@ -8,11 +8,12 @@ import ray
 
 import raycheck
 from raycheck.bucket.store.address import join_uri
+from tests.support.reused_processes import reused
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 
 
-@ray.remote(num_cpus=0)
+@reused
 class Rank:
     def __init__(self, uri: str, group: str, coordinator: Any) -> None:
         import torch

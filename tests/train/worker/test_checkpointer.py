@@ -15,6 +15,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
+from tests.support.reused_processes import reused
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 
@@ -25,7 +26,7 @@ def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     optimizer.step()
 
 
-@ray.remote(num_cpus=0)
+@reused
 class Holder:
     """Is one rank that holds a replicated model, and a number of its own."""
 
@@ -430,7 +431,7 @@ def test_save_keeps_what_was_restored_from_a_rolling_checkpoint(cluster: None, s
     ray.get(first.restore.remote())
     ray.get(first.train.remote(1))
     ray.get(first.wait.remote())
-    ray.kill(first)
+    ray.kill(first.actor)
 
     second = Holder.remote(0, 1, "second", uri, coordinator)
     at = ray.get(second.restore.remote())

@@ -13,12 +13,13 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
+from tests.support.reused_processes import reused
 from tests.train.worker.test_damaged_restore import damage
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 
 
-@ray.remote(num_cpus=0)
+@reused
 class Late:
     """Is one rank whose optimizer and schedule are made only when the step is known."""
 

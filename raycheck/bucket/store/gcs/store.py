@@ -158,8 +158,8 @@ class GsStore(RemoteStore):
                 await insert(api)
             except RefusedError as error:
                 if error.status == 412:
-                    stands = "conditionNotMet" not in error.reasons and await self._generation(api, key) == generation
-                    error.is_by_condition = not stands
+                    is_same = "conditionNotMet" not in error.reasons and await self._generation(api, key) == generation
+                    error.is_by_condition = not is_same
                 raise
 
         self._run_conditional(key, call)

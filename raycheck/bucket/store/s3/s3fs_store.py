@@ -4,8 +4,7 @@ Requests are made on its botocore client directly. s3fs itself drops If-Match on
 conditional writes, which then collide with themselves, and uploads parts one after another.
 """
 
-import base64
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 import s3fs
 from botocore.exceptions import FlexibleChecksumError
 
-from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.store.client_options import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -33,7 +31,16 @@ from raycheck.bucket.store.retry import Repeat
 from raycheck.bucket.store.s3.client import session
 from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
-from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody, send_parts
+from raycheck.bucket.store.s3.requests import (
+    SeekableBody,
+    copy_part,
+    crc_header,
+    list_parts_page,
+    list_uploads_page,
+    read_body,
+    upload_part,
+)
+from raycheck.bucket.store.upload_parts import send_parts
 from raycheck.errors import ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
 
@@ -68,9 +75,9 @@ class S3Store(RemoteStore):
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(client: Any) -> Got:
             answer = await client.get_object(**self._at(key), ChecksumMode="ENABLED")
-            data = await _body(answer, partial(check_whole, self.uri, key, max_bytes=max_bytes))
+            data = await read_body(answer, partial(check_whole, self.uri, key, max_bytes=max_bytes))
             said = answer.get("ChecksumCRC32", "-")
-            if "-" not in said and said != _crc_header(data):  # with a "-" it is a checksum of the parts' checksums
+            if "-" not in said and said != crc_header(data):  # with a "-" it is a checksum of the parts' checksums
                 raise ChangedError
             return Got(data, answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
@@ -81,7 +88,7 @@ class S3Store(RemoteStore):
             if size > stop - start:
                 raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
 
-        return await _body(await client.get_object(**self._at(key), Range=f"bytes={start}-{stop - 1}"), check)
+        return await read_body(await client.get_object(**self._at(key), Range=f"bytes={start}-{stop - 1}"), check)
 
     def head(self, key: str) -> int:
         async def call(client: Any) -> int:
@@ -139,8 +146,8 @@ class S3Store(RemoteStore):
 
         def start(number: int, part: Range | memoryview) -> Future[dict[str, Any]]:
             if isinstance(part, Range):
-                return self._start(key, partial(_copy_part, where, number, part, self._at(part.key)))
-            return self._start(key, partial(_upload_part, where, number, part))
+                return self._start(key, partial(copy_part, where, number, part, self._at(part.key)))
+            return self._start(key, partial(upload_part, where, number, part))
 
         try:
             done = send_parts(parts, start, in_flight=PART_SIZES["s3"].in_flight)
@@ -182,7 +189,7 @@ class S3Store(RemoteStore):
         where = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **self._on_every}
         after: dict[str, str] = {}
         while True:
-            page = self._run(prefix, partial(_list_uploads, where | after))
+            page = self._run(prefix, partial(list_uploads_page, where | after))
             for item in page.get("Uploads", []):
                 yield Upload(item["Key"][len(self._prefix) :], item["UploadId"])
             if not page.get("IsTruncated"):
@@ -194,7 +201,7 @@ class S3Store(RemoteStore):
         total, after = 0, 0
         with suppress(NotFoundError):
             while True:
-                page = self._run(upload.key, partial(_list_parts, where | {"PartNumberMarker": after}))
+                page = self._run(upload.key, partial(list_parts_page, where | {"PartNumberMarker": after}))
                 total += sum(int(part["Size"]) for part in page.get("Parts", []))
                 if not page.get("IsTruncated"):
                     return total
@@ -213,11 +220,11 @@ class S3Store(RemoteStore):
             raise ConflictError(f"{self.uri}: {key}: refused by its condition: it is not there") from None
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
-        where = self._at(key) | self._on_write | condition | {"ChecksumCRC32": _crc_header(data)}
+        where = self._at(key) | self._on_write | condition | {"ChecksumCRC32": crc_header(data)}
         if isinstance(data, bytes):
             await client.put_object(**where, Body=data)
             return
-        with _SeekableBody(data) as body:
+        with SeekableBody(data) as body:
             await client.put_object(**where, Body=body)
 
     def _at(self, key: str) -> dict[str, str]:
@@ -244,66 +251,3 @@ class S3Store(RemoteStore):
             return self._judge(key, ChangedError())
         translated, may_repeat = translate(self.uri, key, error, self._settings)
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
-
-
-class _SeekableBody(RequestBody):
-    """Adds what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
-
-    def __len__(self) -> int:
-        return self.size_bytes
-
-    def seek(self, offset: int) -> None:
-        assert offset == 0, "each iteration begins at the start"
-
-
-async def _body(answer: Mapping[str, Any], check: Callable[[int], None] = lambda _: None) -> bytes:
-    """Reads an answer's body, and closes it even when that fails, since its connection would stay open otherwise.
-    check: raises for a size that is too large."""
-    async with answer["Body"] as body:
-        if "ContentLength" in answer:
-            check(answer["ContentLength"])
-            return bytes(await body.read())
-        data = bytearray()
-        async for piece in answer["Body"].iter_chunks(PIECE_BYTES):
-            data += piece
-            check(len(data))
-        return bytes(data)
-
-
-async def _upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
-    crc = _crc_header(part)
-    with _SeekableBody(part) as body:
-        answer = await client.upload_part(**where, PartNumber=number, Body=body, ChecksumCRC32=crc)
-    return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
-
-
-async def _copy_part(
-    where: Mapping[str, str], number: int, part: Range, source: Mapping[str, str], client: Any
-) -> dict[str, Any]:
-    answer = await client.upload_part_copy(
-        **where,
-        PartNumber=number,
-        CopySource={"Bucket": source["Bucket"], "Key": source["Key"]},
-        CopySourceRange=f"bytes={part.start}-{part.stop - 1}",
-    )
-    result, crc = answer["CopyPartResult"], _in_header(part.crc)
-    if result.get("ChecksumCRC32") != crc:
-        raise StoreError(f"{part.key}: the store does not prove what it has copied")
-    return {"PartNumber": number, "ETag": result["ETag"], "ChecksumCRC32": crc}
-
-
-async def _list_uploads(where: Mapping[str, str], client: Any) -> Mapping[str, Any]:
-    page: Mapping[str, Any] = await client.list_multipart_uploads(**where)
-    return page
-
-
-async def _list_parts(where: Mapping[str, Any], client: Any) -> Any:
-    return await client.list_parts(**where)
-
-
-def _crc_header(data: Buffer) -> str:
-    return _in_header(crc32(data))
-
-
-def _in_header(crc: int) -> str:
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()

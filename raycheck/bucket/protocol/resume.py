@@ -1,0 +1,77 @@
+"""Decides how a new driver begins on a run that may exist already: the values of `fit(resume=...)`.
+
+`parse_resume` is the one place that reads what a user gave; `key_to_restore` is the one place that decides which
+checkpoint it means, and whether the run allows it. The claim asks it inside its swap.
+"""
+
+from dataclasses import dataclass
+
+from raycheck.bucket.format.latest import Latest
+from raycheck.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Goes on from the run's head, or starts fresh when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """Starts fresh, and refuses a run that has checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """Goes on from the run's head, and refuses a run that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Goes back to the newest checkpoint of one step that is not damaged."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Begins a new run from a copy of the head of the run at `uri`. It is done before the claim, which then is Auto."""
+
+    uri: str
+
+
+Resume = Auto | Never | Must | Step
+"""The values that a claim knows."""
+AUTO = Auto()
+_WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
+
+
+def parse_resume(given: str | int) -> Resume | Fork:
+    """Returns what `fit(resume=given)` means. Raises ConfigError for anything else than a word, a step or a URI."""
+    if isinstance(given, int):
+        return Step(given)
+    if given in _WORDS:
+        return _WORDS[given]
+    if isinstance(given, str) and ("://" in given or given.startswith("/")):
+        return Fork(given)
+    raise ConfigError(f"fit(resume={given!r}): give 'auto', 'never', 'must', a step, or another run's URI")
+
+
+def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
+    """Returns the key of the checkpoint that a new driver's first attempt restores, None to start fresh.
+
+    uri: the run's root, for errors. Raises ConfigError when the run does not allow what `resume` asks for.
+    """
+    live = () if body is None else body.live
+    head = None if body is None else body.head
+    match resume:
+        case Never() if live:
+            raise ConfigError(f"{uri}: resume='never', but the run has {len(live)} checkpoints. Use another run name")
+        case Must() if head is None:
+            raise ConfigError(f"{uri}: resume='must', but the run has no committed checkpoint")
+        case Step(step):
+            keys = [entry.key for entry in live if entry.step == step and not entry.damaged]
+            if not keys:
+                steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
+                raise ConfigError(f"{uri}: resume={step}, but there is no checkpoint of that step; there are: {steps}")
+            return keys[-1]
+    return head

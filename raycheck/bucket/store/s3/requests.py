@@ -1,0 +1,78 @@
+"""Makes single requests of S3 through a botocore client: bodies, parts of an upload, pages of a listing."""
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.store.interface import Buffer, Range
+from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody
+from raycheck.errors import StoreError
+
+
+class SeekableBody(RequestBody):
+    """Adds what botocore asks of a body: a length, and a way back to its start when it follows a redirect."""
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def seek(self, offset: int) -> None:
+        assert offset == 0, "each iteration begins at the start"
+
+
+async def read_body(answer: Mapping[str, Any], check: Callable[[int], None] = lambda _: None) -> bytes:
+    """Reads an answer's body, and closes it even when that fails, since its connection would stay open otherwise.
+    check: raises for a size that is too large."""
+    async with answer["Body"] as body:
+        if "ContentLength" in answer:
+            check(answer["ContentLength"])
+            return bytes(await body.read())
+        data = bytearray()
+        async for piece in answer["Body"].iter_chunks(PIECE_BYTES):
+            data += piece
+            check(len(data))
+        return bytes(data)
+
+
+async def upload_part(where: Mapping[str, str], number: int, part: memoryview, client: Any) -> dict[str, Any]:
+    """Sends one part. Returns what completing the upload needs to know of it."""
+    crc = crc_header(part)
+    with SeekableBody(part) as body:
+        answer = await client.upload_part(**where, PartNumber=number, Body=body, ChecksumCRC32=crc)
+    return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
+
+
+async def copy_part(
+    where: Mapping[str, str], number: int, part: Range, source: Mapping[str, str], client: Any
+) -> dict[str, Any]:
+    """Has the store copy one part from another object. Raises StoreError when it does not prove the bytes."""
+    answer = await client.upload_part_copy(
+        **where,
+        PartNumber=number,
+        CopySource={"Bucket": source["Bucket"], "Key": source["Key"]},
+        CopySourceRange=f"bytes={part.start}-{part.stop - 1}",
+    )
+    result, crc = answer["CopyPartResult"], _in_header(part.crc)
+    if result.get("ChecksumCRC32") != crc:
+        raise StoreError(f"{part.key}: the store does not prove what it has copied")
+    return {"PartNumber": number, "ETag": result["ETag"], "ChecksumCRC32": crc}
+
+
+async def list_uploads_page(where: Mapping[str, str], client: Any) -> Mapping[str, Any]:
+    """Asks for one page of unfinished uploads."""
+    page: Mapping[str, Any] = await client.list_multipart_uploads(**where)
+    return page
+
+
+async def list_parts_page(where: Mapping[str, Any], client: Any) -> Any:
+    """Asks for one page of an unfinished upload's parts."""
+    return await client.list_parts(**where)
+
+
+def crc_header(data: Buffer) -> str:
+    """Returns the CRC-32 of `data` as S3's headers have it."""
+    return _in_header(crc32(data))
+
+
+def _in_header(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

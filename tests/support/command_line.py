@@ -1,0 +1,26 @@
+"""Runs the command line `raycheck` inside the process of the tests.
+
+A process of its own costs a second for each command. That the command works as one, with its pipes, its signals and what
+it may import, is what the tests that start `python -m raycheck` are for.
+"""
+
+import io
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from unittest import mock
+
+from raycheck.cli import main
+
+
+def raycheck(*args: str) -> "subprocess.CompletedProcess[str]":
+    """Runs one command. Returns its exit code and what it printed."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    code: object = 0
+    with mock.patch.object(sys, "argv", ["raycheck", *args]), redirect_stdout(stdout), redirect_stderr(stderr):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int | None), code
+    return subprocess.CompletedProcess(args, code or 0, stdout.getvalue(), stderr.getvalue())
