@@ -304,10 +304,10 @@ class SaveQueue:
         self._uploads.stop()
 
     def _take_doubt(self, number: int) -> bool:
-        """Return whether it is in doubt that the replicas are equal and that each is written by one rank.
+        """Return whether it is in doubt that the replicas are equal, and that one rank writes each.
 
-        number: of the save that begins. The newest save that all ranks have heard of counts, and its word is used up;
-        of later saves some ranks have heard by now and some have not.
+        number: of the save that begins. The answer comes from the newest save whose outcome all ranks have heard, and
+        is given once. Of later saves some ranks may have heard and others not.
         """
         return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
 
