@@ -6,7 +6,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 thorough = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=settings().max_examples,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 ONE, TWO = "step-000000010-a1-s1", "step-000000020-a1-s2"

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
+from raycheck.bucket.protocol import write_once
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.prune_and_sweep import prune
@@ -823,7 +825,9 @@ def test_put_once_accepts_equal_bytes_and_refuses_others(store):
     assert store.get("a").data == b"one"
 
 
-def test_put_once_judges_a_lost_answer_by_what_is_there(store):
+def test_put_once_judges_a_lost_answer_by_what_is_there(store, monkeypatch):
+    monkeypatch.setattr(write_once, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
+
     class Loses(Around):
         def put_if_absent(self, key: str, data: bytes) -> None:
             if key != "never":
