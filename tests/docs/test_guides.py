@@ -48,7 +48,8 @@ OPERATORS = {"aws", "gcloud", "helm", "kubectl", "ray", "sed", "zip", "export"}
 """Programs of other people, which only those who set up a cluster are told to run."""
 NOT_RUN = {"bench", "demo", "submit", "watch-node"}
 """Commands that take minutes, or a cluster. What is given to them is parsed."""
-NOT_OURS = {"train.py", "storage.yaml", "exports/", "probes/", "checkpoints/", "attempts/", "ray/", "runs/"}
+USERS_OWN = {"train.py", "script.py"}
+NOT_OURS = {*USERS_OWN, "storage.yaml", "exports/", "probes/", "checkpoints/", "attempts/", "ray/", "runs/"}
 """What is named like a path and is the reader's own, or lies in a bucket."""
 OTHER_FLAGS = {"--preemption-notice-duration", "--all", "--quick", "--json", "--clear-soft-delete", "--write-readme"}
 each_text = pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -234,16 +235,17 @@ def test_every_path_that_a_text_names_exists(path: Path) -> None:
 
 
 def test_every_module_that_a_docstring_or_a_comment_names_exists() -> None:
-    """By its place in the package or in tests/, or by its bare name."""
+    """By the end of its path."""
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    names = {path.name for path in files}
-    missing = []
-    for path in [*files, PACKAGE / "bucket/FORMAT.md"]:
-        for text in words_of(path):
-            for name in re.findall(r"(?<![\w./*])((?:\w+/)*[a-z_]\w*\.py)\b", text):
-                is_there = any((base / name).exists() for base in (ROOT, PACKAGE, ROOT / "tests", path.parent))
-                if not is_there and name not in names | {"train.py", "script.py"}:
-                    missing.append(f"{path.relative_to(ROOT)}: {name}")
+    places = [path.relative_to(ROOT).parts for path in files]
+    known = USERS_OWN | {"/".join(parts[start:]) for parts in places for start in range(len(parts))}
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*files, PACKAGE / "bucket/FORMAT.md"]
+        for text in words_of(path)
+        for name in re.findall(r"(?<![\w./*])((?:\w+/)*[a-z_]\w*\.py)\b", text)
+        if name not in known
+    ]
 
     assert missing == []
 
@@ -265,7 +267,7 @@ def test_every_command_that_a_text_shows_exists_with_its_options(path: Path) -> 
             assert (ROOT / words[0]).exists(), where
         elif program == "pip":
             check_extras(" ".join(words))
-        elif program == "python":
+        elif program in ("python", ".venv/bin/python"):
             assert words[0] == "-m"
             assert importlib.util.find_spec(words[1]), where
         else:
@@ -329,6 +331,8 @@ def words_of(path: Path) -> list[str]:
     text = path.read_text()
     if path.suffix != ".py":
         return [text]
+    if ".py" not in text:
+        return []
     lone = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
     comments = [token.string for token in generate_tokens(StringIO(text).readline) if token.type == COMMENT]
     return [*comments, *(str(node.value) for node in lone if isinstance(node, ast.Constant))]
