@@ -25,7 +25,7 @@ EMULATOR = os.environ.get("RAYCHECK_TEST_GCS", "").rstrip("/")
 GOOGLES = ["gs", "emulator"] if EMULATOR else ["gs"]
 """The servers of the GCS API: ours, and beside it the one whose URL RAYCHECK_TEST_GCS names, Google's own
 storage-testbench for example. It is given a bucket."""
-SERVERS = {"s3", "gcs", "gs", "emulator", "azure", "az", "ministack", "ceph"}
+SERVERS = {"s3", "s3fs", "obstore", "gcs", "gs", "emulator", "azure", "az", "ministack", "ceph"}
 """The fixtures that start a server, and the parameters that make a test ask for one of them."""
 
 
@@ -85,7 +85,12 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[str]:
+def may_start_servers(pytestconfig: pytest.Config) -> None:
+    assert not pytestconfig.getoption("--quick"), "this test starts a server: mark it so, see _needs_server"
+
+
+@pytest.fixture(scope="session")
+def s3(may_start_servers: None) -> Iterator[str]:
     """URI of a bucket on a real S3 server over HTTP, for the whole session."""
     with s3_server() as uri:
         yield uri
@@ -99,7 +104,7 @@ def wire(s3: str) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture(scope="session")
-def gcs() -> Iterator[str]:
+def gcs(may_start_servers: None) -> Iterator[str]:
     """Endpoint of a server of the GCS API with one bucket; gs:// URIs of this process lead there."""
     with gcs_server() as endpoint, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", endpoint)
@@ -125,7 +130,7 @@ def emulator() -> str:
 
 
 @pytest.fixture(scope="session")
-def azure() -> Iterator[str]:
+def azure(may_start_servers: None) -> Iterator[str]:
     """Connection string of an Azurite with one container; az:// URIs of this process lead there."""
     with azurite() as connection, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)

@@ -1,4 +1,4 @@
-"""The shared `store`, with one difference: all tests of this folder use one client per cloud.
+"""Replaces the shared `store` by one whose client all tests of this folder share, one per cloud.
 
 A botocore client costs 0.1 to 0.2 s of CPU, more than most tests here do with it, an Azure client not much less. Roots
 differ, so nothing else is shared.

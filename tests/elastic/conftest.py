@@ -1,4 +1,4 @@
-"""A multi-node Ray, a run and a driver for each row of the matrix, and the table of what each row cost."""
+"""Makes a multi-node Ray, a run and a driver for each row of the matrix, and prints the table of what each row cost."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +15,14 @@ _ROWS = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def nodes() -> Iterator[Arena]:
-    """New for each row: what Ray keeps of killed drivers would hold nodes back."""
+    """Makes a new Ray for each row: what Ray keeps of killed drivers would hold nodes back."""
     with arena() as made:
         yield made
 
 
 @pytest.fixture
 def drive(nodes: Arena, s3: str, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    """Start a driver of this test's run: drive(workers=2, steps=40, settings={...}) -> Driver."""
+    """Starts drivers of this test's run: drive(workers=2, steps=40, settings={...}) -> Driver."""
     uri = join_uri(s3, uuid4().hex)
     started: list[Driver] = []
 
@@ -37,11 +37,11 @@ def drive(nodes: Arena, s3: str, tmp_path: Path) -> Iterator[Callable[..., Drive
 
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Add a line to the table that is printed in the end."""
+    """Adds lines to the table that is printed at the end of the tests."""
 
     def add(what: str, *, lost_steps: int, seconds: float) -> None:
         rows = request.config.stash.setdefault(_ROWS, [])
-        rows.append(f"{what:<60} {lost_steps:>3} steps lost, {seconds:6.1f} s from the hurt to the first new step")
+        rows.append(f"{what:<60} {lost_steps:>3} steps lost, {seconds:6.1f} s from the failure to the first new step")
 
     return add
 

@@ -1,4 +1,5 @@
-"""Every way a Ray Train run can be hurt: how many steps it costs, in what order samples come, how soon it goes on."""
+"""Fails a Ray Train run in every way: checks how many steps that costs, in what order samples come, and how soon training
+goes on."""
 
 import os
 import signal
@@ -19,7 +20,7 @@ from tests.support.ray_cluster import ROOT, Arena, Driver, arena, wait_for
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 EVERY = 5
 BOUND_S = 120.0
-"""From a hurt to the first new step, on two busy cores; each row prints what it was."""
+"""The limit from a failure to the first new step, on two busy cores. Each row prints what it measured."""
 
 NOTICE_S = 12
 CLOCK = Path(__file__).with_name("clock")

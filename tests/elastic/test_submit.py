@@ -111,7 +111,7 @@ def test_a_driver_that_is_killed_is_submitted_again_and_the_run_goes_on(
 def test_a_script_that_commits_nothing_between_two_failures_is_not_tried_again(
     server: tuple[Arena, str], s3: str, tmp_path: Path
 ) -> None:
-    """What kills it tells nothing about the script."""
+    """A signal kills it, which tells nothing about the script, so it is submitted once more."""
     script = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
     submitting = Submitting(tmp_path, server[1], join_uri(s3, tmp_path.name), script)
 

@@ -1,4 +1,4 @@
-"""What the tests of the shard layer share: four real ranks and what they saved, made when a test wants them."""
+"""Starts four real ranks for the tests of the shard layer, and has them save a training, when a test wants it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from tests.support.save_without_ray import claimed, committed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """An FSDP2 training's checkpoint in a folder ("file") and on S3 ("s3"), and the full tensors it must hold."""
+    """Holds an FSDP2 training's checkpoint in a folder ("file") and on S3 ("s3"), and the full tensors it must contain."""
 
     checkpoints: dict[str, Checkpoint]
     tensors: fsdp_training.Tensors
 
 
 Trained = dict[int, Saved]
-"""By the number of ranks that saved."""
+"""The checkpoints by the number of ranks that saved them."""
 
 
 @pytest.fixture
 def memory() -> Store:
-    """One store for what does not depend on the store."""
+    """Makes a store in memory, for tests that do not depend on the store."""
     return open_store(f"memory://{uuid4().hex}")
 
 
 @pytest.fixture
 def files(tmp_path) -> Store:
-    """A store that processes share."""
+    """Makes a store that processes share."""
     return open_store(f"file://{tmp_path}/run")
 
 
@@ -49,7 +49,7 @@ def group_of_one(tmp_path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks(s3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Four processes. They inherit the S3 server's throw-away credentials, hence `s3`."""
+    """Starts four processes. They inherit the S3 server's throw-away credentials, hence `s3`."""
     ranks = Ranks(4, tmp_path_factory.mktemp("rendezvous"))
     yield ranks
     ranks.stop()
@@ -57,7 +57,7 @@ def ranks(s3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def trained(ranks: Ranks, s3: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """What two and four ranks trained and saved. Tests only read it."""
+    """Has two and four ranks train and save. Tests only read what they saved."""
     found = {}
     for world_size in (2, 4):
         folder = tmp_path_factory.mktemp(f"saved-by-{world_size}")

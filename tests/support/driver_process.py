@@ -1,4 +1,4 @@
-"""A user's driver, as a process of its own: `python -m tests.support.driver_process '{"uri": ..., "name": ...}'`."""
+"""Runs a user's driver as a process of its own: `python -m tests.support.driver_process '{"uri": ..., "name": ...}'`."""
 
 import json
 import logging

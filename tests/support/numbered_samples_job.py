@@ -1,4 +1,4 @@
-"""The training that the matrix hurts: FSDP2 on numbered samples. Each rank tells, step by step, what it was given."""
+"""The training function of the matrix: FSDP2 on numbered samples. Each rank writes, step by step, which samples it was given."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SAMPLES, BATCH, SEED = 120, 12, 3
 
 
 class Numbered(Dataset[tuple[torch.Tensor, int]]):
-    """Each sample says which it is."""
+    """A dataset in which each sample holds its own number."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -30,7 +30,7 @@ class Numbered(Dataset[tuple[torch.Tensor, int]]):
 
 
 def train(config: dict[str, Any]) -> None:
-    """Options: folder, steps, pause_s, settings; hurt=(kind, rank, step): what befalls a rank in the first attempt."""
+    """Options: folder, steps, pause_s, settings; hurt=(kind, rank, step): how a rank fails in the first attempt."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     context = ray.train.get_context()
@@ -77,7 +77,7 @@ def hurt(kind: str) -> None:
 
 
 class Teller:
-    """One line per event, written whole: a SIGKILL right after leaves it readable."""
+    """Writes one line per event, each in one piece: a SIGKILL right after leaves it readable."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self._path = folder / f"story-{attempt:03d}-{rank}.jsonl"

@@ -1,6 +1,7 @@
-"""The oldest Ray that raycheck supports: the first one with Train V2 by default, which has `checkpoint_upload_mode`.
+"""Installs the oldest Ray that raycheck supports: the first one with Train V2 by default, which has `checkpoint_upload_mode`.
 
-In a virtual environment beside the repository's, which has nothing but that Ray and finds all else in the other one.
+It goes into a virtual environment beside the repository's, which has nothing but that Ray and finds all else in the other
+one.
 """
 
 from pathlib import Path

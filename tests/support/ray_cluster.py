@@ -1,4 +1,5 @@
-"""A Ray of several nodes on this machine, drivers as processes of their own, and the story that their ranks tell."""
+"""Starts a Ray of several nodes on this machine and drivers as processes of their own, and reads what their ranks wrote
+about each step."""
 
 import json
 import os
@@ -44,7 +45,7 @@ def wait_for(what: Callable[[], Any], *, within_s: float, why: str) -> Any:
 
 
 def drain(address: str, node_id: str, *, seconds: float) -> float:
-    """When it happened."""
+    """Gives a node notice that it goes in so many seconds. Returns when that happened."""
     at = time.monotonic()
     accepted, why = GcsClient(address=address).drain_node(
         node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "a test", int((time.time() + seconds) * 1000)
@@ -54,7 +55,7 @@ def drain(address: str, node_id: str, *, seconds: float) -> float:
 
 
 class Arena:
-    """The head has no CPUs, so that ranks are on the other nodes, one on each."""
+    """Runs a Ray whose head has no CPUs, so that ranks are on the other nodes, one on each."""
 
     def __init__(self, **head: Any) -> None:
         self._cluster = Cluster(
@@ -74,7 +75,7 @@ class Arena:
         return list(self._cluster.worker_nodes)
 
     def of_rank(self, driver: "Driver", rank: int, *, attempt: int = 1) -> Any:
-        """The node of a rank."""
+        """Returns the node of a rank."""
         node_id = driver.story.attempts[attempt].nodes[rank]
         return next(node for node in self.workers if node.node_id == node_id)
 
@@ -84,7 +85,7 @@ class Arena:
         return at
 
     def kill(self, node: Any) -> float:
-        """Without notice. When it happened."""
+        """Kills a node without notice. Returns when that happened."""
         at = time.monotonic()
         self._cluster.remove_node(node, allow_graceful=False)
         return at
@@ -93,7 +94,7 @@ class Arena:
         return drain(self.address, node.node_id, seconds=seconds)
 
     def pid_of(self, name: str) -> int:
-        """Of this cluster's one actor of that class."""
+        """Returns the process of this cluster's one actor of that class."""
         mine = f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -116,7 +117,7 @@ class Arena:
 
 @contextmanager
 def arena(env: Mapping[str, str] = ENV, **head: Any) -> Iterator[Arena]:
-    """Beside the one Ray of the other tests, which must not find it by Ray's file of the current cluster."""
+    """Starts a Ray beside the one of the other tests, which must not find it by Ray's file of the current cluster."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="rc-", ignore_cleanup_errors=True) as short:  # sockets lie below it
         os.environ.update(env, RAY_TMPDIR=short)
@@ -131,7 +132,7 @@ def arena(env: Mapping[str, str] = ENV, **head: Any) -> Iterator[Arena]:
 
 
 class Driver:
-    """One driver process and what its ranks have told."""
+    """Runs one driver as a process, and reads what its ranks have written."""
 
     def __init__(self, address: str, folder: Path, config: dict[str, Any]) -> None:
         self.story = Story(folder)
@@ -178,8 +179,10 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One attempt. start: rank 0's. given: sample numbers by step and rank. at: when rank 0 did each step, by the clock
-    that all processes of this machine share."""
+    """Holds what the ranks of one attempt wrote.
+
+    start: the facts that rank 0 wrote at its start. given: sample numbers by step and rank. at: when rank 0 did each step,
+    by the clock that all processes of this machine share. pids, nodes: by rank."""
 
     start: dict[str, Any]
     given: dict[int, dict[int, list[int]]]
@@ -193,14 +196,14 @@ class Told:
 
 
 class Story:
-    """What the ranks of one run wrote into `folder`."""
+    """Reads what the ranks of one run wrote into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @property
     def attempts(self) -> dict[int, Told]:
-        """Those whose rank 0 has started."""
+        """Returns the attempts whose rank 0 has started, by number."""
         events: dict[int, dict[int, list[dict[str, Any]]]] = {}
         for path in sorted(self._folder.glob("story-*.jsonl")):
             attempt, rank = (int(part) for part in path.stem.split("-")[1:])
@@ -209,7 +212,7 @@ class Story:
         return {attempt: _told(ranks) for attempt, ranks in sorted(events.items()) if ranks.get(0)}
 
     def lost_steps(self, attempt: int) -> int:
-        """Steps that were done before `attempt` and had to be done again."""
+        """Returns how many steps were done before `attempt` and had to be done again."""
         return self.attempts[attempt - 1].last_step - int(self.attempts[attempt].start["step"])
 
     def first_new_step_s(self, attempt: int, *, since: float) -> float:
@@ -217,8 +220,8 @@ class Story:
         return told.at[min(told.at)] - since
 
     def assert_order(self, steps: int) -> None:
-        """Every attempt gave each step the samples that its number and the seed decide, to whatever ranks; and what
-        stands in the end is every step once."""
+        """Checks that every attempt gave each step the samples that the step's number and the seed decide, to whatever ranks,
+        and that all steps were done in the end."""
         attempts = self.attempts
         for number, told in attempts.items():
             done = sorted(told.given)
@@ -248,7 +251,7 @@ def _told(ranks: dict[int, list[dict[str, Any]]]) -> Told:
 
 @cache
 def batch_of(step: int) -> list[int]:
-    """The samples of a step, in the order of ranks: a function of seed and step alone."""
+    """Returns the samples of a step, in the order of ranks: a function of seed and step alone."""
     epoch, place = divmod(step - 1, PER_EPOCH)
     whole = list(Batches(Numbered(), global_batch=BATCH, seed=SEED, rank=0, world_size=1).loader(epoch))
     return [int(index) for index in whole[place][1]]

@@ -1,4 +1,4 @@
-"""One local Ray for all Ray tests of the session."""
+"""Starts one local Ray for all Ray tests of the session."""
 
 import logging
 import os
@@ -16,12 +16,12 @@ from raycheck.bucket.store.address import join_uri
 from tests.support.reused_processes import take_back
 
 SECRETS = ("hush-" + uuid4().hex, "token-" + uuid4().hex)
-"""Of the cluster's processes: the embedded server takes any."""
+"""The secrets that the cluster's processes have. The embedded server takes any."""
 
 
 @pytest.fixture(scope="session")
 def cluster(s3: str) -> Iterator[None]:
-    """Workers inherit this process's environment: credentials of the S3 server, quicker polls."""
+    """Starts Ray. Its workers inherit this process's environment: credentials of the S3 server, quicker polls."""
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5")
     os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_SESSION_TOKEN"] = SECRETS
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -40,7 +40,7 @@ def reused_processes() -> Iterator[None]:
 
 @pytest.fixture
 def job(cluster: None, tmp_path):
-    """Make a trainer: job(uri, "name", workers=2, mode="fsdp", ...) -> TorchTrainer."""
+    """Makes trainers: job(uri, "name", workers=2, mode="fsdp", ...) -> TorchTrainer."""
 
     def make(
         storage: str,
