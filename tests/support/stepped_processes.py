@@ -14,7 +14,8 @@ from uuid import UUID
 
 import pytest
 
-from raycheck.bucket.protocol import preflight, prune_and_sweep, repair, rewind, swap, write_once
+from raycheck.bucket.protocol import preflight, prune_and_sweep, repair, rewind, swap
+from raycheck.bucket.store import retry
 from raycheck.errors import RaycheckError
 from tests.support.fault_injection import Call, Crashed, Mode, Wire, World
 
@@ -157,7 +158,7 @@ def simulated() -> Iterator[Clock]:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "time", clock)
-        patch.setattr(write_once, "time", clock)
+        patch.setattr(retry, "time", clock)
         for module in (preflight, rewind, repair):
             patch.setattr(module, "uuid4", clock.uuid4)
         patch.setattr(prune_and_sweep, "ThreadPoolExecutor", InOrder)

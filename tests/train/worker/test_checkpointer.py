@@ -87,12 +87,13 @@ class Holder:
             return data.state_dict()["consumed"], ckpt._counter.progress.samples
 
     def wait(self) -> None:
-        self.ckpt._claimed().wait()
+        self.ckpt._live()._queue.wait()
 
     def doubt(self) -> None:
         """Forget that the ranks have agreed, on this rank alone."""
-        self.ckpt._claimed().wait()
-        self.ckpt._claimed()._has_agreed = False
+        queue = self.ckpt._live()._queue
+        queue.wait()
+        queue._has_agreed = False
 
     def weights(self):
         return self.model.weight.detach()
