@@ -140,11 +140,17 @@ class _Encoder:
 
 
 def _text_of(value: object, say: Callable[[object], str] = repr) -> str:
-    """Return the text by which a key or a set's member is named. Python refuses to print the longest integers."""
+    """Return the text by which a key or a set's member is named: equal values have one text in every process.
+
+    A frozenset prints its members in an order that differs between processes and between equal sets, and Python refuses
+    to print the longest integers. Both are named by their JSON.
+    """
     try:
-        return say(value)
+        text = say(value)
     except ValueError:
         return json.dumps(encode(value, "a long number"))
+    is_unordered = type(value) is not str and "frozenset(" in text
+    return json.dumps(encode(value, "a set")) if is_unordered else text
 
 
 _MAX_INT = 1 << 10_000

@@ -373,3 +373,21 @@ def test_of_a_hostile_value_nothing_but_corrupt_comes_out(value, data):
         decode(tree, lambda name: name, lambda name: loaded(name) or Frozen)
     except (CorruptError, StateMismatchError):
         return
+
+
+@pytest.mark.parametrize("wrapped", [lambda key: key, lambda key: (key, "a"), lambda key: Point(key, 1)])
+def test_a_set_as_a_key_gives_one_path_in_whatever_order_it_prints_its_members(wrapped) -> None:
+    one, other = frozenset([0, 8]), frozenset([8, 0])
+    assert str(one) != str(other), "this is the case that is tested"
+    paths: list[str] = []
+
+    def name(value: object, path: str) -> str | None:
+        if value is not no_tensor:
+            return None
+        paths.append(path)
+        return "a tensor"
+
+    for key in (one, other):
+        encode({wrapped(key): no_tensor}, "x", name)
+
+    assert paths[0] == paths[1]
