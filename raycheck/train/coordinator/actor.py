@@ -216,8 +216,10 @@ class Coordinator:
         """Step 26: all ranks restore the checkpoint before the damaged one."""
         problem = f"rank {verdict.rank}: {verdict.damage}"
         entry, documents = await asyncio.to_thread(self._protocol.go_back, verdict, problem)
-        claim = replace(self._claims[verdict.group], restore=entry, documents=documents, is_finished=False)
-        self._claims[verdict.group] = claim
+        claim = self._claims[verdict.group]
+        refused = (*claim.refused, f"{verdict.key} ({problem})")
+        claim = replace(claim, restore=entry, documents=documents, is_finished=False, refused=refused)
+        self._claims[verdict.group] = claim  # a rank that claims only now gets it too
         return RestoreDecision(kind="again", claim=claim, message=problem)
 
     def _go_on(self, verdict: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:

@@ -30,7 +30,8 @@ class Claim:
     checkpoint's documents; empty when each rank has to read them from the bucket. claims: when the run's listed
     attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the attempt
     before cost, where nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had come to
-    its end with that checkpoint.
+    its end with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with
+    the proof.
     """
 
     attempt: int
@@ -39,6 +40,7 @@ class Claim:
     claims: tuple[float, ...]
     resume: ResumeRecord | None = None
     is_finished: bool = False
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

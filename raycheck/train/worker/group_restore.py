@@ -84,14 +84,12 @@ T = TypeVar("T")
 class _Agreed(Generic[T]):
     """Holds what all ranks have read of one checkpoint.
 
-    claim: the final claim, which names that checkpoint. result: what this rank has read. refused: newer checkpoints
-    that are damaged, each with the proof.
+    claim: the final claim, which names that checkpoint. result: what this rank has read.
     """
 
     claim: Claim
     result: T
     resume: ResumeRecord | None
-    refused: tuple[str, ...]
 
 
 def claim_run(group: Group) -> Claim:
@@ -109,8 +107,8 @@ def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrup
     on_corrupt is "raise".
     """
 
-    def read(checkpoint: Checkpoint, refused: tuple[str, ...]) -> Preview:
-        return Preview.of(checkpoint, selection, attempt=claim.attempt, rank=group.rank, refused=refused)
+    def read(checkpoint: Checkpoint, claim: Claim) -> Preview:
+        return Preview.of(checkpoint, selection, attempt=claim.attempt, rank=group.rank, refused=claim.refused)
 
     def arrival(preview: Preview, seconds: float) -> Arrival:
         return Arrival(step=preview.step, seconds=seconds)
@@ -136,25 +134,22 @@ def restore_together(
     when there is no good one, or when on_corrupt is "raise"; SupersededError when it is another one than was peeked at.
     """
 
-    def read(checkpoint: Checkpoint, refused: tuple[str, ...]) -> Restored:
+    def read(checkpoint: Checkpoint, claim: Claim) -> Restored:
         done = state.apply(checkpoint, selection, strict=strict, once=True, share=True, cast=cast)
-        return replace(done, report=replace(done.report, refused=refused))
+        return replace(done, report=replace(done.report, refused=claim.refused))
 
-    agreed = _read_together(
-        group, claim, read, _arrival, on_corrupt=on_corrupt, refused=preview.refused if preview else (), preview=preview
-    )
+    agreed = _read_together(group, claim, read, _arrival, on_corrupt=on_corrupt, preview=preview)
     return agreed.claim, agreed.result, agreed.resume
 
 
 def _read_together(
     group: Group,
     claim: Claim,
-    read: Callable[[Checkpoint, tuple[str, ...]], T],
+    read: Callable[[Checkpoint, Claim], T],
     arrival: Callable[[T, float], Arrival],
     *,
     on_corrupt: OnCorrupt,
     is_peek: bool = False,
-    refused: tuple[str, ...] = (),
     preview: Preview | None = None,
 ) -> _Agreed[T]:
     """Read checkpoint after checkpoint, newest first, until no rank finds damage."""
@@ -172,7 +167,7 @@ def _read_together(
         checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
         result: T | None = None
         try:
-            result = read(checkpoint, refused)
+            result = read(checkpoint, claim)
             mine = replace(mine, arrival=arrival(result, time.monotonic() - began))
         except DamagedError as error:
             mine = replace(mine, damage=str(error))
@@ -183,8 +178,7 @@ def _read_together(
         decision = _decision_on(group, mine)
         if decision.claim is None:
             assert result is not None, "a rank that found damage never gets a final decision"
-            return _Agreed(claim=claim, result=result, resume=decision.resume, refused=refused)
-        refused = (*refused, f"{mine.key} ({decision.message})")
+            return _Agreed(claim=claim, result=result, resume=decision.resume)
         claim = decision.claim
         if preview is not None and claim.restore is not None:
             # The script has acted on what peek() said of the damaged one. All ranks are told so, and all start again.

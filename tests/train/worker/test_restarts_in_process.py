@@ -1,5 +1,6 @@
 """A run goes on over several restarts, with the ranks and their coordinator in this process, and no Ray."""
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -8,6 +9,7 @@ import torch
 
 import raycheck
 from raycheck.bucket.store import open_store
+from raycheck.train.coordinator.messages import RankRestore
 from raycheck.train.worker.group_restore import RestoreResult
 from tests.support.background_call import InThread
 from tests.support.coordinator_in_thread import group_of
@@ -20,8 +22,17 @@ def uri() -> str:
     return f"memory://{uuid4().hex}"
 
 
-def train(uri: str, *, world_size: int, until: int, peeks: bool = False, **restoring: Any) -> RestoreResult:
+def train(
+    uri: str,
+    *,
+    world_size: int,
+    until: int,
+    peeks: bool = False,
+    groups: Sequence[raycheck.Group] = (),
+    **restoring: Any,
+) -> RestoreResult:
     """Train to step `until`, saving every fourth step. Returns what rank 0's restore came to."""
+    groups = groups or group_of(uri, world_size=world_size)
 
     def rank(group: raycheck.Group) -> Any:
         model = torch.nn.Linear(2, 1, bias=False)
@@ -45,10 +56,8 @@ def train(uri: str, *, world_size: int, until: int, peeks: bool = False, **resto
                 ckpt.end_epoch()
         raise AssertionError("ten epochs did not reach the step")
 
-    results = [
-        thread.join() for thread in [InThread(lambda g=g: rank(g)) for g in group_of(uri, world_size=world_size)]
-    ]
-    assert all((at.step, samples) == (results[0][0].step, results[0][1]) for at, samples in results)
+    results = [thread.join() for thread in [InThread(lambda g=g: rank(g)) for g in groups]]
+    assert len({(at.step, at.report.refused, samples) for at, samples in results}) == 1
     return results[0][0]
 
 
@@ -85,3 +94,17 @@ def test_all_ranks_go_back_before_a_damaged_checkpoint(uri: str, peeks: bool):
 
     assert (at.step, at.saved_world_size) == (4, 2)
     assert [entry.step for entry in assert_invariants(open_store(uri)).live if entry.damaged] == [6]
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_a_rank_that_claims_after_another_has_found_damage_reports_it_too(uri: str, peeks: bool):
+    train(uri, world_size=2, until=6)
+    groups = group_of(uri, world_size=2)
+    first = groups[0]
+    bad = first.ask("claim", first.id, 2, timeout_s=30.0, what="claim").restore.key
+    found = RankRestore(group=first.id, rank=0, world_size=2, key=bad, damage="a proof", is_peek=peeks)
+    first.ask("restored", found, timeout_s=30.0, what="restore")
+
+    at = train(uri, world_size=2, until=8, peeks=peeks, groups=groups)
+
+    assert (at.step, at.report.refused) == (4, (f"{bad} (rank 0: a proof)",))
