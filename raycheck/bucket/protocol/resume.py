@@ -4,7 +4,9 @@
 checkpoint it means, and whether the run allows it. The claim asks it inside its swap.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 
 from raycheck.bucket.format.latest import Latest
 from raycheck.errors import ConfigError
@@ -47,8 +49,8 @@ _WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
 
 def parse_resume(given: str | int) -> Resume | Fork:
     """Returns what `fit(resume=given)` means. Raises ConfigError for anything else than a word, a step or a URI."""
-    if isinstance(given, int):
-        return Step(given)
+    with suppress(TypeError):  # NumPy's integers are steps too
+        return Step(index(given))  # type: ignore[arg-type]
     if given in _WORDS:
         return _WORDS[given]
     if isinstance(given, str) and ("://" in given or given.startswith("/")):

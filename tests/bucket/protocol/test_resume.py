@@ -1,5 +1,6 @@
 """What a user gives as `resume` is read in one place; tests of what each value restores are in test_commit.py."""
 
+import numpy as np
 import pytest
 
 from raycheck.bucket.protocol.resume import Auto, Fork, Must, Never, Step, parse_resume
@@ -14,6 +15,7 @@ from raycheck.errors import ConfigError
         ("must", Must()),
         (0, Step(0)),
         (120, Step(120)),
+        (np.int64(120), Step(120)),
         ("s3://bucket/run", Fork("s3://bucket/run")),
         ("/runs/old", Fork("/runs/old")),
     ],
