@@ -109,7 +109,7 @@ def __getattr__(name: str) -> object:
 
 
 def _version() -> str:
-    """The version that is installed. A package that `raycheck submit` sends along is not."""
+    """Returns the installed version. It is unknown for a raycheck that `raycheck submit` sent along."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

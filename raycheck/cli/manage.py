@@ -134,7 +134,7 @@ def sweep(
 ) -> None:
     """Delete what earlier attempts left uncommitted.
 
-    These are torn saves, and uploads that never ended.
+    This is what saves and uploads left that were interrupted before a commit.
     """
     store = open_store(uri, settings_of(storage))
     found = (deletes.plan_sweep if dry_run else deletes.sweep)(store, also_whole=whole)
@@ -176,7 +176,11 @@ def _checkpoint(uri: str, step: str, storage: StorageSettings | None) -> Checkpo
 def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) -> None:
     checkpoint = _checkpoint(uri, step, storage)
     pin_and_evict.pin(Register(checkpoint.store), checkpoint.entry.key, pinned=pinned)
-    out.print(Text(f"{checkpoint.entry.key} is {'pinned' if pinned else 'left to retention'}"))
+    out.print(
+        Text(
+            f"{checkpoint.entry.key} is {'pinned' if pinned else 'no longer pinned; retention rules apply to it again'}"
+        )
+    )
 
 
 def _best(run: Latest, keep_best: str | None) -> Any:
@@ -210,7 +214,7 @@ def _print_deletions(
     total = size(sum(item.size_bytes for item in found if dry_run or item.name in gone))
     out.print(Text(f"{total} would be deleted" if dry_run else f"{total} deleted"))
     if any(item.name not in gone for item in found) and not dry_run:
-        out.print(Text("the rest is deleted after that time, by the run's next commit or the next prune"))
+        out.print(Text("the others are deleted after that time, by the run's next commit or the next prune"))
 
 
 COMMANDS = (pin, unpin, prune, prune_exports, sweep, rewind, repair)

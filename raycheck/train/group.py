@@ -116,8 +116,8 @@ class Group:
             self.store.head(LATEST_KEY)
         except NotFoundError:
             raise ConfigError(
-                f"node {socket.gethostname()}: {self.uri} is another place than the driver's: what it wrote is not "
-                "there. Use a bucket, or a folder that all nodes share"
+                f"node {socket.gethostname()}: {self.uri} is another place than the driver's: the object that the "
+                "driver wrote is not there. Use a bucket, or a folder that all nodes share"
             ) from None
 
     @property

@@ -59,7 +59,7 @@ def test_a_cut_off_epoch_of_ray_data_is_warned_of_at_first_and_when_it_happens(c
     (cut_off,) = run(2, stop=0)
     after_an_epoch = run(3, stop=0)
 
-    assert "datasets of Ray Data (train) cannot say where they stand" in first
+    assert "datasets of Ray Data (train) cannot report their position" in first
     assert "begins anew after a restart in the middle of it" in first
     assert "goes on at step 6, after 2 steps of epoch 1" in cut_off
     assert "so that its samples are trained on again" in cut_off

@@ -12,7 +12,7 @@ class Progress:
 
     step: the completed optimizer steps, which is also the index of the next one. epoch: the completed epochs, which is
     also the index of the epoch to go on in. epoch_step: the steps completed in that epoch. samples: consumed over all
-    epochs and ranks, as Batches count them. tokens, episodes: as `end_step` was told.
+    epochs and ranks, as Batches count them. tokens, episodes: the sums of what `end_step` was given.
     """
 
     step: int = 0

@@ -39,8 +39,8 @@ def encode(
 ) -> Any:
     """Write `value` as a JSON tree. Paths are joined with "." as DCP's names are.
 
-    tensor: names the tensors. note: is told of every value's class. Raises ConfigError, which names the path, for an
-    object that cannot be kept.
+    tensor: names the tensors. note: is called with every value's class. Raises ConfigError, which names the path, for
+    an object that cannot be kept.
     """
     return _Encoder(tensor, note).tree(value, path, 0, is_key=False)
 

@@ -72,7 +72,9 @@ def claim(
     if key is not None:
         entry = body.entry(key)
         if entry is None and body.attempt.last_save:
-            raise SupersededError(f"attempt {body.attempt.number} was answered long ago; {key} is no longer needed")
+            raise SupersededError(
+                f"attempt {body.attempt.number} has saved since its claim was answered, and {key} was dropped meanwhile"
+            )
         if entry is None:
             raise lost_error(register.store.uri, f"restores {key}, which it does not list")
     return body.attempt, entry  # 11
@@ -149,7 +151,7 @@ def _with_coordinator(body: Latest, me: Identity) -> Latest | None:
 def _prove(register: Register, mine: Attempt) -> Latest:
     """Note in `latest` that the claim is answered. Step 10, last part.
 
-    From now on the group may save, and whoever finds a directory of this attempt knows whose it is.
+    From now on the group may save: a directory of this attempt no longer means that `latest` was lost.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:

@@ -170,7 +170,7 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
 
 
 def _committed_at(manifest: Manifest, now: float) -> float:
-    """Return the earliest time at which a checkpoint can have been committed, when no old body tells.
+    """Return the earliest time at which a checkpoint can have been committed, for one that no old body lists.
 
     If all got the time of the repair, keep_every_seconds would see them in one span, and drop all but one of them at
     the next commit.

@@ -130,7 +130,7 @@ def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry
 def _first_by_time(live: Iterable[Entry], every_s: float, left: set[str]) -> list[Entry]:
     """Return the first commit of each span [k x every_s, (k + 1) x every_s) of the bucket's time.
 
-    The first one, so that the choice for a span stays as it is however many commits follow. An entry that was left
+    It is the first one, so that later commits do not change the choice for a span. An entry that was left
     behind counts only where its span has no other.
     """
     found: dict[float, Entry] = {}

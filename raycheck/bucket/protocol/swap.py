@@ -1,7 +1,8 @@
 """Replaces `latest` by compare-and-swap. Steps 1 to 5.
 
-`latest` is a register: this is the one place that writes it, but for a repair, whose body no register can read. The
-caller decides what the new body is, and whether its effect is there already, afresh from each body it is shown.
+All writes of `latest` are made here. Only repair.py makes its own, since it replaces a body that cannot be read. The
+caller gives a function that computes the new body. It is called afresh with each body that was read, and also says
+whether the wanted effect is in that body already.
 """
 
 import threading

@@ -41,7 +41,7 @@ class Address:
 
     @property
     def settings(self) -> StorageSettings:
-        """The settings that are in force in this process."""
+        """Returns the settings that are in force in this process."""
         return self.said.over(StorageSettings.from_environment(self.kind))
 
 
@@ -70,7 +70,8 @@ def parse_uri(uri: str) -> Address:
     if parts.fragment or uri.endswith("#"):
         raise ConfigError(f"{bare}: a # has no meaning here; write it as %23")
     if kind not in _KINDS:
-        raise ConfigError(f"{bare}: raycheck knows {', '.join(f'{name}://' for name in SCHEMES)} and absolute paths")
+        schemes = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ConfigError(f"{bare}: give an address that begins with {schemes}, or an absolute path")
     try:
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:

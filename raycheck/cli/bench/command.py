@@ -39,8 +39,8 @@ def bench(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Measure how fast a bucket is from this machine.
 
-    Shows latencies, speeds by part size and concurrency, raycheck's share of them, and what requests cost. Writes
-    random bytes below probes/ and deletes them again, also after Ctrl-C or SIGTERM. No run there is touched.
+    Shows latencies, speeds by part size and concurrency, how close raycheck comes to them, and what requests cost.
+    Writes random bytes below probes/ and deletes them again, also after Ctrl-C or SIGTERM. No run there is touched.
     """
     signal.signal(
         signal.SIGTERM, signal.default_int_handler

@@ -148,7 +148,7 @@ def _nested(
 
 
 def _is_plain(name: str, value: object) -> bool:
-    """Returns whether `value` is a plain value to be read from its holder. A dict is not: whoever has it holds it."""
+    """Returns whether `value` is a plain value to be read from its holder. A dict is filled in place instead."""
     if type(value) is dict or _has_objects(value):
         return False
     if isinstance(value, torch.Tensor):

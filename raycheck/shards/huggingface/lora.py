@@ -67,7 +67,8 @@ def adapter_weights(
     """Returns the tensors of `adapter_model.safetensors`. names: plain name to the tensor's name in the checkpoint."""
     if config.get("bias", "none") != "none":
         raise ConfigError(
-            f"adapter {adapter.name!r} trains biases (bias={config['bias']!r}), which only a merge exports"
+            f"adapter {adapter.name!r} trains biases (bias={config['bias']!r}), which an adapter's export does not "
+            "hold. Export with merge_lora=True"
         )
     found = []
     for plain, saved in names.items():

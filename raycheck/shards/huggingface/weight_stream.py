@@ -114,7 +114,7 @@ class WeightSource:
         number = self._numbers[name]
         tensor, chunks = self._index.tensors[number], self._index.chunks_of(number)
         if min(tensor.shape, default=0) < 0:
-            raise CorruptError(f"{name} has the shape {list(tensor.shape)}")
+            raise CorruptError(f"{name} has the shape {list(tensor.shape)}, which no tensor can have")
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _RAW:
             raise ConfigError(f"{name} has the type {tensor.dtype}, which cannot be exported")

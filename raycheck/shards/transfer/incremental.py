@@ -154,7 +154,7 @@ class StagedState:
         return {kept.shard.record.component: kept.checkpoint for kept in self.kept}
 
     def section(self) -> Index:
-        """Returns this rank's section of the index. Only after the upload."""
+        """Returns this rank's section of the index. Call it only after the upload."""
         tensors: list[Tensor] = []
         chunks: list[Chunk] = []
         leaves: list[Leaf] = []

@@ -81,7 +81,7 @@ def _has_group(world_size: int) -> bool:
 
 
 def _gather(item: Any, world_size: int) -> list[Any]:
-    """Returns the items of all ranks, in their order. A collective."""
+    """Returns the items of all ranks, in their order. Every rank must call it."""
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, item)
     return gathered

@@ -24,7 +24,7 @@ GAUGES = {
     "raycheck_upload_mb_per_second": "Uploaded for the newest commit by all ranks together, in 10^6 bytes per second",
     "raycheck_restore_seconds": "The live attempt's restore, on the slowest rank",
     "raycheck_restored_bytes": "Fetched for the live attempt's restore by all ranks",
-    "raycheck_goodput": "Seconds of training that stand / seconds since the run began, over all attempts",
+    "raycheck_goodput": "Seconds of training that were not lost / seconds since the run began, over all attempts",
 }
 COUNTERS = {
     "raycheck_commits": "Saves that were committed",

@@ -41,9 +41,10 @@ class RunLog:
     def claimed(
         self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, had_finished: bool = False
     ) -> None:
-        """Tells that `attempt` has just become the live one, and restores `entry`. Call it in a thread.
+        """Logs that `attempt` has just become the live one, and which checkpoint it restores. Call it in a thread.
 
-        before: the attempt that it ended, if any. had_finished: `before` had come to the end of training.
+        entry: that checkpoint; None in a fresh run. before: the attempt that it ended, if any. had_finished: `before`
+        had come to the end of training.
         """
         then = f"restoring {entry.key}" if entry else "starting fresh"
         end = ", with which the run had finished" if had_finished else ""
@@ -64,7 +65,7 @@ class RunLog:
         self._ray_metrics.begin(attempt.number, newest, now=now, is_adopted=True)
 
     def resumed(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> ResumeRecord | None:
-        """Tells that all ranks of the live attempt have restored `entry`, and returns what the end before it cost.
+        """Logs that all ranks of the live attempt have restored `entry`. Returns what the end of the last attempt cost.
 
         Returns None for a run's first attempt. Call it in the event loop.
         """
@@ -102,7 +103,7 @@ class RunLog:
         return self._lost_work.has_trained
 
     def finished(self, body: Latest) -> None:
-        """Tells that the live attempt has come to the end of training, as `body` says."""
+        """Logs that the live attempt has come to the end of training, as `body` says."""
         end = f"with {body.head}" if body.head else "with nothing committed"
         self._info(f"the run has finished {end}", attempt=body.attempt.number)
 
@@ -115,7 +116,7 @@ class RunLog:
             self._info("the record of its end was not written (or already existed)", attempt=attempt.number)
 
     def committed(self, manifest: Manifest, *, seconds: float) -> None:
-        """Tells of a commit. seconds: from the last rank's report to the commit."""
+        """Logs a commit, and counts it. seconds: from the last rank's report to the commit."""
         self._ray_metrics.committed(manifest, seconds=seconds)
         blocked, staged, sent = (
             max(manifest.ranks, key=lambda rank: getattr(rank, name)) for name in ("blocked_s", "staged_s", "upload_s")

@@ -1,4 +1,4 @@
-"""What the stream of global batches (batches.py) consists of.
+"""Makes up the stream of global batches (batches.py) from four parts:
 
 epoch_order      which sample comes where: a pure function of seed and epoch
 stream_position  how far the stream is, and which loader may go on with it

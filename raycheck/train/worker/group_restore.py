@@ -32,12 +32,12 @@ class RestoreResult:
     """Describes where training goes on after a restore; all counts are zero in a fresh run.
 
     step: index of the next optimizer step. epoch, epoch_step, samples: consumed position of the data. tokens, episodes:
-    the sums that `end_step` was told so far. checkpoint: name of the restored checkpoint, None in a fresh run. attempt:
-    number of this life of the worker group. saved_world_size: number of ranks that wrote the checkpoint. seconds,
-    bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report: which entries
-    were restored, and which were not. resume: what the end of the attempt before cost, None in a run's first attempt.
-    is_finished: whether the run had come to its end with this checkpoint, by leaving the Checkpointer's block without
-    an exception on all ranks; a loop that goes on from here trains more, or nothing.
+    the sums of what `end_step` was given so far. checkpoint: name of the restored checkpoint, None in a fresh run.
+    attempt: number of this life of the worker group. saved_world_size: number of ranks that wrote the checkpoint.
+    seconds, bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report:
+    which entries were restored, and which were not. resume: what the end of the attempt before cost, None in a run's
+    first attempt. is_finished: whether training had ended with this checkpoint: all ranks had left the Checkpointer's
+    block without an exception. A loop that goes on from here trains more, or nothing.
     """
 
     step: int = 0

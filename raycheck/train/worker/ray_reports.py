@@ -52,7 +52,7 @@ class RayPointers:
 
     @property
     def pointed(self) -> UnreportedCommit | None:
-        """The newest commit that has a pointer; None when there is none, or when it is to be validated."""
+        """Returns the newest commit that has a pointer; None when there is none, or when it is to be validated."""
         return None if self._pointed is None or self._pointed.key in self._validating else self._pointed
 
     def committed(self, commit: UnreportedCommit, *, is_reported: bool) -> None:
@@ -94,7 +94,7 @@ class RayPointers:
         try:
             self._group.store.put(pointer_key(commit.key), dump(pointer))
         except RaycheckError as error:
-            text = "a checkpoint is committed, but Ray cannot be told: its pointer was not written"
+            text = "a checkpoint is committed, but cannot be reported to Ray: its pointer was not written"
             logger.warning(event(text, checkpoint=commit.key, cause=error, run=self._group.uri))
             return False
         return True
@@ -126,7 +126,7 @@ class RayReports:
         return is_free and not self._is_pausing(time.monotonic())
 
     def choose(self, now: float, *, is_last: bool = False) -> UnreportedCommit | None:
-        """Choose the commit that rank 0 names in its next decision; None when Ray is not to be told of any.
+        """Choose the commit that rank 0 names in its next decision; None when none is to be reported to Ray.
 
         now: by time.monotonic. is_last: training is over, so that there is no pause between two reports.
         """

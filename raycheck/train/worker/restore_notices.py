@@ -78,15 +78,15 @@ def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
         return
     counts = {"step": restored.step, "epoch": restored.epoch, "epoch_step": restored.epoch_step} if restored else {}
     if not names:
-        text = "the state has no position in the data: they begin where the script begins them"
+        text = "no position in the data was restored: the script's own loader decides where it begins"
         logger.info(event(text, **counts, run=group.uri))
         return
     happens = "the epoch begins anew after a restart in the middle of it, while step and schedule go on"
     if restored is not None:
         happens = "they begin this epoch anew, so that its samples are trained on again"
     text = (
-        f"the datasets of Ray Data ({names}) cannot say where they stand: {happens}. Call end_epoch() after each epoch "
-        "and loop over range(at.epoch, epochs); where the order of an epoch is fixed, skip its first at.epoch_step "
-        "batches; raycheck.Batches need neither"
+        f"the datasets of Ray Data ({names}) cannot report their position: {happens}. Call end_epoch() after each "
+        "epoch and loop over range(at.epoch, epochs); where the order of an epoch is fixed, skip its first "
+        "at.epoch_step batches; raycheck.Batches needs neither"
     )
     logger.warning(event(text, **counts, run=group.uri))

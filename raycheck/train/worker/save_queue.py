@@ -59,7 +59,7 @@ class _UnderWay:
     """Holds a save that is under way.
 
     is_agreed: the ranks agreed on their replicas before it. is_reported: Ray will be told of it. outcome: how it ended,
-    and when that was told.
+    and when this rank learned of it.
     """
 
     number: int
@@ -265,8 +265,8 @@ class SaveQueue:
     def problem(self) -> str:
         """Returns why, after `wait`, not all of the newest saves are committed; "" when they are.
 
-        It looks at as many saves as there are buffers: of earlier ones some ranks have heard before they waited and
-        some have not, and all ranks must come to the same answer.
+        It looks only at as many saves as there are buffers, since all ranks must come to one answer: when they began to
+        wait, some of them knew the outcome of earlier saves already, and some did not.
         """
         if self._pending:
             names = ", ".join(str(save.number) for save in self._pending)

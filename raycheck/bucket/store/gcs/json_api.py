@@ -37,8 +37,11 @@ class ApiResponse:
 
     @property
     def crc32c(self) -> str | None:
-        """The checksum of the whole object, in base64; None where the answer does not state it, or states it for other
-        bytes than those that came. There is one such header for each kind of checksum."""
+        """Returns the checksum of the whole object, in base64.
+
+        Returns None where the answer does not state it, or states it for other bytes than those that came. There is one
+        such header for each kind of checksum.
+        """
         if not isinstance(self.headers, MultiMapping) or "Content-Encoding" in self.headers:
             return None
         said = re.search(r"crc32c=([^, ]+)", ",".join(self.headers.getall("x-goog-hash", [])))
