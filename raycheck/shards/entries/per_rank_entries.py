@@ -39,6 +39,14 @@ class PerRank:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @property
+    def owner(self) -> Any:
+        """Returns an object with state_dict and load_state_dict for `value`; None for plain data."""
+        if is_generator(self.value):
+            return GeneratorState(self.value)
+        methods = (getattr(self.value, name, None) for name in ("state_dict", "load_state_dict"))
+        return self.value if all(map(callable, methods)) else None
+
 
 class PerRankEntry(StateEntry):
     """Saves tensors into this rank's shard under its own number, and values into its section of the index.
@@ -72,14 +80,14 @@ class PerRankEntry(StateEntry):
             return {}
         names: list[str] = []
         (value,) = self.compared(saved, saved.values, names.append)
-        self.check_by_object(_stateful(self._wrapped.value), saved, value)
+        self.check_by_object(self._wrapped.owner, saved, value)
         return {name: empty_for(saved.tensors[name]) for name in names}
 
     def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is None:
             return
         (value,) = self.decoded(saved.values, tensors.__getitem__)
-        obj = _stateful(self._wrapped.value)
+        obj = self._wrapped.owner
         if obj is not None:
             obj.load_state_dict(value)
         else:
@@ -88,21 +96,13 @@ class PerRankEntry(StateEntry):
     def _state(self) -> Any:
         if isinstance(self._wrapped.value, torch.nn.Module):
             raise ConfigError(f"state[{self.name!r}] is PerRank of a module; give modules to the state directly")
-        obj = _stateful(self._wrapped.value)
+        obj = self._wrapped.owner
         if obj is None:
             return self._wrapped.value
         state = obj.state_dict()
         if isinstance(state, dict) and not state:
             refuse_unsaved(self.name, obj)
         return state
-
-
-def _stateful(value: Any) -> Any:
-    """Returns an object with state_dict and load_state_dict for `value`; None for plain data."""
-    if is_generator(value):
-        return GeneratorState(value)
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return value if all(map(callable, methods)) else None
 
 
 class LoaderEntry(PerRankEntry):

@@ -86,3 +86,11 @@ def test_the_state_of_another_kind_of_generator_is_refused(
 def test_a_generator_without_a_state_is_refused():
     with pytest.raises(ConfigError, match="SystemRandom"):
         TrainState({"chance": random.SystemRandom()}, rank=0, world_size=1)
+
+
+def test_the_owner_of_a_rank_local_value_has_the_methods_of_a_state():
+    stateful = Own(1)
+
+    assert raycheck.PerRank({"a": 1}).owner is None
+    assert raycheck.PerRank(stateful).owner is stateful
+    assert raycheck.PerRank(random.Random(1)).owner.state_dict()["kind"] == "python"
