@@ -52,7 +52,7 @@ class MemoryStore(Store):
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         start, under = len(self._root), self._root + prefix
         with _lock:
-            found = [Listed(path[start:], len(data)) for path, data in self.objects.items() if path.startswith(under)]
+            found = [Listed(path[start:], len(self.objects[path])) for path in self.objects if path.startswith(under)]
         return iter(found)
 
     def list_names(self, prefix: str) -> list[str]:
