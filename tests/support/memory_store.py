@@ -18,7 +18,7 @@ class DictStore(MemoryStore):
         self.at = at
 
     def copy(self) -> Self:
-        return type(self)(self.objects.copy(), self.uploads, self.at)
+        return type(self)(dict(self.objects), self.uploads, self.at)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         return iter([upload for upload in self.uploads if upload.key.startswith(prefix)])

@@ -1,9 +1,15 @@
-"""`memory://`: keeps objects in a dictionary of this process, for tests and tries. No other process sees them."""
+"""`memory://`: keeps objects in fsspec's memory of this process, for tests and tries. No other process sees them.
+
+It is fsspec's, so that other readers of this process find them under the same URI: stock torch reads a checkpoint there
+with its FsspecReader.
+"""
 
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
+
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
@@ -17,20 +23,19 @@ from raycheck.bucket.store.interface import (
 )
 from raycheck.errors import ConflictError, NotFoundError
 
-_objects: dict[str, bytes] = {}  # by root and key: what every memory:// URI of this process shares
 _lock = threading.RLock()
 
 
 class MemoryStore(Store):
-    """Keeps objects in a dictionary. Every write holds one lock, so conditional writes hold between threads.
+    """Keeps objects in a mapping. Every write holds one lock, so conditional writes hold between threads.
 
-    objects: the dictionary, by the store's root and the key. Equal bytes have equal versions, as on stores whose ETag
-    is the MD5 of the content: the worst case for compare-and-swap.
+    objects: the mapping, by the store's root and the key; fsspec's memory unless another one is given. Equal bytes have
+    equal versions, as on stores whose ETag is the MD5 of the content: the worst case for compare-and-swap.
     """
 
-    def __init__(self, uri: str, root: str = "", objects: dict[str, bytes] | None = None) -> None:
+    def __init__(self, uri: str, root: str = "", objects: MutableMapping[str, bytes] | None = None) -> None:
         self.uri = uri
-        self.objects = _objects if objects is None else objects
+        self.objects = _FsspecMemory() if objects is None else objects
         self._root = root
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
@@ -47,7 +52,7 @@ class MemoryStore(Store):
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         start, under = len(self._root), self._root + prefix
         with _lock:
-            found = [Listed(path[start:], len(data)) for path, data in self.objects.items() if path.startswith(under)]
+            found = [Listed(path[start:], len(self.objects[path])) for path in self.objects if path.startswith(under)]
         return iter(found)
 
     def list_names(self, prefix: str) -> list[str]:
@@ -92,6 +97,25 @@ class MemoryStore(Store):
             return self.objects[self._root + key]
         except KeyError:
             raise NotFoundError(f"{self.uri}: no object {key}") from None
+
+
+class _FsspecMemory(MutableMapping[str, bytes]):
+    """Shows fsspec's memory as a mapping from a path, which begins with "/", to the bytes of that file."""
+
+    def __getitem__(self, path: str) -> bytes:
+        return bytes(MemoryFileSystem.store[path].getvalue())
+
+    def __setitem__(self, path: str, data: bytes) -> None:
+        MemoryFileSystem.store[path] = MemoryFile(path=path, data=data)
+
+    def __delitem__(self, path: str) -> None:
+        del MemoryFileSystem.store[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(MemoryFileSystem.store))
+
+    def __len__(self) -> int:
+        return len(MemoryFileSystem.store)
 
 
 def _version(data: bytes) -> str:

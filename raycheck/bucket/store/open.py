@@ -31,7 +31,7 @@ def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
     if at.kind == "memory":
         from raycheck.bucket.store.memory import MemoryStore
 
-        return MemoryStore(uri, f"/{at.bucket}/{at.prefix}".rstrip("/") + "/")
+        return MemoryStore(uri, "/".join(("", *filter(None, (at.bucket, at.prefix)), "")))
     from raycheck.bucket.store.local import LocalStore
 
     return LocalStore(uri if "://" in uri else f"file://{uri}", at.prefix)

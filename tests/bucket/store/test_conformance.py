@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
+import fsspec
 import pytest
 
 from raycheck.bucket.store import Store, Upload, open_store
@@ -200,6 +201,16 @@ def test_a_range_past_the_end_is_corrupt_and_never_a_short_answer(store, start, 
 
     with pytest.raises(CorruptError, match="a"):
         store.get_range("a", start, stop)
+
+
+def test_fsspec_reads_what_is_in_memory_under_the_same_uri():
+    uri = f"memory://{uuid4().hex}/deep"
+    store = open_store(uri)
+
+    store.put("a/b", b"bytes")
+
+    assert fsspec.filesystem("memory").cat_file(f"{uri}/a/b") == b"bytes"
+    assert [item.key for item in open_store(uri).list_objects("a/")] == ["a/b"]
 
 
 # --- parts ---
