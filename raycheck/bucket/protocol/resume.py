@@ -47,8 +47,11 @@ AUTO = Auto()
 _WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
 
 
-def parse_resume(given: str | int) -> Resume | Fork:
-    """Returns what `fit(resume=given)` means. Raises ConfigError for anything else than a word, a step or a URI."""
+def parse_resume(given: str | int | None) -> Resume | Fork:
+    """Returns what `fit(resume=given)` means; None means "auto". Raises ConfigError for anything else than a word, a step
+    or a URI."""
+    if given is None:
+        return AUTO
     with suppress(TypeError):  # NumPy's integers are steps too
         return Step(index(given))  # type: ignore[arg-type]
     if given in _WORDS:

@@ -11,6 +11,7 @@ from raycheck.errors import ConfigError
     ("given", "meant"),
     [
         ("auto", Auto()),
+        (None, Auto()),
         ("never", Never()),
         ("must", Must()),
         (0, Step(0)),
@@ -24,7 +25,7 @@ def test_a_word_a_step_and_a_uri_are_told_apart(given, meant) -> None:
     assert parse_resume(given) == meant
 
 
-@pytest.mark.parametrize("given", ["yesterday", "runs/old", "", None, 1.5])
+@pytest.mark.parametrize("given", ["yesterday", "runs/old", "", 1.5])
 def test_anything_else_is_refused(given) -> None:
     with pytest.raises(ConfigError, match=r"give 'auto', 'never', 'must', a step, or another run's URI"):
         parse_resume(given)

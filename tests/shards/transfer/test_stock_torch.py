@@ -102,8 +102,8 @@ class Odd:
 
 
 @no_group
-@pytest.mark.parametrize("uri", ["file", "s3"], indirect=True)
-def test_stock_torch_reads_odd_tensors_and_leaves_on_every_store_that_other_processes_see(store: Store):
+@pytest.mark.parametrize("uri", ["memory", "file", "s3"], indirect=True)
+def test_stock_torch_reads_odd_tensors_and_leaves_on_every_store(store: Store):
     tensors = {
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 3),
@@ -305,5 +305,7 @@ def place_of(checkpoint: Checkpoint) -> tuple[type, str, dict[str, Any]]:
     place = f"{uri}/{component_prefix(checkpoint.entry.key, TRAIN)}".rstrip("/")
     if uri.startswith("file://"):
         return FileSystemReader, place.removeprefix("file://"), {}
+    if uri.startswith("memory://"):
+        return FsspecReader, place, {}
     address = dict(item.split("=") for item in query.split("&"))["endpoint_override"]
     return FsspecReader, place, {"endpoint_url": f"http://{address}"}
