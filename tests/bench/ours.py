@@ -19,7 +19,7 @@ from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
 from raycheck.shards.state.train_state import Progress, TrainState
-from raycheck.shards.transfer.incremental import StagedState
+from raycheck.shards.transfer.incremental_upload import StagedState
 from tests.bench.sampling import Measured
 from tests.bench.states import State
 from tests.support.save_without_ray import ME, Uploaded, upload

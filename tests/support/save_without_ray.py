@@ -20,7 +20,7 @@ from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental import StagedState
+from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.shards.transfer.stager import Staged
 from tests.support.invariants import assert_invariants
 

@@ -48,8 +48,10 @@ _WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
 
 
 def parse_resume(given: str | int | None) -> Resume | Fork:
-    """Returns what `fit(resume=given)` means; None means "auto". Raises ConfigError for anything else than a word, a step
-    or a URI."""
+    """Returns what `fit(resume=given)` means; None means "auto".
+
+    Raises ConfigError for anything else than a word, a step or a URI.
+    """
     if given is None:
         return AUTO
     with suppress(TypeError):  # NumPy's integers are steps too

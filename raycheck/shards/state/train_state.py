@@ -31,7 +31,7 @@ from raycheck.shards.state.restore_reading import load_objects, read_tensors
 from raycheck.shards.state.restore_result import Restored
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.transfer.gather_cache import local_of
-from raycheck.shards.transfer.incremental import Components, StagedState, by_component, frozen_component
+from raycheck.shards.transfer.incremental_upload import Components, StagedState, by_component, frozen_component
 from raycheck.shards.transfer.local_box import (
     TRAIN,
     LocalBox,

@@ -4,7 +4,7 @@ A tensor's bytes pass through these files when they are saved:
 
 1. gather_cache.py: finds the live tensors again at each save, without gathering the state anew.
 2. local_box.py: describes the box of each tensor that this rank holds, and chooses the boxes that it writes.
-3. incremental.py: chooses per component whether its boxes are staged, or lie in the bucket as they are
+3. incremental_upload.py: chooses per component whether its boxes are staged, or lie in the bucket as they are
    (tensor_digest.py tells whether a tensor was written to).
 4. stager.py: copies the boxes into one host buffer (host_buffer.py), which is the shard object itself.
 5. torch_record.py: frames each box's bytes in the buffer, so that stock torch can load them. stock_torch_names.py adds

@@ -17,7 +17,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental import StagedState
+from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.train.coordinator.messages import Outcome
 from raycheck.train.group import Group, ask_until_decided
 from raycheck.train.log import event, logger

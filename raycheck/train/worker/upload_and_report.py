@@ -16,7 +16,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.store.retry import ends_by
 from raycheck.errors import SaveFailedError
-from raycheck.shards.transfer.incremental import StagedState
+from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.shards.transfer.local_box import TRAIN
 from raycheck.train.coordinator.messages import Outcome, PlanWanted
 from raycheck.train.group import Group, ask_until_decided

@@ -24,7 +24,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
 from raycheck.settings import Retention
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental import frozen_component
+from raycheck.shards.transfer.incremental_upload import frozen_component
 from raycheck.shards.transfer.local_box import TRAIN
 from raycheck.shards.transfer.tensor_digest import digests, weighted_sums
 from tests.support.save_without_ray import agreed, claimed, committed, upload
