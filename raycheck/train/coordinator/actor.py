@@ -92,18 +92,18 @@ class Coordinator:
                 self._deletes.claimed()
             return self._claims[group]
 
-    async def restored(self, restore: RankRestore, patience_s: float = WAIT_S) -> RestoreDecision | Pending:
+    async def restored(self, rank_restore: RankRestore, patience_s: float = WAIT_S) -> RestoreDecision | Pending:
         """Takes how a rank's restore, or its peek, ended, and waits a while for the decision on all ranks."""
-        await self._adopt(restore.group)
-        if restore.group in self._adopted:  # a restarted coordinator no longer knows which ranks have a decision
+        await self._adopt(rank_restore.group)
+        if rank_restore.group in self._adopted:  # a restarted coordinator no longer knows which ranks have a decision
             raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
-        claim, at = self._claims[restore.group], (restore.group, restore.key, restore.is_peek)
-        if at not in self._restores and claim.restore and claim.restore.key != restore.key:
+        claim, at = self._claims[rank_restore.group], (rank_restore.group, rank_restore.key, rank_restore.is_peek)
+        if at not in self._restores and claim.restore and claim.restore.key != rank_restore.key:
             return RestoreDecision(kind="again", claim=claim, message="found damaged before")
-        awaited = "peeked at it" if restore.is_peek else "restored it"
-        rendezvous = self._restores.setdefault(at, Rendezvous(restore.world_size, awaited=awaited))
-        self._judge(restore, rendezvous)
-        self._refuse_mixed(restore)
+        awaited = "peeked at it" if rank_restore.is_peek else "restored it"
+        rendezvous = self._restores.setdefault(at, Rendezvous(rank_restore.world_size, awaited=awaited))
+        self._judge(rank_restore, rendezvous)
+        self._refuse_mixed(rank_restore)
         return await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def agree(self, report: Report, holdings: Holdings, patience_s: float = WAIT_S) -> Agreement | Pending:
@@ -197,39 +197,43 @@ class Coordinator:
 
     # --- how decisions are made ---
 
-    def _judge(self, restore: RankRestore, rendezvous: Rendezvous[Arrival, RestoreDecision]) -> None:
+    def _judge(self, rank_restore: RankRestore, rendezvous: Rendezvous[Arrival, RestoreDecision]) -> None:
         """Decides at the first rank that found damage or failed; without one, when all ranks have arrived."""
-        rendezvous.arrive(restore.rank, restore.arrival)
+        rendezvous.arrive(rank_restore.rank, rank_restore.arrival)
         if not rendezvous.is_open:
             return
-        whose = f"rank {restore.rank}: {'peek at' if restore.is_peek else 'restore of'} {restore.key}: "
-        if restore.failure:
-            rendezvous.fail(type(restore.failure)(f"{whose}{restore.failure}"))
-        elif restore.damage and restore.on_corrupt == "raise":
-            rendezvous.fail(DamagedError(whose + restore.damage))
-        elif restore.damage:
-            rendezvous.decide_later(self._go_back(restore))
+        whose = f"rank {rank_restore.rank}: {'peek at' if rank_restore.is_peek else 'restore of'} {rank_restore.key}: "
+        if rank_restore.failure:
+            rendezvous.fail(type(rank_restore.failure)(f"{whose}{rank_restore.failure}"))
+        elif rank_restore.damage and rank_restore.on_corrupt == "raise":
+            rendezvous.fail(DamagedError(whose + rank_restore.damage))
+        elif rank_restore.damage:
+            rendezvous.decide_later(self._go_back(rank_restore))
         elif rendezvous.is_complete:
-            rendezvous.decide(lambda arrivals: self._go_on(restore, arrivals))
+            rendezvous.decide(lambda arrivals: self._go_on(rank_restore, arrivals))
 
-    async def _go_back(self, restore: RankRestore) -> RestoreDecision:
+    async def _go_back(self, rank_restore: RankRestore) -> RestoreDecision:
         """Step 26: all ranks restore the checkpoint before the damaged one."""
-        problem = f"rank {restore.rank}: {restore.damage}"
-        entry, documents = await asyncio.to_thread(self._protocol.go_back, restore, problem)
-        claim = self._claims[restore.group]
-        refused = (*claim.refused, f"{restore.key} ({problem})")
+        problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
+        entry, documents = await asyncio.to_thread(self._protocol.go_back, rank_restore, problem)
+        claim = self._claims[rank_restore.group]
+        refused = (*claim.refused, f"{rank_restore.key} ({problem})")
         claim = replace(claim, restore=entry, documents=documents, is_finished=False, refused=refused)
-        self._claims[restore.group] = claim  # a rank that claims only now gets it too
+        self._claims[rank_restore.group] = claim  # a rank that claims only now gets it too
         return RestoreDecision(kind="again", claim=claim, message=problem)
 
-    def _go_on(self, restore: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
-        if restore.is_peek:
+    def _go_on(self, rank_restore: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
+        if rank_restore.is_peek:
             return RestoreDecision(kind="done")
-        return RestoreDecision(kind="done", resume=self._run_log.resumed(self._claims[restore.group].restore, arrivals))
+        return RestoreDecision(
+            kind="done", resume=self._run_log.resumed(self._claims[rank_restore.group].restore, arrivals)
+        )
 
-    def _refuse_mixed(self, restore: RankRestore) -> None:
+    def _refuse_mixed(self, rank_restore: RankRestore) -> None:
         """Fails both rendezvous where some ranks peek and others restore: they would wait for each other."""
-        peek, restore = (self._restores.get((restore.group, restore.key, is_peek)) for is_peek in (True, False))
+        peek, restore = (
+            self._restores.get((rank_restore.group, rank_restore.key, is_peek)) for is_peek in (True, False)
+        )
         if peek is None or restore is None or peek.is_decided:
             return
         if ahead := sorted(set(restore.came) - set(peek.came)):

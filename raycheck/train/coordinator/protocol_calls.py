@@ -133,15 +133,15 @@ class ProtocolCalls:
         # anew, and the other ranks then hear of that.
         return Outcome(kind="committed" if is_live else "superseded", key=report.checkpoint, agree_anew=True)
 
-    def go_back(self, restore: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
+    def go_back(self, rank_restore: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
         """Step 26: marks the checkpoint that a rank found damaged, and makes the one before it the head.
 
         Returns the new head and Ray's reference to its documents, in a list.
         """
-        entry = go_back(self._register, self._me, group=restore.group, key=restore.key, problem=problem)
+        entry = go_back(self._register, self._me, group=rank_restore.group, key=rank_restore.key, problem=problem)
         logger.error(
             event(
-                f"{restore.key} is DAMAGED: it is marked so and kept for inspection, and {entry.key} is restored "
+                f"{rank_restore.key} is DAMAGED: it is marked so and kept for inspection, and {entry.key} is restored "
                 f"instead. {problem}",
                 run=self._store.uri,
             )
