@@ -61,7 +61,7 @@ def test_a_cut_off_epoch_of_ray_data_is_warned_of_at_first_and_when_it_happens(c
 
     assert "datasets of Ray Data (train) cannot report their position" in first
     assert "begins anew after a restart in the middle of it" in first
-    assert "goes on at step 6, after 2 steps of epoch 1" in cut_off
+    assert "step=6 epoch=1 epoch_step=2" in cut_off
     assert "so that its samples are trained on again" in cut_off
     assert after_an_epoch == []
 
