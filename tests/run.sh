@@ -1,7 +1,7 @@
 #!/bin/sh
 # Every check of the project, for two cores:
-#   sh tests/run.sh --quick   before a commit, 3 minutes: no Ray, no server, no enumeration
-#   sh tests/run.sh           before a merge, 12 minutes
+#   sh tests/run.sh --quick   before a commit: no Ray, no server, no enumeration
+#   sh tests/run.sh           before a merge
 #   sh tests/run.sh --all     the long profiles, too
 # Anything else goes to pytest, a path for example.
 extras=train,demo,dev
@@ -18,9 +18,15 @@ tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 status=0
 case " $* " in
 *" --quick "*)
-    "$python" -m mypy &
-    beside=$!
-    tests "$@" || status=1 ;;
+    if [ $# = 1 ]; then
+        tests --quick tests/shards &
+        beside=$!
+        tests --quick --ignore=tests/shards || status=1
+    else
+        tests "$@" &
+        beside=$!
+    fi
+    "$python" -m mypy || status=1 ;;
 *) # the Ray tests wait much of the time, and must not meet a second Ray
     (
         "$python" -m mypy
