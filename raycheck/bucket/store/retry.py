@@ -1,16 +1,16 @@
 """The retry policy: how often a request is sent, how long each try may take, and when a thread must give up.
 
 This file alone decides it, and it needs no client. The clients' own retries are switched off: a client that repeats a
-conditional write collides with itself and reports a rival that does not exist. (In
-aiohttp one repeat cannot be switched off: when a connection breaks, it sends a PUT once more. So a ConflictError does
-not prove that there is a rival, and callers read again.)
+conditional write collides with itself and reports a rival that does not exist. (In aiohttp one repeat cannot be
+switched off: when a connection breaks, it sends a PUT once more. So a ConflictError does not prove that there is a
+rival, and callers read again.)
 """
 
 import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
 from typing import TypeVar
@@ -55,24 +55,14 @@ def deadline() -> float:
     return _deadline.get()
 
 
-def retry(
-    call: Callable[[], T],
-    *,
-    on: type[Exception],
-    pauses_s: Iterable[float],
-    until: float = math.inf,
-) -> T:
+def retry(call: Callable[[], T], *, on: type[Exception], pauses_s: Iterable[float]) -> T:
     """Returns what `call` returns, calling it again after an error of class `on`.
 
-    pauses_s: seconds to wait before each further call; when they are used up, the last error is raised. until: the
-    moment of time.monotonic after which no further call begins.
+    pauses_s: seconds to wait before each further call; when they are used up, the last error is raised.
     """
     for pause_s in pauses_s:
-        try:
+        with suppress(on):
             return call()
-        except on:
-            if time.monotonic() + pause_s > until:
-                raise
         time.sleep(pause_s)
     return call()
 
