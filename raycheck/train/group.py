@@ -194,7 +194,7 @@ def start_coordinator(uri: str, *, owner: str, resume: str | int | Resume = "aut
     """
     root = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     job = ray.get_runtime_context().get_job_id()
-    wish = parse_resume(resume) if isinstance(resume, str | int) else resume
+    wish = resume if isinstance(resume, Resume) else parse_resume(resume)
     if isinstance(wish, Fork):
         raise ConfigError(
             f"start_coordinator(resume={resume!r}): only fit and ActorCheckpointer begin from another run"
