@@ -11,7 +11,7 @@ Nothing outside `checkpoints/` is ever touched, and nothing whose name is not ex
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
@@ -83,7 +83,7 @@ def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: floa
     """List what `prune` would delete now or after the grace. Writes nothing."""
     body, got = register.read_existing()
     decisions = decide_retention(body, rules, now=got.at)
-    held = {name for item in decisions if item.is_kept for name in (item.entry.key, *item.entry.refs)}
+    held = replace(body, live=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
     due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
     due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
     return tuple(

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings, meant_for
@@ -105,6 +105,27 @@ def join_uri(uri: str, name: str) -> str:
 def is_same_place(one: str, other: str) -> bool:
     """Returns whether two URIs name one place in one bucket, whatever their settings."""
     return _place(one) == _place(other)
+
+
+def located(prefix: str, key: str) -> str:
+    """Returns the key in the bucket of `key`, which is relative to `prefix` and may begin with "../".
+
+    Raises ConfigError when it lies above the bucket.
+    """
+    while key.startswith("../"):
+        if not prefix.strip("/"):
+            raise ConfigError(f"{key!r} lies above the bucket")
+        above = prefix.rstrip("/").rpartition("/")[0]
+        prefix, key = f"{above}/" if above or prefix.startswith("/") else "", key[3:]
+    return prefix + key
+
+
+def uri_beside(uri: str, way: str) -> str:
+    """Returns the URI of the place to which `way` ("../other") leads from `uri`, with the settings of `uri`."""
+    base, mark, query = uri.partition("?")
+    start = base.index("://") + 3 if "://" in base else 0
+    root = base[start:].rstrip("/") + "/"
+    return base[:start] + located(root, quote(way)) + mark + query
 
 
 def _place(uri: str) -> tuple[str, str, str, str]:

@@ -14,12 +14,13 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
 
+from raycheck.bucket.store.address import located, uri_beside
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -44,6 +45,22 @@ class LocalStore(Store):
     def __init__(self, uri: str, root: str) -> None:
         self.uri = uri
         self._root = Path(root)
+
+    @property
+    def bucket_id(self) -> Hashable:
+        return "file"
+
+    @property
+    def root_path(self) -> str:
+        return str(self._root).strip("/")
+
+    def way_to(self, other: Store) -> str | None:
+        """Returns None, too, when the folders are on different file systems: others may see only one of them."""
+        way = super().way_to(other)
+        return way if isinstance(other, LocalStore) and _device(self._root) == _device(other._root) else None
+
+    def beside(self, way: str) -> "LocalStore":
+        return LocalStore(uri_beside(self.uri, way), f"/{located(f'{self.root_path}/', way)}")
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         with self._errors(key), self._opened(key) as file:
@@ -140,11 +157,14 @@ class LocalStore(Store):
         """Opens the folders on the way to `key`, the root first. Yields them, and the names that lead from each folder
         to the next one and to the object. makes: create the folders that are missing."""
         names = key.split("/")
+        root = self._root
+        while len(names) > 1 and names[0] == "..":  # another run; each of its folders is opened as one of this run
+            root, names = root.parent, names[1:]
         if {"", ".", ".."} & set(names) or "\0" in key:
             raise ConfigError(f"{self.uri}: {key!r} is no key: its parts must be names")
         if makes:
-            self._root.mkdir(parents=True, exist_ok=True)
-        folders = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
+            root.mkdir(parents=True, exist_ok=True)
+        folders = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
         try:
             for name in names[:-1]:
                 if makes:
@@ -267,3 +287,10 @@ class LocalStore(Store):
 def _items(folder: int) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as items:
         return list(items)
+
+
+def _device(folder: Path) -> int:
+    """Returns the file system of a folder, which may not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.stat().st_dev

@@ -45,7 +45,7 @@ class FastS3Store(S3Store):
         if client is None or start == stop:
             return super().get_range(key, start, stop)
         try:
-            data = memoryview(own_obstore().get_range(client, key, start=start, end=stop))
+            data = memoryview(own_obstore().get_range(client, self._full(key), start=start, end=stop))
         except _failures():
             return super().get_range(key, start, stop)
         return check_length(self.uri, key, data, start, stop)
@@ -57,7 +57,9 @@ class FastS3Store(S3Store):
             return
         loan = BufferLoan()
         try:
-            until_deadline(partial(own_obstore().put_async, client, key, loan.lend(data), use_multipart=False))
+            until_deadline(
+                partial(own_obstore().put_async, client, self._full(key), loan.lend(data), use_multipart=False)
+            )
         except _failures():
             self._take_back(key, loan)
             super().put(key, data)
@@ -73,7 +75,9 @@ class FastS3Store(S3Store):
         loan = BufferLoan()
         sizes = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": PART_SIZES["s3"].in_flight}
         try:
-            until_deadline(lambda: own_obstore().put_async(client, key, _pulled(loan.lend_each(parts)), **sizes))
+            until_deadline(
+                lambda: own_obstore().put_async(client, self._full(key), _pulled(loan.lend_each(parts)), **sizes)
+            )
         except _failures() as error:
             self._take_back(key, loan)
             if isinstance(error, TimeoutError):
@@ -128,7 +132,7 @@ class FastS3Store(S3Store):
         return StoreError(text)
 
     def _client_of(self, *, max_retries: int) -> Any:
-        """Returns obstore's store of this prefix; None where s3fs has to move the bytes."""
+        """Returns obstore's store of the bucket; None where s3fs has to move the bytes."""
         check_process(self.uri, self._process)
         return self._with_retries if max_retries else self._without_retries
 
@@ -160,7 +164,7 @@ class FastS3Store(S3Store):
             logger.info("%s: the bytes go through s3fs: raycheck's copy of obstore was not loaded: %s", self.uri, error)
             return None
         try:
-            return store_class(self._bucket, prefix=self._prefix.removesuffix("/") or None, **options)
+            return store_class(self._bucket, **options)
         except _failures():
             return None
 
