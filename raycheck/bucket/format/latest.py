@@ -24,10 +24,10 @@ MAX_METRICS_LISTED = 32
 class Entry(Document):
     """Describes a live checkpoint.
 
-    refs: the directories that it uses besides its own: of other checkpoints, and borrowed ones of other runs. committed_at, expires_at: by the bucket's time.
-    metrics: the first 32 of its manifest's, or fewer in older entries when `latest` grows full. damaged: what a restore
-    found wrong with it, None for nothing; a damaged entry is neither restored nor counted by retention. rolling: see
-    Retention.
+    refs: the directories that it uses besides its own: of other checkpoints, and borrowed ones of other runs.
+    committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in older entries
+    when `latest` grows full. damaged: what a restore found wrong with it, None for nothing; a damaged entry is neither
+    restored nor counted by retention. rolling: see Retention.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"rolling"})

@@ -1,13 +1,13 @@
 """Lets one run use directories of another one in its bucket, without copying them. Step 30.
 
-The run that has the directories lists a hold in its `latest`, and what a hold names is not deleted, as what a live entry
-names is not. The run that uses them lists a loan. Both are changed by swaps only, in an order that leaves at every
-moment a hold for each directory that is used: it is given before it is used, and given back after.
+The run that has the directories lists a hold in its `latest`, and what a hold names is not deleted, as what a live
+entry names is not. The run that uses them lists a loan. Both are changed by swaps only, in an order that leaves at
+every moment a hold for each directory that is used: it is given before it is used, and given back after.
 
 A hold outlives its `latest` in a record below `holds/`, from which a repair takes it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from raycheck.bucket.document_reading import again_if_corrupt, read_document
@@ -35,6 +35,7 @@ class HoldRecord(Document):
     holder: str
     run_id: str
     directories: tuple[str, ...]
+    at: float
 
 
 def borrow(store: Store, way: str, directories: Iterable[str], *, run_id: str) -> tuple[Loan, ...]:
@@ -55,6 +56,23 @@ def borrow(store: Store, way: str, directories: Iterable[str], *, run_id: str) -
         )
         for owner, names in sorted(owners.items())
     )
+
+
+def borrow_again(store: Store, refs: Iterable[str], loans: tuple[Loan, ...], *, run_id: str) -> tuple[Loan, ...]:
+    """Take holds on the directories of other runs among `refs`, for a repair. Returns `loans` with them.
+
+    Raises NotFoundError when one is not held any more.
+    """
+    wanted: dict[str, set[str]] = {}
+    for owner, name in map(split_directory, refs):
+        if owner:
+            wanted.setdefault(owner, set()).add(name)
+    by_source = {loan.source: loan for loan in loans}
+    for owner, names in wanted.items():
+        source_id = _take(store, owner, frozenset(names), run_id=run_id)
+        before = set(by_source[owner].directories) if owner in by_source else set()
+        by_source[owner] = Loan(source=owner, run_id=source_id, directories=tuple(sorted(names | before)))
+    return tuple(by_source[owner] for owner in sorted(by_source))
 
 
 def directory_from(store: Store, way: str, directory: str) -> str:
@@ -93,7 +111,7 @@ def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str) -
     body, got = register.read_existing()
     if change(body, got.at) is None:
         return body.run_id
-    data = dump(HoldRecord(holder=holder, run_id=run_id, directories=tuple(sorted(directories))))
+    data = dump(HoldRecord(holder=holder, run_id=run_id, directories=tuple(sorted(directories)), at=got.at))
     put_once(source, object_keys.hold_key(run_id, f"{crc32(data):08x}"), data)
     return register.edit(change, what=f"hold for {store.uri}").run_id
 
@@ -171,10 +189,15 @@ def _reduce(
 def drop_orphans(register: Register) -> tuple[Hold, ...]:
     """Drop the holds whose runs are gone, or were never created. Returns them. Step 30.
 
-    A run that cannot be read keeps its hold, and so does one that has lost its `latest`.
+    A run that cannot be read keeps its hold, and so does one that has lost its `latest`. Records without a hold go when
+    they are as old as a hold without a run.
     """
     store = register.store
     body, got = register.read_existing()
+    held = {hold.run_id for hold in body.holds}
+    for run_id in store.list_names(object_keys.HOLDS_PREFIX):
+        if run_id not in held and all(got.at - record.at > HOLD_GRACE_S for record in _records(store, f"{run_id}/")):
+            _forget_records(store, run_id)
     gone = tuple(hold for hold in body.holds if _is_orphan(store, hold, age_s=got.at - hold.at))
     if not gone:
         return ()
@@ -208,14 +231,18 @@ def _is_orphan(store: Store, hold: Hold, *, age_s: float) -> bool:
 def recorded_holds(store: Store, *, now: float) -> tuple[Hold, ...]:
     """Return the holds that the records tell of, for a repair that has no old body. They count as confirmed."""
     found: dict[str, Hold] = {}
-    for item in store.list_objects(object_keys.HOLDS_PREFIX):
-        record = read_document(store, item.key, _load_record, max_bytes=MAX_RECORD)[0]
+    for record in _records(store):
         before = found.get(record.holder)
         every = tuple(sorted({*record.directories, *(before.directories if before else ())}))
         found[record.holder] = Hold(
             holder=record.holder, run_id=record.run_id, directories=every, at=now, is_confirmed=True
         )
     return tuple(found[holder] for holder in sorted(found))
+
+
+def _records(store: Store, below: str = "") -> Iterator[HoldRecord]:
+    for item in store.list_objects(f"{object_keys.HOLDS_PREFIX}{below}"):
+        yield read_document(store, item.key, _load_record, max_bytes=MAX_RECORD)[0]
 
 
 def _load_record(data: bytes, *, what: str) -> HoldRecord:

@@ -17,6 +17,7 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.holds import drop_orphans, settle
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
 from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.swap import Register, lost_error
@@ -74,6 +75,10 @@ def prune(
                 gone.append(name)  # else its objects stay, and it stays in `evicted`, until nobody refers to it
     if gone:
         forget(register, frozenset(gone))
+    try:
+        settle(register)
+    except (StoreError, CorruptError) as error:
+        failures.append(error)
     if failures:
         raise failures[0]
     return tuple(gone)
@@ -100,6 +105,7 @@ def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
     whether they are checkpoints. Raises NotFoundError without a run, CorruptError when `latest` is older than a
     directory; nothing is deleted then.
     """
+    drop_orphans(Register(store))
     swept, uploads = _garbage(store, also_whole=also_whole)
     for item in swept:
         _delete_checkpoint(store, item.name, is_held=False)

@@ -57,7 +57,11 @@ class LocalStore(Store):
     def way_to(self, other: Store) -> str | None:
         """Returns None, too, when the folders are on different file systems: others may see only one of them."""
         way = super().way_to(other)
-        return way if isinstance(other, LocalStore) and _device(self._root) == _device(other._root) else None
+        return (
+            way
+            if isinstance(other, LocalStore) and _device(self._root) == _device(Path(f"/{other.root_path}"))
+            else None
+        )
 
     def beside(self, way: str) -> "LocalStore":
         return LocalStore(uri_beside(self.uri, way), f"/{located(f'{self.root_path}/', way)}")
