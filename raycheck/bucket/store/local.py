@@ -36,6 +36,7 @@ from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundEr
 
 _HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
 _LOCK = f"{_HIDDEN}lock"
+CHECKPOINTS = "checkpoints"
 
 
 class LocalStore(Store):
@@ -133,6 +134,8 @@ class LocalStore(Store):
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def delete(self, key: str) -> None:
+        if key.startswith("../"):
+            raise ConfigError(f"{self.uri}: {key!r} is no key of this run: nothing outside of it is deleted")
         is_gone = suppress(FileNotFoundError, NotADirectoryError)
         with self._errors(key), is_gone, self._folders(key) as (folders, names):
             if stat.S_ISDIR(os.stat(names[-1], dir_fd=folders[-1], follow_symlinks=False).st_mode):
@@ -162,7 +165,7 @@ class LocalStore(Store):
         to the next one and to the object. makes: create the folders that are missing."""
         names = key.split("/")
         root = self._root
-        while len(names) > 1 and names[0] == "..":  # another run; each of its folders is opened as one of this run
+        while not makes and names[0] == ".." and CHECKPOINTS in names:  # a borrowed directory, which is only read
             root, names = root.parent, names[1:]
         if {"", ".", ".."} & set(names) or "\0" in key:
             raise ConfigError(f"{self.uri}: {key!r} is no key: its parts must be names")
