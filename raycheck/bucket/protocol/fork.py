@@ -4,19 +4,25 @@ The copy gets a name of attempt 0, which no live attempt can have. `latest` is c
 a run that does not exist yet, and the next try takes the next save number.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 
-from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.document_reading import again_if_corrupt, read_quickly
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
-from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.manifest import Manifest, load_manifest
+from raycheck.bucket.format.object_keys import CheckpointName, manifest_key
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, NotFoundError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
+
+MAX_FIRST_MANIFEST = 1024 * 1024
+"""A larger manifest is not read to learn a fork's origin: that is for listings of very many runs."""
+_OWNER = "fork-"
+"""What the name of a fork's first owner begins with. Owners never leave `latest`."""
 
 
 def fork(source: Store, target: Store, *, run_id: str) -> None:
@@ -67,8 +73,27 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
     register.swap(create, what=f"fork of {source.uri}")
 
 
+def origin_of(store: Store, body: Latest) -> str | None:
+    """Return the URI of the run from which the run in `store` was forked.
+
+    None for a run that was not forked, and for a fork that has dropped the checkpoint with which it began: its manifest
+    alone says it. body: the run's `latest`. The URI is whatever lies in the bucket. Raises StoreError.
+    """
+    if not body.owners or not body.owners[0].startswith(_OWNER):
+        return None
+    for entry in body.live:
+        name = CheckpointName.parse(entry.key)
+        if name is not None and name.attempt == 0:
+            with suppress(NotFoundError, CorruptError):
+                key = manifest_key(entry.key)
+                manifest = read_quickly(store, key, load_manifest, max_bytes=MAX_FIRST_MANIFEST)
+                return (manifest.restored_from or "").rpartition(" ")[0] or None
+            return None
+    return None
+
+
 def _first_body(entry: Entry, manifest: Manifest, *, run_id: str, now: float) -> Latest:
-    owner = f"fork-{run_id[:11]}"
+    owner = f"{_OWNER}{run_id[:11]}"
     attempt = Attempt(
         number=0,
         owner=owner,
