@@ -177,7 +177,9 @@ class FastS3Store(S3Store):
             return None
         try:
             return store_class(self._bucket, prefix=self._prefix.removesuffix("/") or None, **options)
-        except (*_failures(), ValueError):  # the latter for a prefix that obstore cannot write, as of a hostile name
+        except _failures():
+            return None
+        except ValueError:  # obstore cannot write this prefix, which may be a hostile run's name
             return None
 
 
