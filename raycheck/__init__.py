@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from raycheck.train.worker.periodic import Periodic
 
 _HOMES = {
+    "raycheck.catalog.listing": ("RunSummary", "list_runs"),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -82,6 +84,7 @@ __all__ = [
     "Periodic",
     "RaycheckError",
     "Run",
+    "RunSummary",
     "SaveFailedError",
     "SaveSettings",
     "StateMismatchError",
@@ -90,6 +93,7 @@ __all__ = [
     "SupersededError",
     "export_hf",
     "fit",
+    "list_runs",
     "open_checkpoint",
     "open_run",
     "start_coordinator",

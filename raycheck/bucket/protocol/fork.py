@@ -5,12 +5,14 @@ Within one bucket no byte of a tensor moves: the new run uses the directories of
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from raycheck.bucket.document_reading import read_quickly
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Entry, Latest, Loan
-from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.holds import borrow, confirm, directory_from, is_readable_from
@@ -19,7 +21,12 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, NotFoundError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
+
+MAX_FIRST_MANIFEST = 1024 * 1024
+"""A larger manifest is not read to learn a fork's origin: that is for listings of very many runs."""
+_OWNER = "fork-"  # new_run.py makes it of the verb
+"""What the name of a fork's first owner begins with. Owners never leave `latest`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,3 +114,22 @@ def _copy(checkpoint: Checkpoint, old: Manifest, target: Store, manifest: Manife
             copy_object(checkpoint.store, old_key, record, target, new_key)
             copied_bytes += record.size_bytes
     return copied_bytes
+
+
+def origin_of(store: Store, body: Latest) -> str | None:
+    """Return the URI of the run from which the run in `store` was forked.
+
+    None for a run that was not forked, and for a fork that has dropped the checkpoint with which it began: its manifest
+    alone says it. body: the run's `latest`. The URI is whatever lies in the bucket. Raises StoreError.
+    """
+    if not body.owners or not body.owners[0].startswith(_OWNER):
+        return None
+    for entry in body.live:
+        name = CheckpointName.parse(entry.key)
+        if name is not None and name.attempt == 0:
+            with suppress(NotFoundError, CorruptError):
+                key = object_keys.manifest_key(entry.key)
+                manifest = read_quickly(store, key, load_manifest, max_bytes=MAX_FIRST_MANIFEST)
+                return (manifest.restored_from or "").rpartition(" ")[0] or None
+            return None
+    return None

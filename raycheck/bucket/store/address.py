@@ -78,7 +78,9 @@ def parse_uri(uri: str) -> Address:
         raise ConfigError(f"{bare}: the settings after ? must be name=value") from None
     account = query.pop(_ACCOUNT, "") if kind == "az" else ""
     said = settings_in_query(kind, query)
-    bucket, prefix = parts.netloc, unquote(parts.path).strip("/")
+    # The names in a folder may be any bytes, which Python writes with surrogates.
+    bucket = parts.netloc
+    prefix = unquote(parts.path, errors="surrogateescape" if kind == "file" else "replace").strip("/")
     if kind in ("s3", "gs") and not bucket:
         raise ConfigError(f"{bare}: name the bucket, as in {kind}://bucket/runs/my-run")
     if kind == "az":
@@ -100,6 +102,19 @@ def join_uri(uri: str, name: str) -> str:
     """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name."""
     base, mark, query = uri.partition("?")
     return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
+def folder_uri(uri: str, name: str) -> str:
+    """Returns the URI of the folder `name` in the place at `uri`. The name may hold any character but a slash."""
+    base, mark, query = uri.partition("?")
+    base = base.rstrip("/")
+    root = f"{base}//" if base.endswith(":") else base
+    return f"{root}/{quote(name, safe='', errors='surrogateescape')}{mark}{query}"
+
+
+def path_uri(path: str) -> str:
+    """Returns the URI of an absolute path, which is written as it is but for what has a meaning in a URI."""
+    return "file://" + re.sub("[%?#@]", lambda found: f"%{ord(found[0]):02X}", path)
 
 
 def is_same_place(one: str, other: str) -> bool:

@@ -101,6 +101,14 @@ class Store(ABC):
         for again; if they still differ in the end, it is a StoreError.
         """
 
+    def get_data(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
+        """Reads the whole object like `get`, and returns its bytes alone, for readers of very many small documents.
+
+        A store may do this in a cheaper way, without a comparison with the checksum that it states: a document has a
+        checksum of its own. Raises as `get`.
+        """
+        return self.get(key, max_bytes).data
+
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
         """Reads exactly the bytes start..stop; nobody may write to the result. Raises NotFoundError, and CorruptError
@@ -117,6 +125,13 @@ class Store(ABC):
     @abstractmethod
     def list_names(self, prefix: str) -> list[str]:
         """Returns the names directly under `prefix` (which ends in "/") that have objects below them, like `ls`."""
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """Yields the names that `list_names` returns, as they come, so that a caller can stop.
+
+        Where a store keeps folders, there may also be names without objects below them.
+        """
+        return iter(self.list_names(prefix))
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:

@@ -96,10 +96,13 @@ class LocalStore(Store):
                 yield Listed(key, size_bytes)
 
     def list_names(self, prefix: str) -> list[str]:
+        return sorted(name for name in self.list_folders(prefix) if next(self.list_objects(f"{prefix}{name}/"), None))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        found: list[str] = []
         with self._errors(prefix), suppress(FileNotFoundError), self._folders(f"{prefix}any") as (folders, _):
-            found = [item.name for item in _items(folders[-1]) if item.is_dir(follow_symlinks=False)]
-            return sorted(name for name in found if next(self.list_objects(f"{prefix}{name}/"), None))
-        return []
+            found += [item.name for item in _items(folders[-1]) if item.is_dir(follow_symlinks=False)]
+        yield from found
 
     def put(self, key: str, data: Buffer) -> None:
         self.put_parts(key, [memoryview(data)], len(data))

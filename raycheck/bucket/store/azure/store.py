@@ -112,12 +112,16 @@ class AzStore(RemoteStore):
                 yield Listed(prefix + item.name[len(self._full(prefix)) :], item.size)
 
     def list_names(self, prefix: str) -> list[str]:
-        where = {"name_starts_with": self._full(prefix), "delimiter": "/"}
-        items = self._listed(prefix, lambda client: client.walk_blobs(**where, **self._options))
-        start = len(self._full(prefix))
-        found = [item.name[start:].rstrip("/") for item in items if item.name.endswith("/")]
         # With a hierarchical namespace a folder outlives its last object.
+        found = list(self.list_folders(prefix))
         return [name for name in found if next(self.list_objects(f"{prefix}{name}/"), None)]
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        where = {"name_starts_with": self._full(prefix), "delimiter": "/"}
+        start = len(self._full(prefix))
+        for item in self._listed(prefix, lambda client: client.walk_blobs(**where, **self._options)):
+            if item.name.endswith("/"):
+                yield item.name[start:].rstrip("/")
 
     def put(self, key: str, data: Buffer) -> None:
         if len(data) > PART_SIZES["az"].part_bytes:

@@ -102,9 +102,13 @@ class GsStore(RemoteStore):
                 yield Listed(prefix + item["name"][start:], int(item.get("size", 0)))
 
     def list_names(self, prefix: str) -> list[str]:
+        return list(self.list_folders(prefix))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
         start = len(self._full(prefix))
-        pages = self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken")
-        return [name[start:].rstrip("/") for page in pages for name in page.get("prefixes", [])]
+        for page in self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken"):
+            for name in page.get("prefixes", []):
+                yield name[start:].rstrip("/")
 
     def put(self, key: str, data: Buffer) -> None:
         self._run(key, self._insert(key, data, {}))

@@ -113,12 +113,13 @@ class S3Store(RemoteStore):
                 yield Listed(prefix + item["Key"][start:], item["Size"])
 
     def list_names(self, prefix: str) -> list[str]:
+        return list(self.list_folders(prefix))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
         start = len(self._full(prefix))
-        return [
-            item["Prefix"][start:].rstrip("/")
-            for page in self._pages(prefix, Delimiter="/")
-            for item in page.get("CommonPrefixes", [])
-        ]
+        for page in self._pages(prefix, Delimiter="/"):
+            for item in page.get("CommonPrefixes", []):
+                yield item["Prefix"][start:].rstrip("/")
 
     def put(self, key: str, data: Buffer) -> None:
         self._run(key, lambda client: self._put_object(client, key, data))

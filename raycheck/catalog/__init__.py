@@ -1,0 +1,4 @@
+"""Works with many runs in one bucket. Each file is one of its matters; none of them knows torch or Ray.
+
+- listing.py finds the runs below a prefix: `raycheck runs`.
+"""
