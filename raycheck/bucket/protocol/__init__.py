@@ -8,6 +8,7 @@
 - commit.py: THE commit point, step 17; the manifest before it, step 16; the end of the run, step 33.
 - retention.py: which checkpoints stay, a pure decision, step 19.
 - pin_and_evict.py: pin, unpin, evict and forget, steps 19, 21 and 29.
+- name_and_score.py: names of single checkpoints, and scores that come later, steps 17 and 29.
 - prune_and_sweep.py: the only deletes of checkpoints, steps 19 to 23.
 - damage.py: going back from a damaged checkpoint, step 26.
 - fork.py, rewind.py, repair.py: a new run from another's head, step 30; going back by hand, step 31; rebuilding a lost

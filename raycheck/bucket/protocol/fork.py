@@ -61,6 +61,7 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
             expires_at=None,
             damaged=None,
             rolling=False,
+            name=None,
         )
         return _first_body(copied, manifest, run_id=run_id, now=now)
 
@@ -96,6 +97,8 @@ def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manife
         trained_s=0.0,
         began_at=None,
         rolling=False,
+        name=None,
+        expire_after_s=None,
         components=tuple(replace(component, checkpoint=str(name)) for component in old.components),
     )
     for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):

@@ -345,7 +345,7 @@ def test_a_save_that_comes_after_a_newer_one_is_answered_superseded(store):
     newer = ann.save(1, 2)
     before = raw(store)
 
-    assert ann.commit(older) is False
+    assert ann.commit(older) is None
 
     assert raw(store) == before
     assert assert_invariants(store).head == newer.key

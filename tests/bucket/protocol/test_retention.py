@@ -92,7 +92,7 @@ def test_an_evicted_checkpoint_never_comes_back(store):
     ann.save(1, 2, keep_last=1)
     before = assert_invariants(store)
 
-    assert ann.commit(evicted) is False
+    assert ann.commit(evicted) is None
     ann.claim("g2")
     with pytest.raises(SupersededError):
         ann.commit(evicted)
