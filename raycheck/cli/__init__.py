@@ -2,6 +2,7 @@
 
 - browse.py shows and verifies what is in a run's bucket: `ls`, `show`, `verify`.
 - manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
+- names.py names and scores single checkpoints: `name`, `rename`, `unname`, `score`.
 - bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
   export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
 - options.py has the arguments that commands share, and everything that prints.
@@ -22,7 +23,7 @@ from typing import Annotated
 import typer
 
 import raycheck
-from raycheck.cli import browse, demo, docs, export, manage, submit, watch_node
+from raycheck.cli import browse, demo, docs, export, manage, names, submit, watch_node
 from raycheck.cli.bench import command as bench
 from raycheck.cli.options import Text, out, with_flags
 from raycheck.errors import RaycheckError
@@ -34,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for topic in (browse, manage, bench, submit, watch_node, export, demo, docs):
+for topic in (browse, manage, names, bench, submit, watch_node, export, demo, docs):
     for command in topic.COMMANDS:
         app.command()(with_flags(command))
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
 from raycheck.cli.options import (
@@ -42,13 +43,15 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
         return
     status = read_status(run.store)
-    table = Table("", "step", "checkpoint", "size", "committed", "age", "metrics", box=None, pad_edge=False)
+    table = Table("", "step", "name", "checkpoint", "size", "committed", "age", "metrics", box=None, pad_edge=False)
     for checkpoint in run.checkpoints:
         entry = checkpoint.entry
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(entry.metrics.items()))
+        values = {**entry.metrics, **entry.scores}
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
+        name = f"{entry.name or ''}{_expiry(entry, status.now)}"
         mark = " ".join(_marks(run, checkpoint))
         when = time_of(entry.committed_at), age(entry.committed_at, status.now)
-        row = (mark, str(entry.step), entry.key, size(entry.size_bytes), *when, metrics)
+        row = (mark, str(entry.step), name, entry.key, size(entry.size_bytes), *when, metrics)
         table.add_row(*map(Text, row))
     out.print(table)
     out.print(Text(f"\n{status.text}"))
@@ -57,10 +60,10 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Show a run, its attempts, and one checkpoint.
 
-    The checkpoint is the head, or the newest one of --step.
+    The checkpoint is the head, or that of --step.
     """
     run = open_run(uri, settings_of(storage))
-    checkpoint = run.head if step is None else run.at_step(step)
+    checkpoint = run.head if step is None else run.at(step)
     began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
     attempts = [
         {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
@@ -101,7 +104,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
     Damage is named by rank, component, tensor and sub-block of 4 MiB. The exit code is 1 then.
     """
     run = open_run(uri, settings_of(storage))
-    checkpoints = run.checkpoints if step is None else (run.at_step(step),)
+    checkpoints = run.checkpoints if step is None else (run.at(step),)
     if not checkpoints:
         raise NotFoundError(f"{uri}: the run has no committed checkpoint to verify")
     found = [(item.entry.key, finding) for item in checkpoints for finding in item.verify()]
@@ -129,6 +132,17 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
                     out.print(Text(f"       and {len(finding.where) - MAX_PLACES} more (--json has them all)"))
     if bad:
         raise typer.Exit(1)
+
+
+def _expiry(entry: Entry, now: float) -> str:
+    """Returns when a checkpoint with a name expires, in words; "" for the others, of which that is in --json."""
+    if entry.name is None or entry.expires_at is None:
+        return ""
+    return (
+        f" (expired {age(entry.expires_at, now)})"
+        if entry.expires_at <= now
+        else f" (expires {age(entry.expires_at, now)})"
+    )
 
 
 def _fields(resume: ResumeRecord) -> dict[str, Any]:
@@ -176,8 +190,10 @@ def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
         "committed_at": entry.committed_at,
         "expires_at": entry.expires_at,
         "is_pinned": entry.pinned,
+        "name": entry.name,
         "damaged": entry.damaged,
         "metrics": dict(entry.metrics),
+        "scores": dict(entry.scores),
         "refs": list(entry.refs),
     }
 
@@ -186,6 +202,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.read_manifest()
     index = checkpoint.read_index(manifest, values=False)
     return {
+        "note": dict(manifest.note),
         "epoch": manifest.epoch,
         "samples": manifest.samples,
         "attempt": manifest.attempt,

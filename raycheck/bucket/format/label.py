@@ -16,6 +16,7 @@ from raycheck.errors import ConfigError
 
 NoteValue = str | int | float | bool
 MAX_NOTE_BYTES = 4096
+MAX_EXPIRY_S = 1e12
 MAX_SCORES = 32
 MAX_SCORE_NAME = 100
 MAX_SCORE = 1e300
@@ -70,8 +71,8 @@ def check_name(name: object) -> None:
     if isinstance(name, str) and is_name(name) and name not in RESERVED:
         return
     raise ConfigError(
-        f"name={name!r}: give up to 100 letters, digits and '_.-' that begin with none of '.-', such as 'before-rlhf'; "
-        f"a number means a step, and these words are taken: {', '.join(sorted(RESERVED))}"
+        f"{name!r} cannot be a checkpoint's name: give up to 100 letters, digits and '_.-' that begin with neither '.' "
+        f"nor '-', such as 'before-rlhf'. A number means a step, and these are taken: {', '.join(sorted(RESERVED))}"
     )
 
 
@@ -79,10 +80,9 @@ def check_expiry(expire_after_s: object) -> None:
     """Raises ConfigError for what is no length of time."""
     if expire_after_s is None:
         return
-    if isinstance(expire_after_s, bool) or not isinstance(expire_after_s, int | float):
-        raise ConfigError(f"expire_after_s={expire_after_s!r}: give a number of seconds above 0")
-    if not 0 < expire_after_s < math.inf:
-        raise ConfigError(f"expire_after_s={expire_after_s!r}: give a number of seconds above 0")
+    is_number = isinstance(expire_after_s, int | float) and not isinstance(expire_after_s, bool)
+    if not is_number or not 0 < expire_after_s < MAX_EXPIRY_S:  # type: ignore[operator]
+        raise ConfigError(f"an expiry after {expire_after_s!r} s: give a number of seconds above 0")
 
 
 def check_scores(scores: object) -> None:

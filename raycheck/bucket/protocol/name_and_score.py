@@ -46,7 +46,6 @@ def rename(register: Register, old: str, new: str) -> Latest:
             )
         return with_new_name(register.store.uri, body, old, new, now=now)
 
-    check_name(new)
     return register.edit(change, what=f"renaming {old} to {new}")
 
 
@@ -74,7 +73,6 @@ def score(register: Register, key: str, scores: Mapping[str, float]) -> Latest:
         del now
         return _unless_equal(with_scores(register.store.uri, body, key, scores), body)
 
-    check_scores(scores)
     return register.edit(change, what=f"scores of {key}")
 
 
@@ -93,13 +91,20 @@ def with_name(uri: str, body: Latest, key: str, label: Label, *, now: float) -> 
 
 def with_new_name(uri: str, body: Latest, old: str, new: str, *, now: float) -> Latest:
     """Return `body` with the name `new` in place of `old`."""
+    check_name(new)
     entry = named_entry(uri, body, old)
     body = _released(uri, body, entry, new, may_move=False, now=now)
     return _with_room(body.with_entry(replace(entry, name=new)))
 
 
+def without_name(uri: str, body: Latest, old: str) -> Latest:
+    """Return `body` with nobody having the name `old`."""
+    return body.with_entry(replace(named_entry(uri, body, old), name=None))
+
+
 def with_scores(uri: str, body: Latest, key: str, scores: Mapping[str, float]) -> Latest:
     """Return `body` with these scores added to those of `key`."""
+    check_scores(scores)
     entry = live_entry(uri, body, key)
     both = {**entry.scores, **{name: float(value) for name, value in scores.items()}}
     if len(both) > MAX_SCORES:

@@ -970,11 +970,11 @@ def test_two_coordinators_of_one_attempt_commit_each_save_at_most_once(store):
     manifests = [write_checkpoint(store, attempt=1, save=save) for save in range(1, 7)]
 
     def old_commits() -> list[bool]:
-        return [old.commit(manifest) for manifest in manifests]
+        return [bool(old.commit(manifest)) for manifest in manifests]
 
     def new_takes_over_and_commits() -> list[bool]:
         new.take_over("g1")
-        return [new.commit(manifest) for manifest in manifests]
+        return [bool(new.commit(manifest)) for manifest in manifests]
 
     of_old, of_new = together(old_commits, new_takes_over_and_commits)
 
@@ -990,7 +990,7 @@ def test_threads_of_one_coordinator_swap_one_after_another(store):
     ann.claim("g1")
     manifests = [write_checkpoint(store, attempt=1, save=save) for save in range(1, 5)]
 
-    outcomes = together(*(lambda m=manifest: ann.commit(m) for manifest in manifests))
+    outcomes = together(*(lambda m=manifest: bool(ann.commit(m)) for manifest in manifests))
 
     body = assert_invariants(store)
     assert_linear(ann.store)
