@@ -43,15 +43,17 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
         return
     status = read_status(run.store)
-    table = Table("", "step", "name", "checkpoint", "size", "committed", "age", "metrics", box=None, pad_edge=False)
+    has_names = ["name"] if any(checkpoint.name for checkpoint in run.checkpoints) else []
+    columns = ["", "step", *has_names, "checkpoint", "size", "committed", "age", "metrics"]
+    table = Table(*columns, box=None, pad_edge=False)
     for checkpoint in run.checkpoints:
         entry = checkpoint.entry
         values = {**entry.metrics, **entry.scores}
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
-        name = f"{entry.name or ''}{_expiry(entry, status.now)}"
+        name = [f"{entry.name or ''}{_expiry(entry, status.now)}"] if has_names else []
         mark = " ".join(_marks(run, checkpoint))
         when = time_of(entry.committed_at), age(entry.committed_at, status.now)
-        row = (mark, str(entry.step), name, entry.key, size(entry.size_bytes), *when, metrics)
+        row = (mark, str(entry.step), *name, entry.key, size(entry.size_bytes), *when, metrics)
         table.add_row(*map(Text, row))
     out.print(table)
     out.print(Text(f"\n{status.text}"))
