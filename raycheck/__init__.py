@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from raycheck.bucket.protocol.delete import DeletedRun
+    from raycheck.bucket.protocol.fork import Forked
+    from raycheck.catalog.deletes import delete_checkpoint, delete_run
+    from raycheck.catalog.forks import fork_run
     from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.errors import (
         ConfigError,
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
     from raycheck.train.worker.periodic import Periodic
 
 _HOMES = {
+    "raycheck.bucket.protocol.delete": ("DeletedRun",),
+    "raycheck.bucket.protocol.fork": ("Forked",),
+    "raycheck.catalog.deletes": ("delete_checkpoint", "delete_run"),
+    "raycheck.catalog.forks": ("fork_run",),
     "raycheck.catalog.listing": ("RunSummary", "list_runs"),
     "raycheck.errors": (
         "ConfigError",
@@ -75,9 +83,11 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "DamagedError",
+    "DeletedRun",
     "DeniedError",
     "ExportSettings",
     "FencedError",
+    "Forked",
     "Group",
     "NotFoundError",
     "PerRank",
@@ -91,8 +101,11 @@ __all__ = [
     "StorageSettings",
     "StoreError",
     "SupersededError",
+    "delete_checkpoint",
+    "delete_run",
     "export_hf",
     "fit",
+    "fork_run",
     "list_runs",
     "open_checkpoint",
     "open_run",

@@ -1,19 +1,25 @@
 """Opens a run outside of any training: shows what is committed, restores it into live objects, and exports it.
 
-These are the public `open_run`, `open_checkpoint` and `export_hf`. None of them changes the run.
+These are the public `open_run`, `open_checkpoint` and `export_hf`. None of them changes the run. What does, also beside
+a training, are the methods of `Run` that pin, name and score a checkpoint.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
+from raycheck.bucket.protocol import name_and_score, pin_and_evict
+from raycheck.bucket.protocol.name_and_score import names_in
+from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import is_same_place
@@ -26,6 +32,10 @@ if TYPE_CHECKING:
     import torch
 
     from raycheck.shards.huggingface.export import Exported
+
+
+MAX_DIGITS = 18
+"""A longer number is no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,12 @@ class CommittedCheckpoint(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Describes a run as its pointer `latest` had it at one moment. Open it again to see later commits."""
+    """Describes a run as its pointer `latest` had it at one moment. Open it again to see later commits.
+
+    Methods that say which checkpoint is meant (`at`) take a step, for the newest checkpoint of that step, a name that a
+    checkpoint was given, or a checkpoint's key. Those that change the run leave this value as it is, and return the run
+    as it is afterwards.
+    """
 
     store: Store
     latest: Latest
@@ -76,6 +91,25 @@ class Run:
         """Returns the live checkpoints, in the order of their commits."""
         return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
 
+    def at(self, at: int | str) -> CommittedCheckpoint:
+        """Returns the committed checkpoint with this step, name or key.
+
+        Of several with one step it is the newest. Raises NotFoundError, which says what there is.
+        """
+        if not isinstance(at, str):
+            return self.at_step(index(at))
+        if at.isdecimal() and len(at) <= MAX_DIGITS:
+            return self.at_step(int(at))
+        entry = self.latest.named(at)
+        if entry is not None:
+            return CommittedCheckpoint(self.store, entry)
+        if CheckpointName.parse(at) is not None:
+            return self.checkpoint(at)
+        raise NotFoundError(
+            f"{self.store.uri}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
+            f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
+        )
+
     def at_step(self, step: int) -> CommittedCheckpoint:
         """Returns the newest committed checkpoint of `step`. Raises NotFoundError, which lists the steps there are."""
         found = [entry for entry in self.latest.live if entry.step == step]
@@ -85,7 +119,7 @@ class Run:
         return CommittedCheckpoint(self.store, found[-1])
 
     def checkpoint(self, key: str) -> CommittedCheckpoint:
-        """Returns the live checkpoint with this name. Raises NotFoundError, which says why there is none."""
+        """Returns the live checkpoint with this key. Raises NotFoundError, which says why there is none."""
         entry = self.latest.entry(key)
         if entry is not None:
             return CommittedCheckpoint(self.store, entry)
@@ -100,25 +134,69 @@ class Run:
 
     def restore(
         self,
-        step: int | None = None,
+        at: int | str | None = None,
         *,
         into: Mapping[str, object],
         strict: bool = True,
         skip: Iterable[str] = (),
         cast: bool = False,
     ) -> int:
-        """Restore entries of a checkpoint (the head, or that of `step`) into the live objects in `into`.
+        """Restore entries of a checkpoint (the head, or `at`) into the live objects in `into`.
 
         See CommittedCheckpoint.restore.
         """
-        return self.head_or(step).restore(into=into, strict=strict, skip=skip, cast=cast)
+        return self.head_or(at).restore(into=into, strict=strict, skip=skip, cast=cast)
 
-    def head_or(self, step: int | None) -> CommittedCheckpoint:
-        """Returns the newest checkpoint of `step`, or the head for None. Raises NotFoundError when there is none."""
-        checkpoint = self.head if step is None else self.at_step(step)
+    def head_or(self, at: int | str | None) -> CommittedCheckpoint:
+        """Returns the checkpoint `at`, or the head for None. Raises NotFoundError when there is none."""
+        checkpoint = self.head if at is None else self.at(at)
         if checkpoint is None:
             raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
         return checkpoint
+
+    def pin(self, at: int | str) -> "Run":
+        """Keep a checkpoint, whatever retention says, until `unpin`. Raises NotFoundError."""
+        return Run(self.store, pin_and_evict.pin(self._register, self._key(at)))
+
+    def unpin(self, at: int | str) -> "Run":
+        """Leave a pinned checkpoint to retention again. Raises NotFoundError."""
+        return Run(self.store, pin_and_evict.pin(self._register, self._key(at), pinned=False))
+
+    def name_checkpoint(
+        self, at: int | str, name: str, *, expire_after_s: float | None = None, overwrite: bool = False
+    ) -> "Run":
+        """Give a checkpoint a name, by which it can be restored, and which keeps it from retention.
+
+        expire_after_s: from now on, after this many seconds, the name keeps it no longer, and neither does any rule;
+        None: it never expires. overwrite: take the name from a checkpoint of another step, or another name from this
+        one. Raises ConfigError when that is needed and not given, and for a name that cannot be one; NotFoundError when
+        there is no such checkpoint.
+        """
+        label = Label(name=name, expire_after_s=expire_after_s, may_move=overwrite)
+        return Run(self.store, name_and_score.name(self._register, self._key(at), label))
+
+    def rename_checkpoint(self, old: str, new: str) -> "Run":
+        """Give the checkpoint named `old` the name `new`. Raises ConfigError when `new` is taken, NotFoundError."""
+        return Run(self.store, name_and_score.rename(self._register, old, new))
+
+    def unname_checkpoint(self, name: str) -> "Run":
+        """Take a name off its checkpoint, which is left to retention again. Raises NotFoundError."""
+        return Run(self.store, name_and_score.unname(self._register, name))
+
+    def score(self, at: int | str, scores: Mapping[str, float]) -> "Run":
+        """Attach what was measured of a checkpoint after its commit, such as {"mmlu": 0.63}.
+
+        `keep_best` obeys it from the next commit on, and prefers it to a metric of that name. Raises ConfigError for
+        more than 32 scores and for a value that is not finite, NotFoundError when the checkpoint was dropped.
+        """
+        return Run(self.store, name_and_score.score(self._register, self._key(at), scores))
+
+    @property
+    def _register(self) -> Register:
+        return Register(self.store)
+
+    def _key(self, at: int | str) -> str:
+        return self.at(at).entry.key
 
 
 def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
@@ -172,7 +250,7 @@ def export_hf(
     dest: str,
     *,
     storage: StorageSettings | None = None,
-    step: int | None = None,
+    step: int | str | None = None,
     entry: str | None = None,
     files: Sequence[str] | None = None,
     merge_lora: bool = False,
@@ -185,8 +263,8 @@ def export_hf(
     This needs torch, but neither Ray nor transformers nor an accelerator, and a bounded amount of memory. The directory
     is whole or not there.
 
-    source: a run's URI, or a checkpoint such as `open_checkpoint` returns. step: which checkpoint of the run; None: the
-        head.
+    source: a run's URI, or a checkpoint such as `open_checkpoint` returns. step: which checkpoint of the run, by its
+        step, name or key; None: the head.
     dest: a new or empty folder, or the URI of a free place in a bucket.
     storage: how the source's bucket is reached, and a destination of the same kind of store.
     entry: the model's name in the state. None: the one entry that has a Hugging Face configuration.

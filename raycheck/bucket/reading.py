@@ -58,6 +58,16 @@ class Checkpoint:
         """
         return self.entry.metrics
 
+    @property
+    def name(self) -> str | None:
+        """Returns the name that it was given by a save or by hand; None when it has none."""
+        return self.entry.name
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Returns what was measured of the checkpoint after its commit, and attached to it."""
+        return self.entry.scores
+
     def read_documents(self) -> Documents:
         """Read manifest and index to hand them to other ranks, unchecked.
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.index import Index
+from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
 from raycheck.catalog.listing import list_runs
@@ -44,13 +45,17 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
         print_json([_facts(run, checkpoint) for checkpoint in run.checkpoints])
         return
     status = read_status(run.store)
-    table = Table("", "step", "checkpoint", "size", "committed", "age", "metrics", box=None, pad_edge=False)
+    has_names = ["name"] if any(checkpoint.name for checkpoint in run.checkpoints) else []
+    columns = ["", "step", *has_names, "checkpoint", "size", "committed", "age", "metrics"]
+    table = Table(*columns, box=None, pad_edge=False)
     for checkpoint in run.checkpoints:
         entry = checkpoint.entry
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(entry.metrics.items()))
+        values = {**entry.metrics, **entry.scores}
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
+        name = [f"{entry.name or ''}{_expiry(entry, status.now)}"] if has_names else []
         mark = " ".join(_marks(run, checkpoint))
         when = time_of(entry.committed_at), age(entry.committed_at, status.now)
-        row = (mark, str(entry.step), entry.key, size(entry.size_bytes), *when, metrics)
+        row = (mark, str(entry.step), *name, entry.key, size(entry.size_bytes), *when, metrics)
         table.add_row(*map(Text, row))
     out.print(table)
     out.print(Text(f"\n{status.text}"))
@@ -59,10 +64,10 @@ def ls(uri: Uri, as_json: Json = False, storage: Storage = None) -> None:
 def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = None) -> None:
     """Show a run, its attempts, and one checkpoint.
 
-    The checkpoint is the head, or the newest one of --step.
+    The checkpoint is the head, or that of --step.
     """
     run = _open_or_say(uri, settings_of(storage), as_json=as_json)
-    checkpoint = run.head if step is None else run.at_step(step)
+    checkpoint = run.head if step is None else run.at(step)
     began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
     attempts = [
         {name: getattr(item, name) for name in ("number", "world_size", "restore_key", "last_save", "claimed_at")}
@@ -103,7 +108,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
     Damage is named by rank, component, tensor and sub-block of 4 MiB. The exit code is 1 then.
     """
     run = open_run(uri, settings_of(storage))
-    checkpoints = run.checkpoints if step is None else (run.at_step(step),)
+    checkpoints = run.checkpoints if step is None else (run.at(step),)
     if not checkpoints:
         raise NotFoundError(f"{uri}: the run has no committed checkpoint to verify")
     found = [(item.entry.key, finding) for item in checkpoints for finding in item.verify()]
@@ -142,6 +147,17 @@ def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) ->
             for run in list_runs(uri, storage, depth=0):
                 print_json({"run": uri, "state": run.state, "state_text": run.text})
         raise
+
+
+def _expiry(entry: Entry, now: float) -> str:
+    """Returns when a checkpoint with a name expires, in words; "" for the others, of which that is in --json."""
+    if entry.name is None or entry.expires_at is None:
+        return ""
+    return (
+        f" (expired {age(entry.expires_at, now)})"
+        if entry.expires_at <= now
+        else f" (expires {age(entry.expires_at, now)})"
+    )
 
 
 def _fields(resume: ResumeRecord) -> dict[str, Any]:
@@ -189,8 +205,10 @@ def _facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
         "committed_at": entry.committed_at,
         "expires_at": entry.expires_at,
         "is_pinned": entry.pinned,
+        "name": entry.name,
         "damaged": entry.damaged,
         "metrics": dict(entry.metrics),
+        "scores": dict(entry.scores),
         "refs": list(entry.refs),
     }
 
@@ -199,6 +217,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.read_manifest()
     index = checkpoint.read_index(manifest, values=False)
     return {
+        "note": dict(manifest.note),
         "epoch": manifest.epoch,
         "samples": manifest.samples,
         "attempt": manifest.attempt,

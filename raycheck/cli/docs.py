@@ -14,6 +14,7 @@ from raycheck.errors import ConfigError
 FIRST = (
     "training",
     "restoring",
+    "catalog",
     "storage",
     "huggingface",
     "failures",

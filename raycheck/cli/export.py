@@ -30,7 +30,7 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Write a checkpoint as a Hugging Face directory.
 
-    The checkpoint is the head, or the newest one of --step.
+    The checkpoint is the head, or that of --step.
     """
     from raycheck.run import export_hf as export
 

@@ -8,33 +8,32 @@ import typer
 from rich.table import Table
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.protocol import exported_directories, pin_and_evict
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.protocol import exported_directories
 from raycheck.bucket.protocol import prune_and_sweep as deletes
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion
 from raycheck.bucket.protocol.repair import repair as repair_run
 from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.rewind import rewind as rewind_run
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri, kind_of
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of, size
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
 from raycheck.storage_settings import StorageSettings
 
-To = Annotated[str, typer.Argument(metavar="STEP", help="A step, or a checkpoint's name as ls shows it.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
 
 
-def pin(uri: Uri, step: To, storage: Storage = None) -> None:
+def pin(uri: Uri, step: At, storage: Storage = None) -> None:
     """Keep a checkpoint, whatever retention rules say."""
     _pin(uri, step, settings_of(storage), pinned=True)
 
 
-def unpin(uri: Uri, step: To, storage: Storage = None) -> None:
+def unpin(uri: Uri, step: At, storage: Storage = None) -> None:
     """Leave a pinned checkpoint to retention rules again."""
     _pin(uri, step, settings_of(storage), pinned=False)
 
@@ -61,7 +60,7 @@ def prune(  # noqa: PLR0917  typer makes options of them
 
     Expired ones are dropped too. What was dropped is deleted after a grace for readers. With no --keep option only
     expired checkpoints go. Rolling checkpoints are subject to --rolling-keep-last alone; without it they stay. The head
-    and pinned checkpoints always stay. A running training goes on.
+    and pinned checkpoints always stay, and named ones until they expire. A running training goes on.
     """
     register = Register(open_store(uri, settings_of(storage)))
     body, got = register.read_existing()
@@ -143,14 +142,14 @@ def sweep(
 
 def rewind(
     uri: Uri,
-    step: To,
+    step: At,
     storage: Storage = None,
 ) -> None:
     """Make an earlier checkpoint the head.
 
     The next start restores it. A training that still runs is stopped.
     """
-    checkpoint = _checkpoint(uri, step, settings_of(storage))
+    checkpoint = open_run(uri, settings_of(storage)).at(step)
     body = rewind_run(Register(checkpoint.store), checkpoint.entry.key)
     out.print(Text(f"head is {body.head}; later checkpoints stay listed until retention drops them"))
 
@@ -162,20 +161,20 @@ def repair(uri: Uri, storage: Storage = None) -> None:
     """
     done = repair_run(open_store(uri, settings_of(storage)))
     for entry in done.latest.live:
-        out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}{'  pinned' if entry.pinned else ''}"))
+        out.print(Text(f"listed    {entry.key}  {size(entry.size_bytes)}{_kept_by(entry)}"))
     for name, why in done.left_out:
         out.print(Text(f"left out  {name}: {why}"))
     out.print(Text(f"head is {done.latest.head}; the next start is attempt {done.latest.attempt.number + 1}"))
 
 
-def _checkpoint(uri: str, step: str, storage: StorageSettings | None) -> Checkpoint:
-    run = open_run(uri, storage)
-    return run.at_step(int(step)) if step.isdecimal() else run.checkpoint(step)
+def _kept_by(entry: Entry) -> str:
+    return f"{'  pinned' if entry.pinned else ''}{f'  named {entry.name}' if entry.name else ''}"
 
 
 def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) -> None:
-    checkpoint = _checkpoint(uri, step, storage)
-    pin_and_evict.pin(Register(checkpoint.store), checkpoint.entry.key, pinned=pinned)
+    run = open_run(uri, storage)
+    checkpoint = run.at(step)
+    (run.pin if pinned else run.unpin)(checkpoint.entry.key)
     out.print(
         Text(
             f"{checkpoint.entry.key} is {'pinned' if pinned else 'no longer pinned; retention rules apply to it again'}"
@@ -190,7 +189,7 @@ def _best(run: Latest, keep_best: str | None) -> Any:
     metric, mode, count = ["", "", *keep_best.rsplit(":", 2)][-3:]  # a metric may hold colons
     if not metric or mode not in ("min", "max") or not count.isdecimal() or count == "0":
         raise ConfigError(f"--keep-best {keep_best}: give METRIC:min:COUNT or METRIC:max:COUNT, e.g. loss:min:3")
-    known = sorted({name for entry in run.live for name in entry.metrics})
+    known = sorted({name for entry in run.live for name in (*entry.metrics, *entry.scores)})
     if metric not in known:  # no checkpoint would be among the best, so all would be dropped
         raise ConfigError(f"--keep-best {keep_best}: no checkpoint has that metric; there are: {', '.join(known)}")
     return metric, mode, int(count)

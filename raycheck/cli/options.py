@@ -24,7 +24,11 @@ out = Console(highlight=False, width=UNCUT)
 Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
-Step = Annotated[int | None, typer.Option(help="The newest checkpoint of this step.")]
+Step = Annotated[
+    str | None,
+    typer.Option(metavar="STEP", help="The newest checkpoint of this step; or a checkpoint's name or key."),
+]
+At = Annotated[str, typer.Argument(metavar="STEP", help="A step, a checkpoint's name, or its key as ls shows it.")]
 
 
 class Text(rich.text.Text):
@@ -95,12 +99,15 @@ def short_number(value: float) -> str:
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that its ConfigErrors name options as they are written on the command line.
 
-    Errors come from functions that take arguments of the options' names: `keep_last=` becomes `--keep-last`.
+    Errors come from functions that take arguments of the options' names: `keep_last=` becomes `--keep-last`,
+    and `overwrite=True` becomes `--overwrite`.
     """
     names = "|".join(inspect.signature(command).parameters)
-    argument = re.compile(rf"(?<![\w(?&/.])({names})=(?=(.?))")
+    argument = re.compile(rf"(?<![\w(?&/.])({names})=(?:True\b)?(?=(.?))")
 
     def flag(found: re.Match[str]) -> str:
+        if found[0].endswith("True"):
+            return f"--{found[1].replace('_', '-')}"
         has_value = found[2] and (found[2].isalnum() or found[2] in "'\"-/")
         return f"--{found[1].replace('_', '-')}{' ' if has_value else ''}"
 

@@ -39,8 +39,9 @@ def fit(
     """Runs a Ray Train trainer whose train_fn uses raycheck.Checkpointer. Returns Ray's Result.
 
     resume: how the first attempt of this call begins. "auto" goes on from the run's head, or starts fresh; "never"
-    refuses a run that has checkpoints; "must" refuses one that has none; a step goes back to that step's checkpoint.
-    Another run's URI begins a new run from a copy of that run's head, and goes on with the new run when it exists.
+    refuses a run that has checkpoints; "must" refuses one that has none; a step or a checkpoint's name goes back to
+    that one. Another run's URI begins a new run from a copy of that run's head, and goes on with the new run when it
+    exists.
 
     storage: how the bucket is reached; it overrides the query of the storage path. It also holds for a run to begin
     from. It travels with the run's URI to the coordinator, the workers and Ray itself.

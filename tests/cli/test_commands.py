@@ -269,6 +269,31 @@ def test_pin_keeps_a_checkpoint_from_prune_and_ls_shows_it(run) -> None:
     assert_invariants(store)
 
 
+def test_a_name_and_scores_are_given_shown_and_taken_in_place_of_a_step(run) -> None:
+    uri, store = run
+    before = read_latest(store)
+
+    tried = raycheck("name", uri, "3", "base", "--dry-run", "--json")
+    assert (json.loads(tried.stdout)["changed"][0]["name"], read_latest(store)) == ("base", before)
+    named = raycheck("name", uri, "3", "base", "--expire-after", "7200")
+    refused = raycheck("name", uri, "6", "base")
+    scored = raycheck("score", uri, "base", "mmlu=0.25", "a=b=1e3", "--json")
+    odd = raycheck("score", uri, "base", "mmlu")
+
+    assert [done.returncode for done in (tried, named, refused, scored, odd)] == [0, 0, 2, 0, 2]
+    assert "has the name base" in refused.stderr
+    assert "--overwrite" in refused.stderr
+    assert json.loads(scored.stdout)["changed"][0]["scores"] == {"mmlu": 0.25, "a=b": 1000.0}
+    (row,) = (line for line in raycheck("ls", uri).stdout.splitlines() if "base (expires in" in line)
+    assert "mmlu 0.25" in row
+    facts = json.loads(raycheck("show", uri, "--step", "base", "--json").stdout)["checkpoint"]
+    assert (facts["step"], facts["name"], facts["scores"]["mmlu"], facts["note"]) == (3, "base", 0.25, {})
+    assert [raycheck(*words).returncode for words in (("rename", uri, "base", "b"), ("pin", uri, "b"))] == [0, 0]
+    gone = raycheck("unname", uri, "b")
+    assert "no name" in gone.stdout
+    assert [entry.name for entry in assert_invariants(store).live] == [None, None]
+
+
 def test_prune_has_a_rule_for_rolling_checkpoints(run) -> None:
     uri, store = run
 

@@ -69,12 +69,12 @@ def rewritten(store: Store, key: str, change: Callable[[bytes], bytes]) -> bytes
 
 
 def with_new(tree: Any, *, is_document: bool = True) -> Any:
-    """A field more in every document of the tree; metrics are numbers by name, not a document."""
+    """A field more in every document of the tree; metrics, scores and a note are values by name, no documents."""
     if isinstance(tree, list):
         return [with_new(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    again = {key: with_new(item, is_document=key != "metrics") for key, item in tree.items()}
+    again = {key: with_new(item, is_document=key not in ("metrics", "scores", "note")) for key, item in tree.items()}
     return again | NEW if is_document else again
 
 

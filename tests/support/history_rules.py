@@ -8,8 +8,10 @@ arrives at any later rule. Nothing is mocked but the bucket; the ledger judges e
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.format.object_keys import LATEST_KEY, CheckpointName
+from raycheck.bucket.protocol import name_and_score
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
@@ -49,6 +51,8 @@ RULES = st.sampled_from(
         Retention(),
     ]
 )
+EDITS = ("pin", "unpin", "name", "name for a time", "unname", "score")
+"""What a person changes of single checkpoints: refused when they are not live, and a name when another has it."""
 MAX_DRIVERS = 3
 NOT_LIVE = str(CheckpointName(attempt=0, save=0, step=0))
 
@@ -144,9 +148,7 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ledger.body)
     @rule(
-        what=st.sampled_from(
-            ["prune", "keep", "keep", "pin", "unpin", "sweep", "sweep torn", "read", "plan", "rewind"]
-        ),
+        what=st.sampled_from([*["prune", "keep", "keep", "sweep", "sweep torn", "read", "plan", "rewind"], *EDITS]),
         pick=PICK,
         rules=RULES,
         grace_s=st.sampled_from([0.0, GRACE_S]),
@@ -163,19 +165,25 @@ class Histories(RuleBasedStateMachine):
             "keep": lambda: prune(register, rules, grace_s=grace_s),
             "pin": lambda: pin(register, key),
             "unpin": lambda: pin(register, key, pinned=False),
+            "name": lambda: name_and_score.name(register, key, Label(name="a", may_move=not grace_s)),
+            "name for a time": lambda: name_and_score.name(register, key, Label(name="b", expire_after_s=300.0)),
+            "unname": lambda: name_and_score.unname(register, "a"),
+            "score": lambda: name_and_score.score(register, key, {"loss": -float(pick)}),
             "sweep": lambda: sweep(store, also_whole=True),
             "sweep torn": lambda: sweep(store),
             "read": lambda: read_one(store, pick),
             "plan": lambda: (plan_prune(register, rules), plan_sweep(store, also_whole=True)),
             "rewind": lambda: rewind(register, key),
         }
-        if self.ledger.is_lost and what in ("prune", "keep", "pin", "unpin"):
+        if self.ledger.is_lost and what in ("prune", "keep", *EDITS):
             return  # `latest` was rolled back, and this process cannot see that
         self.stage.run(
             Job(
                 process=who,
                 work=who.does(works[what]),
-                failed=only(NotFoundError) if what in ("pin", "unpin", "read", "rewind") else only(),
+                failed=only(NotFoundError, *((ConfigError,) if what.startswith("name") else ()))
+                if what in (*EDITS, "read", "rewind")
+                else only(),
                 reads_only=what in ("read", "plan"),
                 never=(Mode.STALE_LISTING,) if what == "rewind" else (),
             ),

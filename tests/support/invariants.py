@@ -169,6 +169,9 @@ def assert_follows(before: Latest | None, after: Latest) -> None:
     evicted = [item.key for item in after.evicted if item not in before.evicted or item.key in again]
     assert evicted == again + gone, "what leaves live is evicted, and what only that referred to is evicted anew"
     assert not [key for key in gone if before.entry(key).pinned], "a pinned checkpoint was evicted"
+    kept_by_name = [key for key in gone if before.entry(key).name and before.entry(key).expires_at is None]
+    moved = {entry.name for entry in after.live if before.entry(entry.key) is None}
+    assert {before.entry(key).name for key in kept_by_name} <= moved, "a named checkpoint was evicted"
     assert not {item.key for item in before.evicted} & {entry.key for entry in new}, "an evicted entry came back"
     forgotten = {item.key for item in before.evicted} - {item.key for item in after.evicted}
     assert not forgotten & after.held(), "a name was forgotten whose objects a live entry holds"

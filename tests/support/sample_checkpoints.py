@@ -42,25 +42,30 @@ def write_checkpoint(
     rolling: bool = False,
     began_at: float | None = None,
     trained_s: float = 0.0,
+    name: str | None = None,
+    expire_after_s: float | None = None,
 ) -> Manifest:
-    """Write every object of one save, steps 13 to 16, and commit nothing. base: refer to the components of this one."""
+    """Write every object of one save, steps 13 to 16, and commit nothing. base: refer to the components of this one.
+
+    name, expire_after_s: those that the save gives its checkpoint.
+    """
     step = 10 * save if step is None else step
-    name = str(object_keys.CheckpointName(attempt=attempt, save=save, step=step))
+    key = str(object_keys.CheckpointName(attempt=attempt, save=save, step=step))
     component = "train" if base is None else "head"
     shards = []
     for rank in range(world_size):
-        key = object_keys.shard_key(name, component, rank)
-        data = hashlib.blake2b(key.encode(), digest_size=SHARD_BYTES).digest()
-        store.put(key, data)
+        shard = object_keys.shard_key(key, component, rank)
+        data = hashlib.blake2b(shard.encode(), digest_size=SHARD_BYTES).digest()
+        store.put(shard, data)
         shards.append(ShardRecord(component=component, rank=rank, size_bytes=len(data), crc32=crc32(data)))
     own = Component(
         name=component,
-        checkpoint=name,
-        metadata=_put(store, object_keys.metadata_key(name, component), f"metadata of {name}".encode()),
+        checkpoint=key,
+        metadata=_put(store, object_keys.metadata_key(key, component), f"metadata of {key}".encode()),
         shards=tuple(shards),
     )
     manifest = Manifest(
-        key=name,
+        key=key,
         step=step,
         attempt=attempt,
         save=save,
@@ -71,8 +76,10 @@ def write_checkpoint(
         rolling=rolling,
         began_at=began_at,
         trained_s=trained_s,
+        name=name,
+        expire_after_s=expire_after_s,
         metrics={"loss": 1.0 / (1 + step)},
-        index=_put(store, object_keys.index_key(name), dump_index(tiny_index(component, world_size))),
+        index=_put(store, object_keys.index_key(key), dump_index(tiny_index(component, world_size))),
         components=(own, *(base.components if base else ())),
         ranks=tuple(
             RankRecord(rank=rank, blocked_s=0.1, upload_s=0.2, size_bytes=SHARD_BYTES) for rank in range(world_size)
@@ -132,10 +139,12 @@ class Driver:
     def take_over(self, group: str) -> Attempt:
         return claims.take_over(self.register, self.me, group=group)
 
-    def commit(self, manifest: Manifest, *, keep_last: int | None = 10, **rules: Any) -> bool:
+    def commit(
+        self, manifest: Manifest, *, keep_last: int | None = 10, may_move_name: bool = False, **rules: Any
+    ) -> Entry | None:
         """Commit what write_checkpoint has written: `dump` is pure, so it gives the manifest's bytes again."""
         rules = Retention(keep_last=keep_last, **rules)
-        return commit.commit(self.register, self.me, manifest, dump(manifest), rules)
+        return commit.commit(self.register, self.me, manifest, dump(manifest), rules, may_move_name=may_move_name)
 
     def save(self, attempt: int, save: int, *, keep_last: int | None = 10, rules: Any = None, **more: Any) -> Manifest:
         """Write and commit a checkpoint; the commit must be this save's first. rules: other settings of Retention."""

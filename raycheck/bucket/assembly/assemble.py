@@ -42,6 +42,11 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
             raise SaveFailedError(
                 f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
             )
+        if report.label != first.label:
+            raise SaveFailedError(
+                f"{name}: rank 0 called save with {first.label} and rank {report.rank} with {report.label}: give name, "
+                "note, expire_after_s and overwrite alike on every rank"
+            )
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
     merged = plans.merge(sections, sorted({shard.component for report in reports for shard in report.shards}))
@@ -68,6 +73,9 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
         began_at=first.began_at,
         rolling=first.is_rolling,
         settings=first.settings,
+        name=first.label.name,
+        note=dict(first.label.note),
+        expire_after_s=first.label.expire_after_s,
         metrics=first.metrics,
         index=Blob(size_bytes=len(index), crc32=crc32(index)),
         components=tuple(components),

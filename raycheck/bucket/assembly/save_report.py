@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
@@ -19,7 +20,7 @@ class Report:
     kept: for each component whose shard was not uploaded again, the checkpoint in which that shard lies. section: the
     rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. exports: how to export the checkpoint, None
     for no export. node: the node on which the rank runs. restored_from, partial, trained_s, began_at, is_rolling,
-    settings: see Manifest.
+    settings: see Manifest. label: the name, the note and the expiry that the save gives its checkpoint.
     """
 
     group: str
@@ -44,6 +45,7 @@ class Report:
     retention: Retention = field(default_factory=Retention)
     settings: tuple[str, ...] = ()
     exports: ExportSettings | None = None
+    label: Label = NO_LABEL
     node: str = ""
 
     @property

@@ -7,5 +7,6 @@
   the bounds within which these are unpacked.
 - values.py: Python values as JSON without pickle. library_values.py: those of the standard library, NumPy and torch.
   class_values.py: those of a user's own classes.
+- label.py: what a save may say of its checkpoint: name, note and expiry.
 - checksum.py: CRC-32. progress.py: the progress counters of a training.
 """

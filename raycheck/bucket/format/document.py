@@ -146,9 +146,10 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _parse(expected: Any, value: object, path: str) -> Any:
     origin = get_origin(expected)
     if origin in (Union, UnionType):
-        if value is None and NoneType in get_args(expected):
+        arms = get_args(expected)
+        if value is None and NoneType in arms:
             return None
-        (inner,) = (arm for arm in get_args(expected) if arm is not NoneType)
+        inner = type(value) if type(value) in arms else next(arm for arm in arms if arm is not NoneType)
         return _parse(inner, value, path)
     if expected is Any:
         return value

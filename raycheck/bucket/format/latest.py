@@ -5,10 +5,11 @@ committed checkpoints (I3). It is replaced by compare-and-swap only, in protocol
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
+from raycheck.bucket.format.label import is_name
 from raycheck.bucket.format.object_keys import CheckpointName, is_directory, is_way, split_directory
 from raycheck.errors import ConfigError, CorruptError
 
@@ -27,10 +28,12 @@ class Entry(Document):
     refs: the directories that it uses besides its own: of other checkpoints, and borrowed ones of other runs.
     committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in older entries
     when `latest` grows full. damaged: what a restore found wrong with it, None for nothing; a damaged entry is neither
-    restored nor counted by retention. rolling: see Retention.
+    restored nor counted by retention. rolling: see Retention. name: what a user calls it; no other live entry of the
+    run has this name. scores: what was measured of it after its commit, at most 32; retention prefers a score to a
+    metric of that name.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"rolling"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores"})
 
     key: str
     refs: tuple[str, ...] = ()
@@ -43,6 +46,12 @@ class Entry(Document):
     expires_at: float | None = None
     damaged: str | None = None
     rolling: bool = False
+    name: str | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    def is_kept_by_name(self, now: float) -> bool:
+        """Returns whether it has a name, and its time has not run out. now: the bucket's time."""
+        return self.name is not None and (self.expires_at is None or now < self.expires_at)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,10 +136,10 @@ class Latest(Document):
     the next start restores. proven: the highest attempt whose claim was answered, None before the first. A group saves
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
     of training, until the run goes on or back (step 33). holds, loans: what other runs use of this one, and what this
-    one uses of others (step 30).
+    one uses of others (step 30). deleted_at: when somebody deleted the run, whose objects may still be there (step 35).
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at"})
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -144,6 +153,7 @@ class Latest(Document):
     finished: Finished | None = None
     holds: tuple[Hold, ...] = ()
     loans: tuple[Loan, ...] = ()
+    deleted_at: float | None = None
 
     def __post_init__(self) -> None:
         keys = [entry.key for entry in self.live]
@@ -168,6 +178,11 @@ class Latest(Document):
             raise CorruptError(f"latest names the run {lost[0]!r}, which is not a way to another run")
         if len(set(keys)) < len(keys):
             raise CorruptError("latest lists a checkpoint twice")
+        given = [entry.name for entry in self.live if entry.name is not None]
+        if odd := [name for name in given if not is_name(name)]:
+            raise CorruptError(f"latest calls a checkpoint {odd[0]!r}, which cannot be a name")
+        if len(set(given)) < len(given):
+            raise CorruptError("latest gives one name to two checkpoints")
         if self.head is not None and self.head not in keys:
             raise CorruptError(f"latest has head {self.head}, which it does not list")
         if any(entry.damaged and entry.key == self.head for entry in self.live):
@@ -194,6 +209,10 @@ class Latest(Document):
     def entry(self, key: str) -> Entry | None:
         """Return the live entry `key`, None when it is not live (evicted, or never committed)."""
         return next((entry for entry in self.live if entry.key == key), None)
+
+    def named(self, name: str) -> Entry | None:
+        """Return the live entry that a user calls `name`, None when there is none."""
+        return next((entry for entry in self.live if entry.name == name), None)
 
     def with_entry(self, changed: Entry) -> "Latest":
         """Return this body with `changed` in place of the live entry of its key."""
@@ -233,8 +252,19 @@ def _full(body: Latest, size: int, bound: int) -> ConfigError:
     return ConfigError(
         f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
         f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also beside a run, for "
-        "what is not pinned; then change SaveSettings"
+        "what is neither pinned nor named; then change SaveSettings"
     )
+
+
+def check_room(body: Latest) -> None:
+    """Refuse a body that would leave no room for commits, though they take the metrics of old entries out.
+
+    For swaps that add to an entry what no commit takes out again. Raises ConfigError, which says how to make room.
+    """
+    bare = replace(body, live=tuple(replace(entry, metrics={}) for entry in body.live))
+    for size, bound in ((len(dump(bare)), MAX_BYTES * 3 // 4), (len(dump(body)), COMMIT_BYTES)):
+        if size > bound:
+            raise _full(body, size, bound)
 
 
 def listed_metrics(metrics: Mapping[str, float], *, needed: str | None) -> dict[str, float]:

@@ -6,10 +6,11 @@ successor write equal bytes.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, load
+from raycheck.bucket.format.label import NoteValue, is_name
 from raycheck.bucket.format.object_keys import component_prefix, index_key, metadata_key, shard_key
 from raycheck.errors import CorruptError
 
@@ -71,10 +72,12 @@ class Manifest(Document):
     not repeated, so that a restart does not throw away what was trained since. trained_s: the seconds of training in
     this state, over all attempts, without lost work and the time of saves. began_at: the time at which the run's first
     attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. settings:
-    the user's choices, in words, to tell at a restart what has changed.
+    the user's choices, in words, to tell at a restart what has changed. name, note, expire_after_s: see Label; the
+    checkpoint's entry in `latest` says which name it has now, and when it expires.
     """
 
     is_long: ClassVar[bool] = True
+    when_true: ClassVar[frozenset[str]] = frozenset({"name", "note", "expire_after_s"})
 
     format_version: int = FORMAT_VERSION
     key: str
@@ -90,10 +93,19 @@ class Manifest(Document):
     began_at: float | None = None
     rolling: bool = False
     settings: tuple[str, ...] = ()
+    name: str | None = None
+    note: Mapping[str, NoteValue] = field(default_factory=dict)
+    expire_after_s: float | None = None
     metrics: Mapping[str, float]
     index: Blob
     components: tuple[Component, ...]
     ranks: tuple[RankRecord, ...]
+
+    def __post_init__(self) -> None:
+        if self.name is not None and not is_name(self.name):
+            raise CorruptError(f"the manifest of {self.key} calls it {self.name!r}, which cannot be a name")
+        if self.expire_after_s is not None and not self.expire_after_s > 0:
+            raise CorruptError(f"the manifest of {self.key} has it expire before its commit")
 
     @property
     def size_bytes(self) -> int:

@@ -11,7 +11,7 @@ from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, L
 from raycheck.bucket.protocol.resume import Resume, key_to_restore
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
-from raycheck.errors import FencedError, SupersededError
+from raycheck.errors import ConfigError, FencedError, SupersededError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +48,11 @@ def claim(
             return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
         current = body.attempt
         check_owner(register, body, me)
+        if body.deleted_at is not None:  # 35: what others use of it is still there
+            raise ConfigError(
+                f"{register.store.uri}: this run was deleted. 'raycheck delete-run {register.store.uri}' says what is "
+                "left of it; give the new run another name"
+            )
         if current.group == group:  # 8: this group holds the attempt already
             return _with_coordinator(body, me)
         if any(known.group == group for known in body.attempts):

@@ -14,6 +14,7 @@ from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import Entry, Finished, Latest, listed_metrics, shrink_metrics
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
+from raycheck.bucket.protocol.name_and_score import with_name_of_save
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.swap import Register
@@ -33,12 +34,22 @@ def write_manifest(store: Store, manifest: Manifest) -> bytes:
     return data
 
 
-def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, rules: Retention) -> bool:
+def commit(
+    register: Register,
+    me: Identity,
+    manifest: Manifest,
+    data: bytes,
+    rules: Retention,
+    *,
+    may_move_name: bool = False,
+) -> Entry | None:
     """Commit the checkpoint: THE commit point, step 17. What `rules` drop is evicted in the same swap.
 
-    data: the manifest's bytes as they lie in the bucket, the proof that it was written. Returns False when a later save
-    of the attempt was committed before (15): then this one never will be. Raises SupersededError or FencedError when
-    the attempt is over, SaveFailedError when the manifest refers to a directory that is no longer held.
+    data: the manifest's bytes as they lie in the bucket, the proof that it was written. may_move_name: a checkpoint of
+    another step may lose the manifest's name to this one. Returns the entry, which lacks that name when another
+    checkpoint has kept it; None when a later save of the attempt was committed before (15): then this one never will
+    be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the manifest refers to a
+    directory that is no longer held.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:
@@ -64,7 +75,7 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, ru
             size_bytes=manifest.size_bytes,
             metrics=listed_metrics(manifest.metrics, needed=rules.metric),
             manifest_crc32=crc32(data),
-            expires_at=None if rules.expire_after_s is None else now + rules.expire_after_s,
+            expires_at=_expires_at(manifest, rules, now),
             rolling=manifest.rolling,
         )
         new = replace(
@@ -74,13 +85,22 @@ def commit(register: Register, me: Identity, manifest: Manifest, data: bytes, ru
             live=(*body.live, entry),
             attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
         )
+        if manifest.name is not None:
+            new = with_name_of_save(new, manifest.key, manifest.name, may_move=may_move_name, now=now)
         return shrink_metrics(with_evicted(new, dropped_keys(new, rules, now=now), now=now), needed=rules.metric)
 
     try:
-        register.swap(decide, what=f"commit of {manifest.key}")
+        return register.swap(decide, what=f"commit of {manifest.key}").entry(manifest.key)
     except _TooLateError:
-        return False
-    return True
+        return None
+
+
+def _expires_at(manifest: Manifest, rules: Retention, now: float) -> float | None:
+    """Return when a new entry expires: as its save says, else by the rules; but what has a name then never does."""
+    after_s = manifest.expire_after_s
+    if after_s is None and manifest.name is None:
+        after_s = rules.expire_after_s
+    return None if after_s is None else now + after_s
 
 
 class _TooLateError(Exception):

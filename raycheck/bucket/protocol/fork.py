@@ -82,6 +82,7 @@ def fork(source: Store, target: Store, *, run_id: str, key: str | None = None, c
         expires_at=None,
         damaged=None,
         rolling=False,
+        name=None,
     )
     made = begin_run(register, first, manifest, run_id=run_id, verb="fork", loans=loans)
     confirm(target, made)

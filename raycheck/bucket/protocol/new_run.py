@@ -54,6 +54,8 @@ def first_manifest(
         trained_s=0.0,
         began_at=None,
         rolling=False,
+        name=None,
+        expire_after_s=None,
         components=tuple(
             replace(component, checkpoint=borrowed.get(component.checkpoint, str(name))) for component in old.components
         ),

@@ -68,7 +68,7 @@ def repair(store: Store) -> Repaired:
         try:
             entry, now = _verified(store, name, old, is_head=not live)
             loans = borrow_again(store, entry.refs, loans, run_id=run_id)
-            live.insert(0, entry)
+            live.insert(0, _with_own_name(entry, live, old))
         except NewerFormatError:
             raise
         except (NotFoundError, CorruptError) as error:  # a store that fails proves nothing
@@ -166,13 +166,30 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
         manifest_crc32=crc32(got.data),
         rolling=manifest.rolling,
         pinned=before.pinned if before else False,
-        expires_at=before.expires_at if before else None,
+        expires_at=before.expires_at if before else _expires_at(manifest, got.at),
         damaged=before.damaged if before and not is_head else None,  # all objects of the newest one are read
+        name=before.name if before else manifest.name,
+        scores=before.scores if before else {},
     )
     if manifest.key != str(name):
         raise CorruptError(f"its manifest is that of {manifest.key}")
     Checkpoint(store, entry).read_manifest()
     return entry, got.at
+
+
+def _with_own_name(entry: Entry, newer: list[Entry], old: Latest | None) -> Entry:
+    """Take the name of an entry away when a newer one has it, or when the old body says whose it is.
+
+    Manifests tell only which name a save asked for: the same step may have been saved under it twice, and a person may
+    have moved it since.
+    """
+    taken = {item.name for item in newer} | {item.name for item in (old.live if old else ()) if item.key != entry.key}
+    return replace(entry, name=None) if entry.name in taken else entry
+
+
+def _expires_at(manifest: Manifest, now: float) -> float | None:
+    """Return when a checkpoint expires of which no old body tells it: late rather than early."""
+    return None if manifest.expire_after_s is None else now + manifest.expire_after_s
 
 
 def _committed_at(manifest: Manifest, now: float) -> float:

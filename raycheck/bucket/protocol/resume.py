@@ -8,7 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 
+from raycheck.bucket.format.label import is_name
 from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.name_and_score import names_in
 from raycheck.errors import ConfigError
 
 
@@ -35,32 +38,44 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class AtName:
+    """Goes back to the checkpoint that a user calls `name`, or that has this key, unless it is damaged."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fork:
     """Begins a new run from a copy of the head of the run at `uri`. It is done before the claim, which then is Auto."""
 
     uri: str
 
 
-Resume = Auto | Never | Must | Step
+Resume = Auto | Never | Must | Step | AtName
 """The values that a claim knows."""
 AUTO = Auto()
-_WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
+WORDS: dict[str, Resume] = {"auto": AUTO, "never": Never(), "must": Must()}
+"""No checkpoint has one of these names: label.py reserves them."""
 
 
 def parse_resume(given: str | int | None) -> Resume | Fork:
     """Returns what `fit(resume=given)` means; None means "auto".
 
-    Raises ConfigError for anything else than a word, a step or a URI.
+    Raises ConfigError for anything else than a word, a step, a name or a URI.
     """
     if given is None:
         return AUTO
     with suppress(TypeError):  # NumPy's integers are steps too
         return Step(index(given))  # type: ignore[arg-type]
-    if given in _WORDS:
-        return _WORDS[given]
+    if given in WORDS:
+        return WORDS[given]
     if isinstance(given, str) and ("://" in given or given.startswith("/")):
         return Fork(given)
-    raise ConfigError(f"fit(resume={given!r}): give 'auto', 'never', 'must', a step, or another run's URI")
+    if isinstance(given, str) and (is_name(given) or CheckpointName.parse(given)):
+        return AtName(given)
+    raise ConfigError(
+        f"fit(resume={given!r}): give 'auto', 'never', 'must', a step, a checkpoint's name, or another run's URI"
+    )
 
 
 def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
@@ -81,4 +96,16 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
                 steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
                 raise ConfigError(f"{uri}: resume={step}, but there is no checkpoint of that step; there are: {steps}")
             return keys[-1]
+        case AtName(name):
+            found = next((entry for entry in live if name in (entry.name, entry.key)), None)
+            if found is None:
+                names = "none" if body is None else names_in(body)
+                words = ", ".join(map(repr, WORDS))
+                raise ConfigError(
+                    f"{uri}: resume={name!r}, but no checkpoint has that name; there are: {names}. Other words that it "
+                    f"takes are {words}"
+                )
+            if found.damaged:
+                raise ConfigError(f"{uri}: resume={name!r}, but step {found.step} ({found.key}) is damaged")
+            return found.key
     return head

@@ -2,8 +2,8 @@
 
 Entries are in the order of their commits, which is the only order that counts here: after a rewind steps repeat. The
 head and pinned entries are never dropped, not even by the clock; the head is also what the live attempt restores, until
-its first commit moves it. A checkpoint that a kept entry refers to may leave the list; its objects stay as long as an
-entry holds them (prune_and_sweep.py).
+its first commit moves it. An entry with a name is dropped by nothing but the clock. A checkpoint that a kept entry
+refers to may leave the list; its objects stay as long as an entry holds them (prune_and_sweep.py).
 """
 
 import math
@@ -27,9 +27,9 @@ class KeepDecision:
 def decide_retention(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
     """Decide on each live entry, in their order.
 
-    Damaged entries stay while they are pinned, and no rule counts them. now: the bucket's time, for expiry.
+    Damaged entries stay while they are pinned or named, and no rule counts them. now: the bucket's time, for expiry.
     """
-    protected = dict(_protected(body))
+    protected = dict(_protected(body, now))
     whole = [entry for entry in body.live if not entry.damaged]
     kept = dict(_kept([entry for entry in whole if not entry.rolling], _left_behind(body), rules))
     kept |= _rolling([entry.key for entry in whole if entry.rolling], rules.rolling_keep_last)
@@ -51,9 +51,11 @@ def _decision(entry: Entry, protected: dict[str, str], kept: dict[str, str], now
     return KeepDecision(entry=entry, is_kept=False, reason="no rule keeps it")
 
 
-def _protected(body: Latest) -> Iterator[tuple[str, str]]:
+def _protected(body: Latest, now: float) -> Iterator[tuple[str, str]]:
     """Yield (key, reason) of the entries that stay whatever the rules say. Of several reasons the last one counts."""
     for entry in body.live:
+        if entry.is_kept_by_name(now):
+            yield entry.key, f"named {entry.name}"
         if entry.pinned:
             yield entry.key, "pinned"
     if body.head is not None:
@@ -101,15 +103,16 @@ def _left_behind(body: Latest) -> set[str]:
 def _best(live: Iterable[Entry], metric: str, mode: str, count: int) -> list[Entry]:
     """Return the best `count` entries by a metric, never one without a finite value.
 
-    Of equal ones the newer counts as better: training went on from it.
+    A score that was attached after the commit counts more than a metric of its name. Of equal ones the newer counts as
+    better: training went on from it.
     """
     sign = -1.0 if mode == "max" else 1.0
-    scored = [
-        (sign * entry.metrics[metric], -place, entry)
+    ranked = [
+        (sign * value, -place, entry)
         for place, entry in enumerate(live)
-        if math.isfinite(entry.metrics.get(metric, math.nan))
+        if math.isfinite(value := entry.scores.get(metric, entry.metrics.get(metric, math.nan)))
     ]
-    return [entry for _, _, entry in sorted(scored, key=lambda item: item[:2])[:count]]
+    return [entry for _, _, entry in sorted(ranked, key=lambda item: item[:2])[:count]]
 
 
 def _milestones(live: Iterable[Entry], every: int, left: set[str]) -> list[Entry]:

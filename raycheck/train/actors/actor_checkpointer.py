@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import ray
 
+from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.reading import read_latest
@@ -190,11 +191,20 @@ class ActorCheckpointer:
         self._tell("epoch", save=kind)
 
     def save(
-        self, metrics: Mapping[str, object] | None = None, *, is_rolling: bool = False, export: bool = False
+        self,
+        metrics: Mapping[str, object] | None = None,
+        *,
+        is_rolling: bool = False,
+        export: bool = False,
+        name: str | None = None,
+        note: Mapping[str, NoteValue] | None = None,
+        expire_after_s: float | None = None,
+        overwrite: bool = False,
     ) -> None:
         """Begin a save of the state as it is now. The arguments and errors are those of Checkpointer.save."""
+        label = label_of(name, note, expire_after_s, overwrite=overwrite)
         self._metrics = detached(metrics or self._metrics)
-        self._tell("save", save=kind_asked_for(self._settings, is_rolling=is_rolling, export=export))
+        self._tell("save", save=kind_asked_for(self._settings, is_rolling=is_rolling, export=export), label=label)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. timeout_s and errors are those of Checkpointer.wait."""
@@ -234,6 +244,7 @@ class ActorCheckpointer:
         *,
         save: SaveKind | None,
         timeout_s: float | None = None,
+        label: Label = NO_LABEL,
     ) -> None:
         """Tell the actors where training is and what to do there. When they save, wait until they have copied their
         state."""
@@ -247,6 +258,7 @@ class ActorCheckpointer:
             save=save,
             is_preempted=self._triggers.is_preempted,
             timeout_s=timeout_s,
+            label=label,
         )
         states: dict[str, Any] = {}
         if save:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
@@ -61,7 +62,7 @@ class DriverDecision:
 
     progress: the counts now. save: the kind of save to begin, None for none. is_preempted: a node of the group is about
     to go. metrics, states: for that save; states are those of the driver's entries, and rank 0 alone gets them.
-    timeout_s: of a wait.
+    timeout_s: of a wait. label: of that save.
     """
 
     at: Literal["step", "epoch", "save", "wait", "close"]
@@ -71,6 +72,7 @@ class DriverDecision:
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
+    label: Label = NO_LABEL
 
 
 class ActorRank:
@@ -103,7 +105,7 @@ class ActorRank:
         if decision.at == "epoch":
             self._checkpointer.end_epoch()
         if decision.save:
-            self._checkpointer.save_as(decision.save, decision.metrics)
+            self._checkpointer.save_as(decision.save, decision.metrics, decision.label)
         if decision.at == "wait":
             self._checkpointer.wait(decision.timeout_s)
         if decision.at == "close":

@@ -49,7 +49,8 @@ class Outcome:
 
     key: the checkpoint's name. message: why the save failed. agree_anew: the ranks have to compare their replicas
     before the next save, since more than one of them wrote the same box. places: for each component of a committed
-    checkpoint, the checkpoint whose directory holds it; empty when the coordinator does not know.
+    checkpoint, the checkpoint whose directory holds it; empty when the coordinator does not know. unnamed: why a
+    committed checkpoint has not got the name that its save asked for; "" when it has, or asked for none.
     """
 
     kind: Literal["committed", "superseded", "failed"]
@@ -57,6 +58,7 @@ class Outcome:
     message: str = ""
     agree_anew: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
+    unnamed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

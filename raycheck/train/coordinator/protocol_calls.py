@@ -105,7 +105,15 @@ class ProtocolCalls:
         try:
             manifest, has_copies = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
             data = protocol.write_manifest(self._store, manifest)
-            if not protocol.commit(self._register, self._me, manifest, data, reports[0].retention):
+            entry = protocol.commit(
+                self._register,
+                self._me,
+                manifest,
+                data,
+                reports[0].retention,
+                may_move_name=first.label.may_move,
+            )
+            if entry is None:
                 return Outcome(kind="superseded", key=name)
         except (FencedError, SupersededError, CorruptError):
             raise
@@ -118,7 +126,10 @@ class ProtocolCalls:
         if first.exports is not None:
             self._exports.start(name, first.progress, first.exports)
         places = {part.name: part.checkpoint for part in manifest.components}
-        return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places)
+        unnamed = _why_unnamed(entry, first)
+        if unnamed:
+            logger.error(event(unnamed, step=entry.step, run=self._store.uri))
+        return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places, unnamed=unnamed)
 
     def past_outcome(self, report: Report) -> Outcome:
         """Step 15 after a take-over: answers for a save of which some ranks heard before the coordinator died.
@@ -126,12 +137,18 @@ class ProtocolCalls:
         These ranks will not report again, so `latest` says whether the save was committed.
         """
         found = self._register.read()
-        is_live = found is not None and found[0].entry(report.checkpoint) is not None
+        entry = found[0].entry(report.checkpoint) if found is not None else None
+        is_live = entry is not None
         if is_live and report.exports is not None:
             self._exports.start(report.checkpoint, report.progress, report.exports)
         # Whether two ranks wrote the same box is forgotten. A rank that asks for this outcome has to compare replicas
         # anew, and the other ranks then hear of that.
-        return Outcome(kind="committed" if is_live else "superseded", key=report.checkpoint, agree_anew=True)
+        return Outcome(
+            kind="committed" if is_live else "superseded",
+            key=report.checkpoint,
+            agree_anew=True,
+            unnamed="" if entry is None else _why_unnamed(entry, report),
+        )
 
     def go_back(self, rank_restore: RankRestore, problem: str) -> tuple[Entry, list[Any]]:
         """Step 26: marks the checkpoint that a rank found damaged, and makes the one before it the head.
@@ -185,3 +202,14 @@ class ProtocolCalls:
 
         # One refused request is no reason to use up one of Ray's retries.
         retry(prove, on=StoreError, pauses_s=[1.0] * (PROBE_ATTEMPTS - 1))
+
+
+def _why_unnamed(entry: Entry, report: Report) -> str:
+    """Says why a committed checkpoint has not got the name that its save asked for; "" when there is nothing to say."""
+    wanted = report.label.name
+    if wanted is None or entry.name == wanted:
+        return ""
+    return (
+        f"{entry.key} is committed WITHOUT the name {wanted}, which a checkpoint of another step has: it is pinned "
+        "instead. Name it by 'raycheck name', or give save(overwrite=True) the next time"
+    )

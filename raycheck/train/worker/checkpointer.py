@@ -11,6 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self, get_args
 
 from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.bucket.format.label import NO_LABEL, Label, NoteValue, label_of
 from raycheck.errors import ConfigError
 from raycheck.settings import SaveSettings
 from raycheck.shards.entries.make_entries import ChainedState, objects_by_name
@@ -339,28 +340,39 @@ class Checkpointer:
         is_rolling: bool = False,
         export: bool = False,
         validate: bool = False,
+        name: str | None = None,
+        note: Mapping[str, NoteValue] | None = None,
+        expire_after_s: float | None = None,
+        overwrite: bool = False,
     ) -> None:
         """Begin a save of the state as it is now.
 
         Does nothing, and logs that, when this step is saved in this way already, is being saved, or was restored whole.
+        All ranks give the same arguments but metrics, of which rank 0's count.
 
         metrics: as for end_step. is_rolling: keep it only as one of the newest `rolling_keep_last` rolling saves.
         export: write the model as a Hugging Face directory too, as `SaveSettings.exports` says. validate: have Ray run
-        the trainer's validation function (ValidationConfig) on this step's checkpoint once it is committed.
+        the trainer's validation function (ValidationConfig) on this step's checkpoint once it is committed. name: by
+        which it can be restored, and under which retention keeps it. Where a checkpoint of another step has the name
+        already, this one is committed without it, and pinned; an error in the log and `save_status.unnamed` say so.
+        overwrite: take the name from that one. note: a few facts to keep with it (text, int, float, bool by name, 4 KiB
+        at most). expire_after_s: this many seconds after the commit nothing keeps it any longer; None: as the settings
+        say, and never when it has a name.
 
         Raises as end_step does, and ConfigError for an export or a validation that is not configured.
         """
         validate &= not self._is_off
         if validate:
             train_context.check_validation(is_ray_train=self._group.is_ray_train)
-        self.save_as(kind_asked_for(self.settings, is_rolling=is_rolling, export=export), metrics)
+        label = label_of(name, note, expire_after_s, overwrite=overwrite)
+        self.save_as(kind_asked_for(self.settings, is_rolling=is_rolling, export=export), metrics, label)
         if validate:
             self._live().validate()
 
-    def save_as(self, kind: SaveKind, metrics: Mapping[str, object] | None) -> None:
-        """Begin a save like `save`, for a driver that has already chosen the kind of save."""
+    def save_as(self, kind: SaveKind, metrics: Mapping[str, object] | None, label: Label = NO_LABEL) -> None:
+        """Begin a save like `save`, for a driver that has already chosen the kind of save, and its label."""
         if not self._is_counting_only():
-            self._live().save_as(kind, metrics)
+            self._live().save_as(kind, metrics, label)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. It begins no save. Every rank calls it.

@@ -11,6 +11,7 @@ from typing import NoReturn, Self
 
 from ray.exceptions import RayError
 
+from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.errors import SaveFailedError, StoreError, SupersededError
 from raycheck.settings import SaveSettings
 from raycheck.shards.state.restore_result import Restored
@@ -37,7 +38,7 @@ class StartingPoint:
 
     lineage: the partial restores that the state has gone through. trained_s: seconds of training in the state.
     began_at: when the run began, in unix seconds by the store's clock. saved_as: the kind of the checkpoint that holds
-    this very state, None when no checkpoint does.
+    this very state, None when no checkpoint does. label: the name, note and expiry of that checkpoint.
     """
 
     claim: Claim
@@ -45,6 +46,7 @@ class StartingPoint:
     trained_s: float = 0.0
     began_at: float
     saved_as: SaveKind | None = None
+    label: Label = NO_LABEL
 
     @classmethod
     def fresh(cls, claim: Claim, selection: Selection) -> Self:
@@ -60,6 +62,11 @@ class StartingPoint:
             trained_s=done.trained_s,
             began_at=done.manifest.began_at or claim.claims[-1],
             saved_as=kind if done.is_whole else None,
+            label=Label(
+                name=claim.restore.name if claim.restore else None,
+                note=done.manifest.note,
+                expire_after_s=done.manifest.expire_after_s,
+            ),
         )
 
 
@@ -102,6 +109,7 @@ class LiveAttempt:
         self._is_prepared = False
         self._metrics: dict[str, object] = {}  # of the newest step
         self._begun = (counter.step, start.saved_as) if start.saved_as else NOTHING_SAVED  # the newest save
+        self._begun_label = start.label  # of that save
         self._begun_name = (-1, "")  # step and name of the newest save of this attempt
         self._blocked_s = 0.0
         triggers.start_at(counter.progress, start.claim.claims)
@@ -150,20 +158,22 @@ class LiveAttempt:
         if self._settings.at_start and self._counter.decides and not self._counter.step and not is_saved:
             self._save({}, "keep")
 
-    def save_as(self, kind: SaveKind, metrics: Mapping[str, object] | None) -> None:
-        """Begin a save, unless this step is saved already as this kind or as one that includes it."""
+    def save_as(self, kind: SaveKind, metrics: Mapping[str, object] | None, label: Label = NO_LABEL) -> None:
+        """Begin a save, unless this step is saved already as this kind or as one that includes it, and labelled so."""
         step, before = self._begun
-        if step != self._counter.step or strongest(before, kind) != before:
-            self._save(metrics or {}, kind)
+        if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
+            self._save(metrics or {}, kind, label)
         elif not self._group.rank:
             logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
 
-    def _save(self, metrics: Mapping[str, object], kind: SaveKind) -> None:
+    def _save(self, metrics: Mapping[str, object], kind: SaveKind, label: Label = NO_LABEL) -> None:
         queue, progress, began = self._queue, self._counter.progress, time.monotonic()
-        self._begun = progress.step, kind
+        self._begun, self._begun_label = (progress.step, kind), label
         self._note_commit(queue.wait_for_buffer())
         is_reported = self._triggers.can_report_soon()
-        name = queue.begin(progress, metrics, kind=kind, trained_s=self._clock.trained_s, is_reported=is_reported)
+        name = queue.begin(
+            progress, metrics, kind=kind, label=label, trained_s=self._clock.trained_s, is_reported=is_reported
+        )
         self._begun_name = progress.step, name
         self._blocked_s = time.monotonic() - began
         self._triggers.saved(self._blocked_s, progress, kind, began=began)

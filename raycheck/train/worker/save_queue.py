@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
@@ -35,13 +36,15 @@ class SaveStatus:
     """Describes a rank's saves to a driver that decides when to save.
 
     is_busy: the next save would have to wait. busy_s: how long the saves under way may still take, None when there is
-    none. blocked_s: how long the newest save has held up training. save_s: how long the newest commit took.
+    none. blocked_s: how long the newest save has held up training. save_s: how long the newest commit took. unnamed:
+    why the newest commit that asked for a name has not got it; "" when it has.
     """
 
     is_busy: bool = False
     busy_s: float | None = None
     blocked_s: float = 0.0
     save_s: float = 0.0
+    unnamed: str = ""
 
     @classmethod
     def of_slowest(cls, ranks: Sequence["SaveStatus"]) -> Self:
@@ -51,6 +54,7 @@ class SaveStatus:
             busy_s=max((rank.busy_s for rank in ranks if rank.busy_s is not None), default=None),
             blocked_s=max(rank.blocked_s for rank in ranks),
             save_s=max(rank.save_s for rank in ranks),
+            unnamed=max(rank.unnamed for rank in ranks),
         )
 
 
@@ -58,14 +62,15 @@ class SaveStatus:
 class _UnderWay:
     """Holds a save that is under way.
 
-    is_agreed: the ranks agreed on their replicas before it. is_reported: Ray will be told of it. outcome: how it ended,
-    and when this rank learned of it.
+    is_agreed: the ranks agreed on their replicas before it. is_reported: Ray will be told of it. has_name: it asks for
+    a name. outcome: how it ended, and when this rank learned of it.
     """
 
     number: int
     began: float
     is_agreed: bool
     is_reported: bool
+    has_name: bool
     staged: StagedState
     commit: UnreportedCommit
     outcome: Future[tuple[Outcome, float]]
@@ -76,7 +81,8 @@ class SaveQueue:
 
     saved_step: the newest step that is committed, in flight, or restored; -1 after a failed save. newest: name of the
     checkpoint that was committed or restored last. save_s: how long the newest commit took. saves: how many saves were
-    begun in this attempt. failed: how many of them have failed. pointers: the commits that Ray can be told of.
+    begun in this attempt. failed: how many of them have failed. pointers: the commits that Ray can be told of. unnamed:
+    see SaveStatus.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class SaveQueue:
         self.newest = restored_from
         self.save_s = 0.0
         self.saves = self.failed = 0
+        self.unnamed = ""
         self.pointers = RayPointers(group, remembered=settings.buffers + 1)
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = group.world_size == 1
@@ -136,7 +143,9 @@ class SaveQueue:
 
     def status(self, blocked_s: float) -> SaveStatus:
         """Returns this rank's status. blocked_s: how long the newest save has held up training."""
-        return SaveStatus(is_busy=self.is_busy, busy_s=self.busy_s, blocked_s=blocked_s, save_s=self.save_s)
+        return SaveStatus(
+            is_busy=self.is_busy, busy_s=self.busy_s, blocked_s=blocked_s, save_s=self.save_s, unnamed=self.unnamed
+        )
 
     def begin(
         self,
@@ -144,6 +153,7 @@ class SaveQueue:
         metrics: Mapping[str, object],
         *,
         kind: SaveKind = "keep",
+        label: Label = NO_LABEL,
         trained_s: float = 0.0,
         is_reported: bool = False,
     ) -> str:
@@ -163,6 +173,7 @@ class SaveQueue:
             is_rolling=kind == "roll",
             metrics=numbers_of(metrics),
             exports=self._settings.exports if kind == "export" else None,
+            label=label,
         )
         if self._pending and self._pending[0].number <= last_to_await:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
@@ -201,6 +212,7 @@ class SaveQueue:
             began=began,
             is_agreed=is_agreed,
             is_reported=is_reported,
+            has_name=report.label.name is not None,
             staged=staged,
             commit=commit,
             outcome=outcome,
@@ -253,6 +265,8 @@ class SaveQueue:
                 self.save_s = ended - save.began
                 self._state.components.committed(save.staged, outcome.places)
                 newest = self.newest = outcome.key
+                if save.has_name:
+                    self.unnamed = outcome.unnamed
                 self._newest_commit = save.commit
         return newest
 

@@ -52,6 +52,8 @@ def a_latest() -> Latest:
                 manifest_crc32=5,
                 pinned=True,
                 expires_at=99.0,
+                name="before-rlhf",
+                scores={"mmlu": 0.625},
             ),
         ),
         evicted=(Evicted(key=ONE, at=2.0),),
@@ -71,6 +73,9 @@ def a_manifest() -> Manifest:
         samples=160,
         world_size=1,
         restored_from=None,
+        name="before-rlhf",
+        note={"why": "to compare", "seed": 7, "lr": 0.5, "is_final": True},
+        expire_after_s=60.0,
         metrics={"loss": 0.5},
         index=Blob(size_bytes=5, crc32=4),
         components=(own, base),
@@ -90,6 +95,7 @@ def as_index(data: bytes) -> Index:
     return load_index(data, what="index of a test")
 
 
+USERS = ("metrics", "scores", "note")
 DOCUMENTS = [pytest.param(a_latest, as_latest, id="latest"), pytest.param(a_manifest, as_manifest, id="manifest")]
 
 
@@ -129,12 +135,12 @@ def test_a_changed_document_keeps_what_it_did_not_understand():
 
 
 def documents_in(tree: Any) -> list[dict[str, Any]]:
-    """Yield every object of the tree that is a document of its own, not a mapping of metrics."""
+    """Yield every object of the tree that is a document of its own, not a mapping of a user's values."""
     if isinstance(tree, list):
         return [found for item in tree for found in documents_in(item)]
     if not isinstance(tree, dict):
         return []
-    return [tree, *(found for key, item in tree.items() if key != "metrics" for found in documents_in(item))]
+    return [tree, *(found for key, item in tree.items() if key not in USERS for found in documents_in(item))]
 
 
 @pytest.mark.parametrize(("make", "load"), DOCUMENTS)
@@ -207,6 +213,9 @@ def test_every_missing_field_that_has_no_default_is_corrupt(make, load):
         "began_at",
         "rolling",
         "settings",
+        "name",
+        "note",
+        "expire_after_s",
     }
 
     for field in set(tree) - optional - {"crc32"}:
@@ -261,6 +270,8 @@ def test_whatever_latest_is_read_can_be_written_back(level, text):
         {"live": (a_latest().live[0],) * 2},
         {"live": (replace(a_latest().live[0], refs=("/etc",)),)},
         {"live": (replace(a_latest().live[0], key="../x"),), "head": None},
+        {"live": (a_latest().live[0], replace(a_latest().live[0], key=ONE))},
+        *({"live": (replace(a_latest().live[0], name=name),)} for name in ("7", ONE, "../x", ".x", "a b", "y" * 101)),
     ],
 )
 def test_a_latest_that_contradicts_itself_is_corrupt(change):
@@ -285,6 +296,14 @@ def test_a_manifest_that_names_what_is_no_key_of_a_run_is_corrupt(where):
 
     with pytest.raises(CorruptError):
         list(as_manifest(sealed(tree)).objects())
+
+
+@pytest.mark.parametrize(
+    "change", [{"note": {"deep": {}}}, {"note": {"a": None}}, {"name": "7"}, {"name": ""}, {"expire_after_s": 0.0}]
+)
+def test_a_label_in_a_manifest_that_no_save_can_have_given_is_corrupt(change):
+    with pytest.raises(CorruptError):
+        as_manifest(sealed(json.loads(dump(a_manifest())) | change))
 
 
 def test_latest_may_have_256_kib_and_no_byte_more():

@@ -10,7 +10,9 @@ from uuid import uuid4
 
 import pytest
 
+from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol import name_and_score
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.pin_and_evict import pin
@@ -146,6 +148,30 @@ def pins(wire: Wire) -> tuple[str, ...]:
     return ()
 
 
+def names_and_scores(wire: Wire) -> tuple[str, ...]:
+    """Name, rename, move and take names, and score: each swap by a process that has seen nothing before."""
+    name_and_score.name(Register(wire), B, Label(name="first", expire_after_s=1e6))
+    name_and_score.rename(Register(wire), "first", "second")
+    name_and_score.name(Register(wire), F, Label(name="second"))  # of the same step, so it moves
+    name_and_score.score(Register(wire), B, {"mmlu": 0.5})
+    name_and_score.unname(Register(wire), "second")
+    assert not any(entry.name for entry in read_latest(wire).live)
+    return ()
+
+
+def saves_by_name(wire: Wire) -> tuple[str, ...]:
+    """Commit the same step twice under one name, and another step that asks for it and does not get it."""
+    driver, done = current(wire), []
+    for save, step in ((3, 30), (4, 30), (5, 50)):
+        manifest = write_checkpoint(wire, attempt=2, save=save, step=step, name="kept", world_size=2)
+        with suppress(StoreError, SaveFailedError):
+            entry = driver.commit(manifest, keep_last=1)
+            assert entry is not None
+            assert (entry.name, entry.pinned) == (("kept", False) if step == 30 else (entry.name, entry.name is None))
+            done.append(manifest.key)
+    return tuple(done)
+
+
 def reads(wire: Wire) -> tuple[str, ...]:
     body = read_latest(wire)
     try:
@@ -208,6 +234,8 @@ OPERATIONS = {
     "finish of what goes on": (Scenario(world=finished, work=lives, owners=("ann", "bob", "zoe")), 1100),
     "rewind of what has finished": (Scenario(world=finished, work=rewinds), 80),
     "pin and unpin": (Scenario(world=old, work=pins, head=F), 35),
+    "name and score": (Scenario(world=old, work=names_and_scores, head=F), 90),
+    "save by name": (Scenario(world=old, work=saves_by_name), 400),
     "restore": (Scenario(world=old, work=reads, head=F), 2),
     "life": (Scenario(world=old, work=lives, owners=("ann", "bob", "zoe")), 1100),
     "repair of a lost latest": (Scenario(world=lost, work=repairs, again=repairs_until_sound, head=F), 30),

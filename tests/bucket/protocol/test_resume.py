@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from raycheck.bucket.protocol.resume import Auto, Fork, Must, Never, Step, parse_resume
+from raycheck.bucket.format.label import RESERVED
+from raycheck.bucket.protocol.resume import WORDS, AtName, Auto, Fork, Must, Never, Step, parse_resume
 from raycheck.errors import ConfigError
 
 
@@ -19,13 +20,19 @@ from raycheck.errors import ConfigError
         (np.int64(120), Step(120)),
         ("s3://bucket/run", Fork("s3://bucket/run")),
         ("/runs/old", Fork("/runs/old")),
+        ("before-rlhf", AtName("before-rlhf")),
+        ("step-000000020-a1-s2", AtName("step-000000020-a1-s2")),
     ],
 )
-def test_a_word_a_step_and_a_uri_are_told_apart(given, meant) -> None:
+def test_a_word_a_step_a_name_and_a_uri_are_told_apart(given, meant) -> None:
     assert parse_resume(given) == meant
 
 
-@pytest.mark.parametrize("given", ["yesterday", "runs/old", "", 1.5])
+@pytest.mark.parametrize("given", ["120", "runs/old", "", 1.5, "a b", "-x"])
 def test_anything_else_is_refused(given) -> None:
-    with pytest.raises(ConfigError, match=r"give 'auto', 'never', 'must', a step, or another run's URI"):
+    with pytest.raises(ConfigError, match=r"give 'auto', 'never', 'must', a step, a checkpoint's name, or another"):
         parse_resume(given)
+
+
+def test_no_checkpoint_can_have_the_name_of_a_word():
+    assert set(WORDS) <= RESERVED

@@ -92,7 +92,7 @@ def test_an_evicted_checkpoint_never_comes_back(store):
     ann.save(1, 2, keep_last=1)
     before = assert_invariants(store)
 
-    assert ann.commit(evicted) is False
+    assert ann.commit(evicted) is None
     ann.claim("g2")
     with pytest.raises(SupersededError):
         ann.commit(evicted)
@@ -375,6 +375,40 @@ def test_what_is_not_live_cannot_be_pinned(store):
     for key in (gone.key, "step-000000099-a9-s9"):
         with pytest.raises(NotFoundError, match="no longer live"):
             pin(Register(store), key)
+
+
+# --- names and scores ---
+
+
+@settings(max_examples=200, deadline=None)
+@given(entries, rules, st.data())
+def test_what_has_a_name_stays_until_it_expires_and_all_else_is_as_without(live, given_rules, data):
+    named = data.draw(st.sampled_from(live[:-1] or live))
+    until = data.draw(st.none() | st.sampled_from([50.0, 150.0]))
+    with_name = [replace(item, name="x", expires_at=until) if item is named else item for item in live]
+    timed = [replace(item, expires_at=until) if item is named else item for item in live]
+
+    gone = set(dropped_keys(body_of(with_name, live[-1].key), given_rules, now=100.0))
+
+    stays = {named.key} if until is None or until > 100.0 else set()
+    assert gone == set(dropped_keys(body_of(timed, live[-1].key), given_rules, now=100.0)) - stays
+
+
+def test_a_name_is_the_reason_why_an_entry_stays():
+    live = [replace(entry(1, 10), name="base"), entry(2, 20), entry(3, 30)]
+
+    found = decide_retention(body_of(live, live[-1].key), Retention(keep_last=1), now=0.0)
+
+    assert [item.reason for item in found] == ["named base", "no rule keeps it", "head"]
+
+
+def test_a_score_counts_more_than_a_metric_of_its_name_and_as_one_where_there_is_none():
+    live = [entry(1, 10, loss=1.0), entry(2, 20, loss=2.0), entry(3, 30), entry(4, 40, loss=9.0)]
+    rule = Retention(keep_best=("loss", "min", 1))
+
+    assert steps_kept(live, rule) == [10, 40]
+    assert steps_kept([replace(live[0], scores={"loss": 3.0}), *live[1:]], rule) == [20, 40]
+    assert steps_kept([*live[:2], replace(live[2], scores={"loss": 0.5}), live[3]], rule) == [30, 40]
 
 
 # --- the size of latest ---

@@ -1,0 +1,31 @@
+"""Begins a run from a checkpoint of another one. Within one bucket this copies no tensor."""
+
+from uuid import uuid4
+
+from raycheck.bucket.protocol.fork import Forked, fork
+from raycheck.bucket.store import open_store
+from raycheck.run import open_run
+from raycheck.storage_settings import StorageSettings
+
+
+def fork_run(
+    source: str,
+    target: str,
+    at: int | str | None = None,
+    *,
+    copy: bool = False,
+    storage: StorageSettings | None = None,
+) -> Forked:
+    """Begin a run at `target` from a checkpoint of the run at `source`. A training started there goes on from it.
+
+    Within one bucket the new run uses the tensors where they are, and the other run keeps them for as long as that is
+    so, whatever it drops. Into another bucket they are copied. Does nothing when the run at `target` is there already.
+
+    source, target: URIs of runs. at: a step, a name, or a checkpoint's key; None: the head. copy: copy the tensors also
+    within one bucket, so that the runs are independent. storage: how both are reached, when the environment and the URIs
+    do not say it. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `target` has begun
+    without a checkpoint, CorruptError for copied bytes that differ from their checksums.
+    """
+    run = open_run(source, storage)
+    key = None if at is None else run.at(at).entry.key
+    return fork(run.store, open_store(target, storage), run_id=uuid4().hex, key=key, copies=copy)

@@ -1,0 +1,85 @@
+"""Commands that delete a checkpoint or a run."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.catalog import deletes
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.errors import ConfigError
+from raycheck.run import open_run
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+
+
+def delete(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    step: Annotated[str, typer.Argument(metavar="STEP", help="A step, a name, or a checkpoint's key.")],
+    yes: Yes = False,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before the objects go; 0: now.")] = GRACE_S,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Delete one checkpoint, also a pinned or named one. The head cannot be deleted. A running training goes on."""
+    settings = settings_of(storage)
+    entry = open_run(uri, settings).at(step).entry
+    if not dry_run:
+        _confirm(f"{entry.key} ({size(entry.size_bytes)})", entry.name or str(entry.step), yes=yes)
+        deletes.delete_checkpoint(uri, entry.key, grace_s=grace, storage=settings)
+    if as_json:
+        print_json({"key": entry.key, "size_bytes": entry.size_bytes, "is_deleted": not dry_run})
+    else:
+        out.print(Text(f"{entry.key}: {'would be deleted' if dry_run else 'deleted'}"))
+
+
+def delete_run(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    yes: Yes = False,
+    live: Annotated[bool, typer.Option("--live", help="Also when it seems to be running; that training ends.")] = False,
+    keep_shared: Annotated[
+        bool, typer.Option("--keep-shared", help="Keep what other runs use until they have dropped it.")
+    ] = False,
+    keep_exports: Annotated[bool, typer.Option("--keep-exports", help="Leave exports/ alone.")] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Delete a whole run. What other runs use is not deleted. Repeat it after an interruption."""
+    settings = settings_of(storage)
+    run = open_run(uri, settings)
+    objects = list(run.store.list_objects(""))
+    total = sum(item.size_bytes for item in objects)
+    if dry_run:
+        holds = [hold.holder for hold in run.latest.holds]
+        if as_json:
+            print_json({"objects": len(objects), "size_bytes": total, "used_by": holds})
+        else:
+            shared = f"; used by {', '.join(holds)}" if holds else ""
+            out.print(Text(f"{uri}: {len(objects)} objects, {size(total)} would be deleted{shared}"))
+        return
+    _confirm(f"{uri} ({len(objects)} objects, {size(total)})", uri.partition("?")[0].rstrip("/").rpartition("/")[2], yes=yes)
+    done = deletes.delete_run(uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings)
+    if as_json:
+        print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})
+    elif done.is_gone:
+        out.print(Text(f"{uri}: deleted"))
+    else:
+        users = ", ".join(hold.holder for hold in done.holds)
+        out.print(Text(f"{uri}: deleted, but for what {users} still use; run this again when they have dropped it"))
+
+
+def _confirm(what: str, word: str, *, yes: bool) -> None:
+    """Have the user type a word. Raises ConfigError when that is not possible, or another word comes."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"delete of {what}: this is no terminal to ask at; give --yes")
+    if typer.prompt(f"Delete {what}? Type {word!r} to confirm") != word:
+        raise ConfigError("not confirmed; nothing was deleted")
+
+
+COMMANDS = (delete, delete_run)

@@ -1,0 +1,46 @@
+"""The command that begins a run from another one's checkpoint."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from raycheck.bucket.store import open_store
+from raycheck.catalog.forks import fork_run
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.run import open_run
+
+
+def fork(
+    source: Uri,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where the new run begins.")],
+    step: Annotated[str | None, typer.Option(help="A step, a name, or a checkpoint's key; default: the head.")] = None,
+    copy: Annotated[bool, typer.Option(help="Copy the tensors also within one bucket.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Begin a run from a checkpoint of another one. Within one bucket no tensor is copied."""
+    settings = settings_of(storage)
+    if dry_run:
+        run = open_run(source, settings)
+        checkpoint = run.head_or(step)
+        moves = copy or open_store(target, settings).way_to(run.store) is None
+        found = {"source": checkpoint.entry.key, "size_bytes": checkpoint.entry.size_bytes, "copies": moves}
+        if as_json:
+            print_json(found)
+        else:
+            how = "would be copied" if moves else "would stay where they are"
+            out.print(Text(f"{checkpoint.entry.key}: {size(checkpoint.entry.size_bytes)} {how}"))
+        return
+    done = fork_run(source, target, step, copy=copy, storage=settings)
+    if as_json:
+        print_json(asdict(done))
+    elif not done.is_new:
+        out.print(Text(f"{target} is there already, with {done.key}; nothing was done"))
+    else:
+        sizes = f"{size(done.copied_bytes)} copied, {size(done.borrowed_bytes)} used where they are"
+        out.print(Text(f"{target} begins with {done.key}, from {done.source}: {sizes}"))
+
+
+COMMANDS = (fork,)

@@ -1,0 +1,158 @@
+"""Commands that name and score single checkpoints. They are safe beside a running training."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from raycheck.bucket.format.label import Label, check_scores
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.protocol import name_and_score
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.store import open_store
+from raycheck.cli.options import At, Json, Storage, Text, Uri, age, out, print_json, settings_of, short_number
+from raycheck.errors import ConfigError
+from raycheck.run import Run
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, or why it cannot.")]
+Given = Annotated[str, typer.Argument(metavar="NAME", help="The name that the checkpoint has.")]
+
+
+def name(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    step: At,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Up to 100 letters, digits and '_.-'.")],
+    expire_after: Annotated[
+        float | None, typer.Option(help="Keep it for this many seconds from now; default: for ever.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Take the name from another step, or another name from this checkpoint.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Give a checkpoint a name.
+
+    Retention keeps it under that name, and every command and resume take the name in place of a step.
+    """
+    run, now = _opened(uri, storage)
+    key = run.at(step).entry.key
+    label = Label(name=name, expire_after_s=expire_after, may_move=overwrite)
+    if dry_run:
+        body = name_and_score.with_name(run.store.uri, run.latest, key, label, now=now)
+    else:
+        body = run.name_checkpoint(key, name, expire_after_s=expire_after, overwrite=overwrite).latest
+    _say(run, body, key, now=now, dry_run=dry_run, as_json=as_json)
+
+
+def rename(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    old: Given,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The name that it gets instead.")],
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Give a named checkpoint another name. Its expiry stays."""
+    run, now = _opened(uri, storage)
+    key = name_and_score.named_entry(run.store.uri, run.latest, old).key
+    if dry_run:
+        body = name_and_score.with_new_name(run.store.uri, run.latest, old, new, now=now)
+    else:
+        body = run.rename_checkpoint(old, new).latest
+    _say(run, body, key, now=now, dry_run=dry_run, as_json=as_json)
+
+
+def unname(uri: Uri, name: Given, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
+    """Take a name off its checkpoint, and leave it to retention rules again."""
+    run, now = _opened(uri, storage)
+    key = name_and_score.named_entry(run.store.uri, run.latest, name).key
+    if dry_run:
+        body = name_and_score.without_name(run.store.uri, run.latest, name)
+    else:
+        body = run.unname_checkpoint(name).latest
+    _say(run, body, key, now=now, dry_run=dry_run, as_json=as_json)
+
+
+def score(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    step: At,
+    values: Annotated[list[str], typer.Argument(metavar="METRIC=VALUE...", help="What was measured, e.g. mmlu=0.63.")],
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Attach what was measured of a checkpoint after its commit.
+
+    The rule keep_best obeys it from the training's next commit on, or in `raycheck prune --keep-best`.
+    """
+    scores = _scores(values)
+    run, now = _opened(uri, storage)
+    key = run.at(step).entry.key
+    if dry_run:
+        body = name_and_score.with_scores(run.store.uri, run.latest, key, scores)
+    else:
+        body = run.score(key, scores).latest
+    _say(run, body, key, now=now, dry_run=dry_run, as_json=as_json)
+
+
+def _opened(uri: str, storage: Path | None) -> tuple[Run, float]:
+    """Returns the run, and the time by its store's clock."""
+    store = open_store(uri, settings_of(storage))
+    body, got = Register(store).read_existing()
+    return Run(store, body), got.at
+
+
+def _scores(values: Sequence[str]) -> dict[str, float]:
+    """Returns METRIC=VALUE arguments as numbers by name. Raises ConfigError."""
+    scores = {}
+    for text in values:
+        metric, sign, value = text.rpartition("=")
+        try:
+            scores[metric] = float(value)
+        except ValueError:
+            sign = ""
+        if not sign:
+            raise ConfigError(f"{text}: give METRIC=VALUE with a number, e.g. mmlu=0.63")
+    check_scores(scores)
+    return scores
+
+
+def _say(run: Run, body: Latest, key: str, *, now: float, dry_run: bool, as_json: bool) -> None:
+    """Prints the checkpoints that the change made others of, `key` first."""
+    before = {entry.key: entry for entry in run.latest.live}
+    own = body.entry(key)
+    lost = [
+        entry
+        for entry in body.live
+        if entry.key != key and entry.key in before and before[entry.key].name != entry.name
+    ]
+    entries = [*([own] if own else []), *lost]
+    if as_json:
+        print_json({"changed": [_facts(entry) for entry in entries], "dry_run": dry_run})
+        return
+    for entry in entries:
+        out.print(Text(f"step {entry.step}  {entry.key}  {_in_words(entry, now=now)}"))
+    if dry_run:
+        out.print(Text("this would be so; nothing was changed"))
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {
+        "key": entry.key,
+        "step": entry.step,
+        "name": entry.name,
+        "expires_at": entry.expires_at,
+        "scores": dict(entry.scores),
+    }
+
+
+def _in_words(entry: Entry, *, now: float) -> str:
+    until = "" if entry.expires_at is None else f", expires {age(entry.expires_at, now)}"
+    scores = "".join(f"  {metric} {short_number(value)}" for metric, value in entry.scores.items())
+    return f"{f'named {entry.name}' if entry.name else 'no name'}{until}{scores}"
+
+
+COMMANDS = (name, rename, unname, score)
