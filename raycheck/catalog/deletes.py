@@ -16,9 +16,9 @@ def delete_checkpoint(
 ) -> str:
     """Delete a checkpoint of the run at `uri`, also a pinned or named one. Returns its key.
 
-    It is no longer listed or restored at once. Its objects go `grace_s` seconds later, so that who reads it now can end:
-    with the next prune of the training, or of `raycheck prune`. What other checkpoints or runs use of it stays. at: a
-    step, a name, or a key. Raises NotFoundError when there is none, ConfigError for the head.
+    It is no longer listed or restored at once. Its objects go `grace_s` seconds later, so that whoever reads it now can
+    end: with the next prune of the training, or of `raycheck prune`. What other checkpoints or runs use of it stays.
+    at: a step, a name, or a key. Raises NotFoundError when there is none, ConfigError for the head.
     """
     key = open_run(uri, storage).at(at).entry.key
     register = Register(open_store(uri, storage))
@@ -39,8 +39,8 @@ def delete_run(
     """Delete the run at `uri`, with all that lies in its folder. May be repeated.
 
     live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
-    until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone. Raises
-    NotFoundError when there is no run, ConfigError when it is refused.
+    until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone.
+    Raises NotFoundError when there is no run, ConfigError when it is refused.
     """
     store = open_store(uri, storage)
     status = read_status(store)

@@ -22,9 +22,9 @@ def fork_run(
     so, whatever it drops. Into another bucket they are copied. Does nothing when the run at `target` is there already.
 
     source, target: URIs of runs. at: a step, a name, or a checkpoint's key; None: the head. copy: copy the tensors also
-    within one bucket, so that the runs are independent. storage: how both are reached, when the environment and the URIs
-    do not say it. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `target` has begun
-    without a checkpoint, CorruptError for copied bytes that differ from their checksums.
+    within one bucket, so that the runs are independent. storage: how both are reached, when the environment and the
+    URIs do not say it. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `target` has
+    begun without a checkpoint, CorruptError for copied bytes that differ from their checksums.
     """
     run = open_run(source, storage)
     key = None if at is None else run.at(at).entry.key

@@ -46,10 +46,13 @@ class Placed(Store):
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         under = self.full(prefix)
         for item in self.inner.list_objects(under):
+            if not under and item.key.startswith("elsewhere/"):
+                continue
             yield Listed(prefix + item.key[len(under) :], item.size_bytes)
 
     def list_names(self, prefix: str) -> list[str]:
-        return self.inner.list_names(self.full(prefix))
+        under = self.full(prefix)
+        return [name for name in self.inner.list_names(under) if under or name != "elsewhere"]
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         return self.inner.list_uploads(self.full(prefix))

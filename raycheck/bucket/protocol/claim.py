@@ -48,11 +48,7 @@ def claim(
             return Latest(run_id=run_id, counter=0, owners=(me.owner,), attempts=(attempt(1, None, now),), head=None)
         current = body.attempt
         check_owner(register, body, me)
-        if body.deleted_at is not None:  # 35: what others use of it is still there
-            raise ConfigError(
-                f"{register.store.uri}: this run was deleted. 'raycheck delete-run {register.store.uri}' says what is "
-                "left of it; give the new run another name"
-            )
+        _refuse_deleted(register.store.uri, body)
         if current.group == group:  # 8: this group holds the attempt already
             return _with_coordinator(body, me)
         if any(known.group == group for known in body.attempts):
@@ -83,6 +79,15 @@ def claim(
         if entry is None:
             raise lost_error(register.store.uri, f"restores {key}, which it does not list")
     return body.attempt, entry  # 11
+
+
+def _refuse_deleted(uri: str, body: Latest) -> None:
+    """Raise ConfigError for a run that was deleted, of which something is still there. Step 35."""
+    if body.deleted_at is not None:
+        raise ConfigError(
+            f"{uri}: this run was deleted. 'raycheck delete-run {uri}' deletes what is left of it, or says who uses it; "
+            "give the new run another name"
+        )
 
 
 def take_over(register: Register, me: Identity, *, group: str) -> Attempt:

@@ -1,7 +1,7 @@
 """Deletes a checkpoint or a whole run by hand. Step 35.
 
-Both begin with a swap, after which nobody lists or restores what is being deleted. The objects go after that, as those of
-evicted checkpoints do. After a crash anywhere a repetition goes on.
+Both begin with a swap, after which nobody lists or restores what is being deleted. The objects go after that, as those
+of evicted checkpoints do. After a crash anywhere a repetition goes on.
 """
 
 from collections.abc import Iterator
@@ -72,8 +72,8 @@ def delete_run(register: Register, *, keeps_shared: bool = False, keeps_exports:
         if body.holds and not keeps_shared:
             names = ", ".join(hold.holder for hold in body.holds[:5])
             raise ConfigError(
-                f"{store.uri}: {len(body.holds)} other runs use checkpoints of it ({names}). Delete them first, or give "
-                "--keep-shared: then what they use stays until they have dropped it"
+                f"{store.uri}: {len(body.holds)} other runs use checkpoints of it ({names}). Delete them first, or "
+                "give --keep-shared: then what they use stays until they have dropped it"
             )
         if body.deleted_at is not None:
             return None

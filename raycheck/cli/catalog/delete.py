@@ -19,7 +19,9 @@ def delete(  # noqa: PLR0917  typer makes options of them
     uri: Uri,
     step: Annotated[str, typer.Argument(metavar="STEP", help="A step, a name, or a checkpoint's key.")],
     yes: Yes = False,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before the objects go; 0: now.")] = GRACE_S,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that readers get before the objects go; 0: now.")
+    ] = GRACE_S,
     dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
@@ -61,7 +63,9 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
             shared = f"; used by {', '.join(holds)}" if holds else ""
             out.print(Text(f"{uri}: {len(objects)} objects, {size(total)} would be deleted{shared}"))
         return
-    _confirm(f"{uri} ({len(objects)} objects, {size(total)})", uri.partition("?")[0].rstrip("/").rpartition("/")[2], yes=yes)
+    _confirm(
+        f"{uri} ({len(objects)} objects, {size(total)})", uri.partition("?")[0].rstrip("/").rpartition("/")[2], yes=yes
+    )
     done = deletes.delete_run(uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings)
     if as_json:
         print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})

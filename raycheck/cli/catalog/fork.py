@@ -11,7 +11,7 @@ from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, sett
 from raycheck.run import open_run
 
 
-def fork(
+def fork(  # noqa: PLR0917  typer makes options of them
     source: Uri,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Where the new run begins.")],
     step: Annotated[str | None, typer.Option(help="A step, a name, or a checkpoint's key; default: the head.")] = None,

@@ -72,7 +72,7 @@ def test_a_deleted_run_is_gone_and_its_training_is_fenced(store: Store) -> None:
 
     assert done.is_gone
     assert list(everything(store)) == ["exports/x/model.safetensors"]
-    with pytest.raises(Exception, match="latest|attempt|driver"):
+    with pytest.raises(Exception, match=r"latest|attempt|driver"):
         driver.commit(pending)
 
 
