@@ -1,0 +1,7 @@
+"""The catalog: what is done with whole runs and checkpoints of a bucket, outside of any training.
+
+- archive/ packs a checkpoint into one tar file, and begins a new run from such a file.
+- download.py fetches a checkpoint into a folder, as stock DCP directories or safetensors files.
+- stored_objects.py finds a checkpoint and its objects, wherever they lie.
+- read_ahead.py streams bytes from and to stores, in bounded memory.
+"""
