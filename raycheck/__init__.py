@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from raycheck.catalog.archive.pack import pack
+    from raycheck.catalog.archive.unpack import unpack
+    from raycheck.catalog.download import download
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from raycheck.train.worker.periodic import Periodic
 
 _HOMES = {
+    "raycheck.catalog.archive.pack": ("pack",),
+    "raycheck.catalog.archive.unpack": ("unpack",),
+    "raycheck.catalog.download": ("download",),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -88,11 +94,14 @@ __all__ = [
     "StorageSettings",
     "StoreError",
     "SupersededError",
+    "download",
     "export_hf",
     "fit",
     "open_checkpoint",
     "open_run",
+    "pack",
     "start_coordinator",
+    "unpack",
 ]
 
 

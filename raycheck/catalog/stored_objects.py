@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import CheckpointName, checkpoint_prefix
+from raycheck.bucket.protocol.new_run import first_manifest
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError
 from raycheck.run import Run
 
 
@@ -38,3 +41,15 @@ def stored_objects(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Store
     """Yield the objects of a checkpoint besides its manifest, in the manifest's order."""
     for key, record in manifest.objects():
         yield StoredObject(checkpoint.store, key, record.size_bytes, record.crc32)
+
+
+def names_in(manifest: Manifest) -> Iterator[str]:
+    """Yield the name of every object besides the manifest below the checkpoint's directory, in the manifest's order.
+
+    A component that another checkpoint holds has the name that it would have in this one.
+    """
+    name = CheckpointName.parse(manifest.key)
+    if name is None:
+        raise CorruptError(f"{manifest.key!r} is not a checkpoint's name")
+    for key, _ in first_manifest(manifest, name, restored_from="").objects():
+        yield key.removeprefix(checkpoint_prefix(manifest.key))

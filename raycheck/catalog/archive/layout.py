@@ -7,15 +7,15 @@ anybody's making is ever acted on.
 
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, load
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
-from raycheck.bucket.format.manifest import Blob, Manifest, ShardRecord
-from raycheck.bucket.format.object_keys import CheckpointName, checkpoint_prefix
-from raycheck.bucket.protocol.new_run import first_manifest
+from raycheck.bucket.format.manifest import Blob, Manifest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.catalog.stored_objects import names_in
 from raycheck.errors import CorruptError
 
 RECORD = "raycheck-archive.json"
@@ -93,7 +93,8 @@ def members_of(manifest: Manifest, document: Blob, *, what: str) -> tuple[Member
     """
     members = [Member(name=MANIFEST, size_bytes=document.size_bytes, crc32=document.crc32)]
     members += (
-        Member(name=name, size_bytes=record.size_bytes, crc32=record.crc32) for name, record in names_in(manifest)
+        Member(name=name, size_bytes=record.size_bytes, crc32=record.crc32)
+        for name, (_, record) in zip(names_in(manifest), manifest.objects(), strict=True)
     )
     names = [member.name for member in members]
     folders = {component.name for component in manifest.components}
@@ -102,18 +103,6 @@ def members_of(manifest: Manifest, document: Blob, *, what: str) -> tuple[Member
     if any(member.size_bytes < 0 for member in members):
         raise CorruptError(f"{what} names an object with fewer than 0 bytes")
     return tuple(members)
-
-
-def names_in(manifest: Manifest) -> Iterator[tuple[str, Blob | ShardRecord]]:
-    """Yield (name in the folder, size and checksum) of every object besides the manifest, in the manifest's order.
-
-    A component that another checkpoint holds has the name that it would have in this one.
-    """
-    name = CheckpointName.parse(manifest.key)
-    if name is None:
-        raise CorruptError(f"{manifest.key!r} is not a checkpoint's name")
-    for key, record in first_manifest(manifest, name, restored_from="").objects():
-        yield key.removeprefix(checkpoint_prefix(manifest.key)), record
 
 
 def header(folder: str, name: str, size_bytes: int, *, at: int) -> bytes:
