@@ -19,7 +19,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store.interface import Buffer
-from raycheck.catalog.local_files import PARTIAL, appear, check_room, file_crc32, partial_of
+from raycheck.catalog.local_files import PARTIAL, appear, check_room, file_crc32, opened_partial, partial_of, write_file
 from raycheck.catalog.read_ahead import Progress, Spans, no_progress, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, names_in, stored_objects
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
@@ -108,8 +108,7 @@ def _take_folder(root: Path, manifest: bytes, checkpoint: Checkpoint) -> None:
         return
     if {item.name for item in root.iterdir()} - {MANIFEST + PARTIAL}:
         raise ConfigError(f"{root} is not empty, and holds no earlier download of this. Name a new folder")
-    partial_of(mark).write_bytes(manifest)
-    appear(mark)
+    write_file(mark, manifest)
 
 
 def _fetch_all(
@@ -153,13 +152,12 @@ def _fetch(root: Path, missing: dict[str, StoredObject], checkpoint: Checkpoint)
             partial.parent.mkdir(exist_ok=True)
             seen = file_crc32(partial) if begun[name] else 0
             yield begun[name], False
-            with partial.open("ab" if begun[name] else "wb") as file:
+            with opened_partial(root / name, goes_on=begun[name] > 0) as file:
                 for _ in spans[name]:
                     data = _next(ahead, checkpoint, item)
                     seen = crc32(data, seen)
                     file.write(data)
                     yield len(data), True
-                os.fsync(file.fileno())
             if seen != item.crc32:
                 partial.unlink()
                 raise DamagedError(f"{item} has checksum {seen:08x}, its manifest says {item.crc32:08x}")

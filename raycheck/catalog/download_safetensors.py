@@ -4,7 +4,6 @@ Each entry of the state gets its own files, in which tensors have their names in
 values.json, as the checkpoint's index has them. What was fetched is noted, with checksums, so that a repeat skips it.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
 from raycheck.bucket.format.index import Index, Tensor
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint
-from raycheck.catalog.local_files import appear, check_room, file_crc32, partial_of
+from raycheck.catalog.local_files import appear, check_room, file_crc32, opened_partial, write_file
 from raycheck.catalog.read_ahead import Progress
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.shards.huggingface.export import MAX_FILE_BYTES, safetensors_head, split, weight_map
@@ -52,20 +51,18 @@ def fetch_safetensors(
     total, done = sum(sizes.values()), sum(sizes[name] for name in there)
     fetched = 0
     for name in missing:
-        partial = partial_of(root / name)
         seen = 0
-        with partial.open("wb") as file:
+        with opened_partial(root / name) as file:
             for part in source.stream(files[name], heads[name], BLOCK_BYTES):
                 seen = crc32(part, seen)
                 file.write(part)
                 done, fetched = done + len(part), fetched + len(part)
                 progress(done, total)
-            os.fsync(file.fileno())
         appear(root / name)
         record = replace(record, files={**record.files, name: seen})
-        _write(root / RECORD, dump(record))
+        write_file(root / RECORD, dump(record))
     for name, text in texts.items():
-        _write(root / name, text.encode())
+        write_file(root / name, text.encode())
     return {**sizes, **{name: len(text.encode()) for name, text in texts.items()}}, fetched
 
 
@@ -114,10 +111,3 @@ def _read_record(root: Path, key: str) -> DownloadRecord:
 
 def _is_whole(path: Path, size: int, crc: int) -> bool:
     return path.is_file() and not path.is_symlink() and path.stat().st_size == size and file_crc32(path) == crc
-
-
-def _write(path: Path, data: bytes) -> None:
-    with partial_of(path).open("wb") as file:
-        file.write(data)
-        os.fsync(file.fileno())
-    appear(path)

@@ -2,7 +2,10 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.errors import ConfigError
@@ -14,6 +17,31 @@ READ_BYTES = 8 * 1024 * 1024
 def partial_of(path: Path) -> Path:
     """Returns where a file is while it is not whole."""
     return path.with_name(path.name + PARTIAL)
+
+
+@contextmanager
+def opened_partial(path: Path, *, goes_on: bool = False) -> Iterator[IO[bytes]]:
+    """Open the file that becomes `path`, and flush it when the block ends well. A link in its place is not followed.
+
+    goes_on: write after what is there already.
+    """
+    partial = partial_of(path)
+    if partial.is_symlink():
+        partial.unlink()
+    if path.parent.is_symlink():
+        raise ConfigError(f"{path.parent} is a symbolic link; take it away, or name another folder")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if goes_on else os.O_TRUNC)
+    with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file whole."""
+    with opened_partial(path) as file:
+        file.write(data)
+    appear(path)
 
 
 def appear(path: Path) -> None:

@@ -165,7 +165,7 @@ class _Unpacking:
         what = self._stream.what
         self._folder, size = self._headers.first()
         record = load_record(self._stream.read(size), what=f"{what}: the record")
-        self._stream.read(len(padding(size)))
+        self._check_zeros(len(padding(size)))
         manifest = self._manifest(record)
         self._check_size(record)
         name = (
