@@ -23,7 +23,7 @@ from raycheck.shards.huggingface.weight_stream import BLOCK_BYTES, Weight, Weigh
 
 RECORD, VALUES = "raycheck-download.json", "values.json"
 MAX_RECORD = 4 * 1024 * 1024
-_SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .-]{0,99}")
+_SAFE = re.compile(r"\w[\w.-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import raycheck
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.index import Tensor
 from raycheck.bucket.protocol.pin_and_evict import evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store.address import join_uri
@@ -366,16 +366,15 @@ def test_bytes_that_changed_on_their_way_are_asked_for_again(sample: Sample, tmp
     assert (tmp_path / "train/__0_0.distcp").exists()
 
 
-def test_a_name_that_is_no_file_name_needs_the_other_format(tmp_path: Path) -> None:
-    from raycheck.bucket.store import open_store
-    from tests.support.save_without_ray import save_state
-
-    uri = f"memory://{uuid4().hex}/run"
-    save_state(open_store(uri), {"größe": torch.nn.Linear(2, 2)})
-
+@pytest.mark.parametrize("name", ["../evil", "a/b", "", ".hidden", "x" * 101, "a\0b", "a\nb"])
+def test_an_entry_whose_name_is_no_file_name_is_refused(name: str) -> None:
+    """No training saves such an entry; a bucket may say so."""
     with pytest.raises(ConfigError, match="cannot be a file's name"):
-        raycheck.download(uri, tmp_path / "a/b", format="safetensors")
-    raycheck.download(uri, tmp_path / "c")
+        download_safetensors._entry_of(Tensor(name="model.x", dtype="float32", shape=(), path=(name, "x")))
 
-    assert {item.name for item in tmp_path.iterdir()} == {"a", "c"}
-    assert {item.name for item in (tmp_path / "a").iterdir()} == {"b"}
+
+@pytest.mark.parametrize(("path", "entry"), [("model", "model"), ("größe", "größe"), ("metric.rank3.total", "metric")])
+def test_a_tensor_lies_in_the_file_of_its_entry(path: str, entry: str) -> None:
+    tensor = Tensor(name=f"{path}.x", dtype="float32", shape=(), path=(path, "x"))
+
+    assert download_safetensors._entry_of(tensor) == entry
