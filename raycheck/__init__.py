@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     __version__: str
     from raycheck.bucket.protocol.delete import DeletedRun
     from raycheck.bucket.protocol.fork import Forked
+    from raycheck.catalog.archive.pack import pack
+    from raycheck.catalog.archive.unpack import unpack
     from raycheck.catalog.deletes import delete_checkpoint, delete_run
+    from raycheck.catalog.download import download
     from raycheck.catalog.forks import fork_run
     from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.errors import (
@@ -46,6 +49,9 @@ _HOMES = {
     "raycheck.catalog.deletes": ("delete_checkpoint", "delete_run"),
     "raycheck.catalog.forks": ("fork_run",),
     "raycheck.catalog.listing": ("RunSummary", "list_runs"),
+    "raycheck.catalog.archive.pack": ("pack",),
+    "raycheck.catalog.archive.unpack": ("unpack",),
+    "raycheck.catalog.download": ("download",),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -103,13 +109,16 @@ __all__ = [
     "SupersededError",
     "delete_checkpoint",
     "delete_run",
+    "download",
     "export_hf",
     "fit",
     "fork_run",
     "list_runs",
     "open_checkpoint",
     "open_run",
+    "pack",
     "start_coordinator",
+    "unpack",
 ]
 
 

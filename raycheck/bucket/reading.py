@@ -86,12 +86,16 @@ class Checkpoint:
         Raises DamagedError, or NotFoundError when the checkpoint was evicted.
         """
         key = object_keys.manifest_key(self.entry.key)
-        given = self.documents.manifest if self.documents else None
-        data = self._checked(key, given, size=None, crc=self.entry.manifest_crc32, said_by="latest")
-        manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
+        manifest = load_manifest(self.read_manifest_bytes(), what=f"{self.store.uri}: {key}")
         if manifest.key != self.entry.key:
             raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
         return manifest
+
+    def read_manifest_bytes(self) -> bytes:
+        """Read the manifest's bytes and check them against the checksum in `latest`. Raises as read_manifest."""
+        key = object_keys.manifest_key(self.entry.key)
+        given = self.documents.manifest if self.documents else None
+        return self._checked(key, given, size=None, crc=self.entry.manifest_crc32, said_by="latest")
 
     def read_index(self, manifest: Manifest, *, values: bool = True) -> Index:
         """Read the index and check it against size and checksum in the manifest.

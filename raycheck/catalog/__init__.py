@@ -3,4 +3,10 @@
 - listing.py finds the runs below a prefix: `raycheck runs`.
 - forks.py begins a run from another one's checkpoint: `raycheck fork`.
 - deletes.py deletes checkpoints and runs: `raycheck delete`, `raycheck delete-run`.
+- archive/ packs a checkpoint into one tar file, and begins a new run from such a file.
+- download.py fetches a checkpoint into a folder, as stock DCP directories or safetensors files.
+- download_safetensors.py is the part of download.py that needs torch.
+- local_files.py writes files that are whole under their own names.
+- stored_objects.py finds a checkpoint and its objects, wherever they lie.
+- read_ahead.py streams bytes from and to stores, in bounded memory.
 """

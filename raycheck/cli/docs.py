@@ -21,6 +21,7 @@ FIRST = (
     "preemption",
     "actors",
     "command-line",
+    "catalog",
     "limits",
 )
 """The guides for users, in the order in which one reads them. Those for developers follow, by name."""

@@ -97,6 +97,11 @@ def repaired(store: Store) -> None:
     repair(store)
 
 
+def packed_and_unpacked(uri: str, file: str) -> None:
+    raycheck.pack(uri, file)
+    raycheck.unpack(file, f"memory://{uuid4().hex}")
+
+
 FACES: dict[str, Callable[[Checkpoint, Path], object]] = {
     "restore": lambda it, _: TrainState(state(), rank=0, world_size=1).apply(it),
     "restore of a part": lambda it, _: raycheck.open_run(it.store.uri).restore(into={"model": hf_models.llama(seed=1)}),
@@ -105,6 +110,9 @@ FACES: dict[str, Callable[[Checkpoint, Path], object]] = {
     "show": lambda it, _: commanded("show", it.store.uri),
     "export": lambda it, folder: raycheck.export_hf(it, f"{folder}/hf"),
     "fork": lambda it, _: fork(it.store, open_store(f"memory://{uuid4().hex}"), run_id="a-forked-run"),
+    "pack and unpack": lambda it, folder: packed_and_unpacked(it.store.uri, f"{folder}/a.tar"),
+    "download": lambda it, folder: raycheck.download(it.store.uri, folder / "dcp"),
+    "download of safetensors": lambda it, folder: raycheck.download(it.store.uri, folder / "st", format="safetensors"),
     "repair": lambda it, _: repaired(it.store),
 }
 

@@ -136,7 +136,7 @@ class Latest(Document):
     the next start restores. proven: the highest attempt whose claim was answered, None before the first. A group saves
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
     of training, until the run goes on or back (step 33). holds, loans: what other runs use of this one, and what this
-    one uses of others (step 30). deleted_at: when somebody deleted the run, whose objects may still be there (step 35).
+    one uses of others (step 30). deleted_at: when somebody deleted the run, whose objects may still be there (step 37).
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at"})

@@ -100,6 +100,11 @@ def index_key(name: str) -> str:
     return checkpoint_prefix(name) + "index"
 
 
+def origin_key(name: str) -> str:
+    """Return the key of the object that says which archive a checkpoint was unpacked from."""
+    return checkpoint_prefix(name) + "origin.json"
+
+
 def component_prefix(name: str, component: str) -> str:
     """Return the prefix of a component's stock DCP directory. Raises ValueError when the name is unfit for a key."""
     if not _COMPONENT.fullmatch(component):

@@ -82,10 +82,10 @@ def claim(
 
 
 def _refuse_deleted(uri: str, body: Latest) -> None:
-    """Raise ConfigError for a run that was deleted, of which something is still there. Step 35."""
+    """Raise ConfigError for a run that was deleted, of which something is still there. Step 37."""
     if body.deleted_at is not None:
         raise ConfigError(
-            f"{uri}: this run was deleted. 'raycheck delete-run {uri}' deletes what is left of it, or says who uses it; "
+            f"{uri}: this run was deleted. 'raycheck delete-run {uri}' deletes what is left, or says who uses it; "
             "give the new run another name"
         )
 

@@ -1,4 +1,4 @@
-"""Deletes a checkpoint or a whole run by hand. Step 35.
+"""Deletes a checkpoint or a whole run by hand. Step 37.
 
 Both begin with a swap, after which nobody lists or restores what is being deleted. The objects go after that, as those
 of evicted checkpoints do. After a crash anywhere a repetition goes on.

@@ -97,14 +97,14 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
     if made.is_adapter:
         groups = {"adapter_model.safetensors": made.weights}
     else:
-        groups = _split(made.weights, options.max_shard_bytes)
+        groups = split(made.weights, "model", options.max_shard_bytes)
     # By size of an element, so that each weight is aligned. Small ones lie together, since those are not copied by the
     # store as ranges.
     groups = {file: sorted(group, key=lambda w: (-w.dtype.itemsize, w.size_bytes)) for file, group in groups.items()}
     return ExportFiles(
         files={**groups, **made.files},
-        heads={file: _header(group) for file, group in groups.items()},
-        texts=made.texts if made.is_adapter else {**made.texts, INDEX_FILE: _weight_map(groups)},
+        heads={file: safetensors_head(group) for file, group in groups.items()},
+        texts=made.texts if made.is_adapter else {**made.texts, INDEX_FILE: weight_map(groups)},
         last=ADAPTER_CONFIG if made.is_adapter else INDEX_FILE,
         source=source,
     )
@@ -157,8 +157,11 @@ def _with_record(laid_out: ExportFiles, checkpoint: Checkpoint, *, by_training: 
     return replace(laid_out, texts={EXPORT_RECORD: dump(record).decode(), **laid_out.texts})
 
 
-def _split(weights: Sequence[Weight], max_bytes: int | None) -> dict[str, list[Weight]]:
-    """Share the weights among files, by file name. A weight that exceeds the limit gets a file of its own."""
+def split(weights: Sequence[Weight], name: str, max_bytes: int | None) -> dict[str, list[Weight]]:
+    """Share the weights among files, by file name. A weight that exceeds the limit gets a file of its own.
+
+    name: how all names begin.
+    """
     if max_bytes is None:
         total = sum(weight.size_bytes for weight in weights)
         max_bytes = min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, -(-total // SHARES)))
@@ -171,17 +174,17 @@ def _split(weights: Sequence[Weight], max_bytes: int | None) -> dict[str, list[W
         groups[-1].append(weight)
         size += weight.size_bytes
     count = len(groups)
-    return {f"model-{number:05d}-of-{count:05d}.safetensors": group for number, group in enumerate(groups, 1)}
+    return {f"{name}-{number:05d}-of-{count:05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
-def _weight_map(groups: Mapping[str, Sequence[Weight]]) -> str:
+def weight_map(groups: Mapping[str, Sequence[Weight]]) -> str:
     """Returns the text of the index of the weights, which says in which file each of them is."""
     total = sum(weight.size_bytes for group in groups.values() for weight in group)
     names = {weight.name: file for file, group in groups.items() for weight in group}
     return json_text({"metadata": {"total_size": total}, "weight_map": names})
 
 
-def _header(weights: Sequence[Weight]) -> bytes:
+def safetensors_head(weights: Sequence[Weight]) -> bytes:
     """Returns the head of a safetensors file with the weights in this order, padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -1,0 +1,150 @@
+"""Packs one checkpoint into one tar file. This is the public `pack`.
+
+It streams: nothing is kept locally. Every byte is verified against the checkpoint's manifest on its way, and a file
+that would hold any other byte does not appear.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import IO
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import dump
+from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
+from raycheck.bucket.reading import Checkpoint, missing_error
+from raycheck.bucket.store.interface import Buffer
+from raycheck.catalog.archive.files import Place, check_free, compressed, write_file
+from raycheck.catalog.archive.layout import (
+    END,
+    MANIFEST,
+    MAX_RECORD,
+    RECORD,
+    Archived,
+    ArchiveRecord,
+    archived,
+    header,
+    members_of,
+    padding,
+)
+from raycheck.catalog.read_ahead import Progress, Spans, checked, no_progress, read_ahead
+from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, stored_objects
+from raycheck.errors import ConfigError, NotFoundError
+from raycheck.run import Run, open_run
+from raycheck.storage_settings import StorageSettings
+
+
+def pack(
+    source: str,
+    file: str | IO[bytes],
+    *,
+    step: int | str | None = None,
+    zstd: bool = False,
+    storage: StorageSettings | None = None,
+    progress: Progress = no_progress,
+) -> Archived:
+    """Pack a checkpoint into one tar file, which GNU tar and Python's tarfile read too.
+
+    `tar x` makes a stock DCP directory of each component. What the checkpoint takes from others is packed in full.
+    Nothing is kept locally, and memory stays bounded.
+
+    source: a run's URI. file: a path or URI, of a file that is not there yet, or a binary stream that is open for
+    writing. step: which checkpoint: a step, a checkpoint's name, or None for the head. zstd: compress the archive, for
+    a local file or a stream; needs the package zstandard. storage: how the source's bucket is reached, and `file` in
+    the same kind of store. progress: is told the bytes that are packed, and how many there are.
+
+    Raises NotFoundError when there is no such checkpoint or retention drops it meanwhile, CorruptError when bytes are
+    not those that were saved; then no file appears.
+    """
+    run = open_run(source, storage)
+    place = Place.of(file, storage, beside=source) if isinstance(file, str) else None
+    if place is not None:
+        check_free(place)
+    packing = _Packing.of(run, checkpoint_at(run, step))
+
+    def write() -> None:
+        told = 0
+
+        def counted(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
+            nonlocal told
+            for chunk in chunks:
+                told += len(chunk)
+                progress(told, packing.size_bytes)
+                yield chunk
+
+        chunks = counted(packing.chunks())
+        chunks = compressed(chunks) if zstd else chunks
+        if place is not None:
+            write_file(place, chunks, None if zstd else packing.size_bytes)
+        elif not isinstance(file, str):
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+
+    if place is None:
+        write()  # what has gone down a pipe cannot be written again
+    else:
+        again_if_corrupt(write)
+    return archived(packing.manifest, packing.record)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packing:
+    """Holds what an archive of `checkpoint` consists of.
+
+    manifest: the checkpoint's. texts: the bytes of the record and of the manifest, by member. objects: the other
+    members, in the record's order.
+    """
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    record: ArchiveRecord
+    texts: dict[str, bytes]
+    objects: tuple[StoredObject, ...]
+
+    @staticmethod
+    def of(run: Run, checkpoint: Checkpoint) -> "_Packing":
+        data = checkpoint.read_manifest_bytes()
+        manifest = load_manifest(data, what=f"{run.store.uri}: {checkpoint.entry.key}")
+        record = ArchiveRecord(
+            uri=run.store.uri.partition("?")[0],
+            run_id=run.latest.run_id,
+            checkpoint=manifest.key,
+            members=members_of(
+                manifest,
+                Blob(size_bytes=len(data), crc32=crc32(data)),
+                what=f"{run.store.uri}: the manifest of {manifest.key}",
+            ),
+        )
+        text = dump(record)
+        if len(text) > MAX_RECORD:
+            raise ConfigError(f"{manifest.key} has too many objects for an archive: {len(record.members)}")
+        objects = tuple(stored_objects(checkpoint, manifest))
+        texts = {RECORD: text, MANIFEST: data}
+        return _Packing(checkpoint=checkpoint, manifest=manifest, record=record, texts=texts, objects=objects)
+
+    @property
+    def size_bytes(self) -> int:
+        sizes = [len(self.texts[RECORD]), *(member.size_bytes for member in self.record.members)]
+        names = [RECORD, *(member.name for member in self.record.members)]
+        heads = sum(len(self._header(name, size)) for name, size in zip(names, sizes, strict=True))
+        return heads + sum(size + len(padding(size)) for size in sizes) + len(END)
+
+    def chunks(self) -> Iterator[Buffer]:
+        """Yield the archive's bytes. Raises CorruptError, before the end, when any of them is not what was saved."""
+        for name, text in self.texts.items():
+            yield self._header(name, len(text)) + text + padding(len(text))
+        spans = [Spans(item.store, item.key, 0, item.size_bytes) for item in self.objects]
+        with closing(read_ahead(span for own in spans for span in own)) as ahead:
+            for item, member, own in zip(self.objects, self.record.members[1:], spans, strict=True):
+                yield self._header(member.name, member.size_bytes)
+                try:
+                    yield from checked((next(ahead) for _ in own), item.crc32, what=str(item))
+                except NotFoundError:
+                    raise missing_error(self.checkpoint.store, self.checkpoint.entry.key, item.key) from None
+                yield padding(item.size_bytes)
+        yield END
+
+    def _header(self, name: str, size: int) -> bytes:
+        return header(self.record.checkpoint, name, size, at=int(self.checkpoint.entry.committed_at))

@@ -1,0 +1,242 @@
+"""Begins a new run from an archive. This is the public `unpack`.
+
+It streams: nothing is kept locally. The run exists only after the archive's last byte has been read and verified (I1,
+I3), so a crash leaves no run. The objects of a try that broke off stay under a name of their own (I2): the first object
+written below a name is put-if-absent, and holds the id of the run that this try would begin.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+from uuid import uuid4
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
+from raycheck.bucket.format.index_codec import load_index
+from raycheck.bucket.format.latest import Entry, listed_metrics
+from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
+from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.commit import write_manifest
+from raycheck.bucket.protocol.new_run import begin_run, first_manifest, look_at_place
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_once
+from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
+from raycheck.catalog.archive.files import ArchiveStream, Place, opened
+from raycheck.catalog.archive.layout import (
+    BLOCK,
+    END,
+    INDEX,
+    MANIFEST,
+    MAX_PADDING,
+    Archived,
+    ArchiveRecord,
+    Headers,
+    Member,
+    archived,
+    load_record,
+    members_of,
+    padding,
+)
+from raycheck.catalog.read_ahead import Progress, checked, no_progress, put_stream
+from raycheck.errors import ConfigError, CorruptError, SaveFailedError
+from raycheck.storage_settings import StorageSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin(Document):
+    """Says where an unpacked checkpoint comes from, for people, and reserves its name for one unpacking.
+
+    run_id: the new run's. uri, source_run_id, checkpoint: as the archive's record says.
+    """
+
+    format_version: int = FORMAT_VERSION
+    run_id: str
+    uri: str
+    source_run_id: str
+    checkpoint: str
+
+
+def unpack(
+    file: str | IO[bytes],
+    dest: str,
+    *,
+    dry_run: bool = False,
+    storage: StorageSettings | None = None,
+    progress: Progress = no_progress,
+) -> Archived:
+    """Begin a new run from an archive that `pack` has written. The next training at `dest` goes on from its checkpoint.
+
+    The archive is streamed: nothing is kept locally, and memory stays bounded. All of it is verified before the run
+    exists. When this is interrupted there is no run, and it can be repeated.
+
+    file: the archive's path or URI, or a binary stream that is open for reading; compressed or not. dest: the new run's
+    URI. dry_run: verify the archive, and write nothing. storage: how the bucket of `dest` is reached, and `file` in the
+    same kind of store. progress: is told the bytes that are unpacked, and how many there are.
+
+    Raises ConfigError when there is a run at `dest`, CorruptError when anything in the archive is missing, changed, in
+    another order or too much.
+    """
+    source = Place.of(file, storage, beside=dest) if isinstance(file, str) else file
+    return unpack_into(
+        Register(open_store(dest, storage)), source, run_id=uuid4().hex, dry_run=dry_run, progress=progress
+    )
+
+
+def unpack_into(
+    register: Register,
+    source: Place | IO[bytes],
+    *,
+    run_id: str,
+    dry_run: bool = False,
+    progress: Progress = no_progress,
+) -> Archived:
+    """Begin the run `run_id` at the register's place. Other arguments are as for `unpack`."""
+    store = register.store
+    existing, save = look_at_place(register)
+    if existing is not None:
+        raise ConfigError(f"{store.uri}: there is a run already. Name a free place for the new one")
+    target = None if dry_run else _Target(store=store, run_id=run_id, save=save)
+
+    def once() -> tuple[Archived, Manifest]:
+        with opened(source) as stream:
+            return _Unpacking(stream, progress).run(target)
+
+    # What has come through a pipe cannot be asked for again.
+    done, manifest = again_if_corrupt(once) if isinstance(source, Place) else once()
+    if target is None:
+        return done
+    body = begin_run(
+        register, _entry_of(manifest, write_manifest(store, manifest)), manifest, run_id=run_id, verb="unpack"
+    )
+    if body.run_id != run_id:
+        raise ConfigError(f"{store.uri}: another run has begun there meanwhile. Name a free place for the new one")
+    return done
+
+
+def _entry_of(manifest: Manifest, data: bytes) -> Entry:
+    return Entry(
+        key=manifest.key,
+        step=manifest.step,
+        committed_at=0.0,  # begin_run has the bucket's time
+        size_bytes=manifest.size_bytes,
+        metrics=listed_metrics(manifest.metrics, needed=None),
+        manifest_crc32=crc32(data),
+    )
+
+
+class _Target:
+    """Writes objects below a name of its own in the new run. save: the lowest save number that the name may have."""
+
+    def __init__(self, *, store: Store, run_id: str, save: int) -> None:
+        self.store = store
+        self._run_id = run_id
+        self._save = save
+
+    def reserve(self, record: ArchiveRecord, step: int) -> CheckpointName:
+        """Return the name of the checkpoint, which is this unpacking's alone. It may be called again."""
+        origin = Origin(run_id=self._run_id, uri=record.uri, source_run_id=record.run_id, checkpoint=record.checkpoint)
+        while True:
+            name = CheckpointName(step=step, attempt=0, save=self._save)
+            try:
+                put_once(self.store, object_keys.origin_key(str(name)), dump(origin))
+            except SaveFailedError:  # another unpacking was faster
+                self._save += 1
+            else:
+                return name
+
+
+class _Unpacking:
+    """Reads one archive from its beginning to its end, and verifies all of it."""
+
+    def __init__(self, stream: ArchiveStream, progress: Progress) -> None:
+        self._stream = stream
+        self._progress = progress
+        self._headers = Headers(stream.read, what=stream.what)
+        self._folder = ""
+        self._taken = 0
+
+    def run(self, target: _Target | None) -> tuple[Archived, Manifest]:
+        """Write the checkpoint's objects to `target`, if there is one. Returns its manifest in the new run."""
+        what = self._stream.what
+        self._folder, size = self._headers.first()
+        record = load_record(self._stream.read(size), what=f"{what}: the record")
+        self._check_zeros(len(padding(size)))
+        manifest = self._manifest(record)
+        self._check_size(record)
+        name = (
+            CheckpointName(step=manifest.step, attempt=0, save=1)
+            if target is None
+            else target.reserve(record, manifest.step)
+        )
+        new = first_manifest(manifest, name, restored_from=f"{record.uri} {record.checkpoint}")
+        for member, (key, _) in zip(record.members[1:], new.objects(), strict=True):
+            chunks: Iterator[Buffer] = self._verified(member, record.size_bytes)
+            if member.name == INDEX:
+                chunks = self._parsed(chunks)
+            if target is not None:
+                put_stream(target.store, key, chunks, member.size_bytes)
+            else:
+                deque(chunks, maxlen=0)  # reads them all
+        self._check_end()
+        return archived(manifest, record), new
+
+    def _parsed(self, chunks: Iterator[Buffer]) -> Iterator[Buffer]:
+        """Yield the index, when it is one."""
+        data = b"".join(chunks)
+        load_index(data, what=f"{self._stream.what}: the index", values=True)
+        yield data
+
+    def _manifest(self, record: ArchiveRecord) -> Manifest:
+        what = f"{self._stream.what}: the manifest"
+        if record.checkpoint != self._folder:
+            raise CorruptError(f"{what}: the record is of {record.checkpoint}, and lies in the folder {self._folder!r}")
+        first = next(iter(record.members), None)
+        if first is None or first.name != MANIFEST or not 0 <= first.size_bytes <= MAX_MANIFEST:
+            raise CorruptError(f"{what} is not the first member that the record names, or is too large")
+        data = b"".join(self._verified(first))
+        manifest = load_manifest(data, what=what)
+        members = members_of(manifest, Blob(size_bytes=len(data), crc32=crc32(data)), what=what)
+        if manifest.key != self._folder or members != record.members or manifest.index.size_bytes > MAX_WHOLE_BYTES:
+            raise CorruptError(f"{what} names other objects than the record does")
+        return manifest
+
+    def _check_size(self, record: ArchiveRecord) -> None:
+        """Raise CorruptError before anything is written when a file is too short for what it says that it holds."""
+        least = sum(BLOCK + member.size_bytes for member in record.members) + len(END)
+        if self._stream.size_bytes is not None and self._stream.size_bytes < least:
+            raise CorruptError(
+                f"{self._stream.what} has {self._stream.size_bytes} bytes, fewer than the {least} that it must have: "
+                "it was cut short"
+            )
+
+    def _verified(self, member: Member, total: int | None = None) -> Iterator[Buffer]:
+        """Read a member. Raises CorruptError, at the latest after its last byte, when it is not the expected one.
+
+        total: the bytes of all members, when progress is to be told.
+        """
+        self._headers.expect(self._folder, member)
+        what = f"{self._stream.what}: {member.name}"
+        for chunk in checked(self._stream.take(member.size_bytes), member.crc32, what=what):
+            self._taken += len(chunk)
+            if total is not None:
+                self._progress(self._taken, total)
+            yield chunk
+        self._check_zeros(len(padding(member.size_bytes)))
+
+    def _check_zeros(self, count: int) -> None:
+        if any(self._stream.read(count)):
+            raise CorruptError(f"{self._stream.what}: there are bytes between its members")
+
+    def _check_end(self) -> None:
+        """Raise CorruptError when the archive goes on, or has no end mark."""
+        self._check_zeros(len(END))
+        count = 0
+        for piece in self._stream.all():
+            count += len(piece)
+            if count > MAX_PADDING or any(piece):
+                raise CorruptError(f"{self._stream.what}: there are bytes after the end of the archive")

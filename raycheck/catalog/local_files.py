@@ -1,0 +1,69 @@
+"""Writes files of a local folder so that a file under its own name is whole: until then its name ends in `.partial`."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from raycheck.bucket.format.checksum import crc32
+from raycheck.errors import ConfigError
+
+PARTIAL = ".partial"
+READ_BYTES = 8 * 1024 * 1024
+
+
+def partial_of(path: Path) -> Path:
+    """Returns where a file is while it is not whole."""
+    return path.with_name(path.name + PARTIAL)
+
+
+@contextmanager
+def opened_partial(path: Path, *, goes_on: bool = False) -> Iterator[IO[bytes]]:
+    """Open the file that becomes `path`, and flush it when the block ends well. A link in its place is not followed.
+
+    goes_on: write after what is there already.
+    """
+    partial = partial_of(path)
+    if partial.is_symlink():
+        partial.unlink()
+    if path.parent.is_symlink():
+        raise ConfigError(f"{path.parent} is a symbolic link; take it away, or name another folder")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if goes_on else os.O_TRUNC)
+    with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file whole."""
+    with opened_partial(path) as file:
+        file.write(data)
+    appear(path)
+
+
+def appear(path: Path) -> None:
+    """Give a file its own name, now that it is whole and flushed."""
+    partial_of(path).replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def file_crc32(path: Path) -> int:
+    with path.open("rb") as file:
+        seen = 0
+        while data := file.read(READ_BYTES):
+            seen = crc32(data, seen)
+    return seen
+
+
+def check_room(root: Path, needed: int) -> None:
+    """Raise ConfigError, before anything is fetched, when the disk has too little room."""
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise ConfigError(f"{root}: {needed} bytes are to be fetched, and the disk has room for {free}")

@@ -1,0 +1,113 @@
+"""Streams bytes from and to stores in bounded memory: several ranged reads at a time, handed out in order.
+
+It also cuts a stream into the parts that a store wants. The last part is held back until the stream has ended well, so
+that an object never appears when the check at the stream's end fails.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.interface import Buffer
+from raycheck.errors import CorruptError, RaycheckError
+
+SPAN_BYTES = 8 * 1024 * 1024
+SPANS_IN_FLIGHT = 8
+Progress = Callable[[int, int], None]
+"""Is told how many bytes are done, and how many there are in all."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Ignores what it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Describes the bytes start..stop of an object, to be read at once."""
+
+    store: Store
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Cuts the bytes of an object from `start` to `stop` into spans."""
+
+    store: Store
+    key: str
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[Span]:
+        for at in range(self.start, self.stop, SPAN_BYTES):
+            yield Span(self.store, self.key, at, min(at + SPAN_BYTES, self.stop))
+
+
+def read_ahead(spans: Iterable[Span]) -> Generator[Buffer, None, None]:
+    """Yields the bytes of each span, in their order, while the next ones are being read. Raises as `get_range`."""
+    ahead: deque[Future[Buffer]] = deque()
+    with ThreadPoolExecutor(SPANS_IN_FLIGHT, thread_name_prefix="raycheck-ahead") as pool:
+        try:
+            for span in spans:
+                ahead.append(pool.submit(span.store.get_range, span.key, span.start, span.stop))
+                if len(ahead) == SPANS_IN_FLIGHT:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+def checked(chunks: Iterable[Buffer], crc: int, *, what: str) -> Iterator[Buffer]:
+    """Yields the chunks, and raises CorruptError after the last one when their checksum is another one than `crc`."""
+    seen = 0
+    for chunk in chunks:
+        seen = crc32(chunk, seen)
+        yield chunk
+    if seen != crc:
+        raise CorruptError(f"{what} has checksum {seen:08x}, not {crc:08x}: it is damaged")
+
+
+def put_stream(store: Store, key: str, chunks: Iterable[Buffer], size_bytes: int) -> None:
+    """Write one object from a stream of chunks. When the stream raises, that error is raised and nothing is written."""
+    failure: RaycheckError | None = None
+
+    def parts() -> Iterator[memoryview]:
+        nonlocal failure
+        try:
+            yield from _in_parts(chunks, store.part_bytes(size_bytes))
+        except RaycheckError as error:
+            failure = error
+            raise
+
+    try:
+        store.put_parts(key, parts(), size_bytes)
+    except RaycheckError:
+        if failure is not None:  # the upload failed because its parts could not be read
+            raise failure from None
+        raise
+
+
+def _in_parts(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[memoryview]:
+    """Yields the chunks as parts of `part_bytes`, the last one shorter, and one empty part for an empty stream.
+
+    Memory is taken for bytes that have come, and not for those that somebody says will come.
+    """
+    held: list[memoryview] = []
+    size = 0
+    for chunk in chunks:
+        rest = memoryview(chunk).cast("B")
+        while rest:
+            if size == part_bytes:
+                yield memoryview(b"".join(held))
+                held, size = [], 0
+            piece = rest[: part_bytes - size]
+            held.append(piece)
+            size, rest = size + len(piece), rest[len(piece) :]
+    yield memoryview(b"".join(held))

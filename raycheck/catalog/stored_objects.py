@@ -1,0 +1,55 @@
+"""Finds a checkpoint of a run, and the objects that it consists of, wherever they lie."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import CheckpointName, checkpoint_prefix
+from raycheck.bucket.protocol.new_run import first_manifest
+from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError
+from raycheck.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Describes one object by its place, and by the size and checksum that the manifest states."""
+
+    store: Store
+    key: str
+    size_bytes: int
+    crc32: int
+
+    def __str__(self) -> str:
+        return f"{self.store.uri}: {self.key}"
+
+
+def checkpoint_at(run: Run, step: int | str | None) -> Checkpoint:
+    """Return a checkpoint by its step, given as a number or in digits, or by its name; the head for None or "HEAD".
+
+    Raises NotFoundError, which says what there is.
+    """
+    if step is None or step == "HEAD":
+        return run.head_or(None)
+    if isinstance(step, int) or step.isdecimal():
+        return run.at_step(int(step))
+    return run.checkpoint(step)
+
+
+def stored_objects(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[StoredObject]:
+    """Yield the objects of a checkpoint besides its manifest, in the manifest's order."""
+    for key, record in manifest.objects():
+        yield StoredObject(checkpoint.store, key, record.size_bytes, record.crc32)
+
+
+def names_in(manifest: Manifest) -> Iterator[str]:
+    """Yield the name of every object besides the manifest below the checkpoint's directory, in the manifest's order.
+
+    A component that another checkpoint holds has the name that it would have in this one.
+    """
+    name = CheckpointName.parse(manifest.key)
+    if name is None:
+        raise CorruptError(f"{manifest.key!r} is not a checkpoint's name")
+    for key, _ in first_manifest(manifest, name, restored_from="").objects():
+        yield key.removeprefix(checkpoint_prefix(manifest.key))

@@ -1,0 +1,120 @@
+"""Commands that take a checkpoint out of a bucket, and put it into one: `pack`, `unpack` and `download`."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import IO, Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from raycheck.catalog import download as downloads
+from raycheck.catalog.archive import pack as packing
+from raycheck.catalog.archive import unpack as unpacking
+from raycheck.catalog.read_ahead import Progress, no_progress
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.errors import ConfigError
+
+Which = Annotated[str, typer.Argument(metavar="STEP", help="A step, a checkpoint's name as ls shows it, or HEAD.")]
+
+
+def pack(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    step: Which,
+    file: Annotated[str, typer.Argument(help="A new file: a path, a URI in any store, or - for stdout.")],
+    zstd: Annotated[bool, typer.Option("--zstd", help="Compress the archive; for a local file or stdout.")] = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Pack a checkpoint into one tar file.
+
+    `tar x` makes a stock DCP directory of each component, and `raycheck unpack` a new run.
+    """
+    if file == "-" and as_json:
+        raise ConfigError("--json prints to stdout, where the archive goes; name a file")
+    if file == "-" and sys.stdout.isatty():
+        raise ConfigError("an archive is not for a terminal; redirect stdout, or name a file")
+    target: str | IO[bytes] = sys.stdout.buffer if file == "-" else file
+    with _shown() as progress:
+        done = packing.pack(uri, target, step=step, zstd=zstd, storage=settings_of(storage), progress=progress)
+    if as_json:
+        print_json({"file": file} | asdict(done))
+    elif file != "-":
+        out.print(Text(f"{done.checkpoint}: {len(done.members)} members, {size(done.size_bytes)} in {file}"))
+
+
+def unpack(
+    file: Annotated[str, typer.Argument(help="An archive: a path, a URI in any store, or - for stdin.")],
+    uri: Annotated[str, typer.Argument(help="The new run's URI, e.g. s3://bucket/runs/my-copy")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only verify the archive; write nothing.")] = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Begin a new run from an archive.
+
+    All of the archive is verified before the run exists. The next training there goes on from its checkpoint.
+    """
+    source: str | IO[bytes] = sys.stdin.buffer if file == "-" else file
+    with _shown() as progress:
+        done = unpacking.unpack(source, uri, dry_run=dry_run, storage=settings_of(storage), progress=progress)
+    if as_json:
+        print_json({"run": uri, "dry_run": dry_run} | asdict(done))
+        return
+    what = "is whole; nothing was written" if dry_run else f"is the head of the new run {uri}"
+    out.print(Text(f"{done.checkpoint}, step {done.step}, {size(done.size_bytes)}: {what}"))
+
+
+def download(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    step: Which,
+    folder: Annotated[str, typer.Argument(help="A new or empty folder, or that of an earlier download.")],
+    components: Annotated[
+        list[str] | None, typer.Option("--component", help="A component to fetch; default: all. Repeatable.")
+    ] = None,
+    format: Annotated[  # noqa: A002  the option's name
+        str, typer.Option(help="dcp: a stock DCP directory per component. safetensors: a file per entry.")
+    ] = "dcp",
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Fetch a checkpoint into a folder.
+
+    It can be repeated, and fetches only what is missing. `raycheck export-hf` makes a Hugging Face directory.
+    """
+    with _shown() as progress:
+        done = downloads.download(
+            uri,
+            folder,
+            step=step,
+            components=components or None,
+            format=cast("downloads.Format", format),
+            storage=settings_of(storage),
+            progress=progress,
+        )
+    if as_json:
+        print_json({"folder": folder} | asdict(done))
+        return
+    total = size(sum(done.files.values()))
+    out.print(
+        Text(f"{done.checkpoint}: {len(done.files)} files, {total} in {folder}; {size(done.fetched_bytes)} fetched now")
+    )
+
+
+@contextmanager
+def _shown() -> Iterator[Progress]:
+    """Shows on a terminal's stderr how much is done. Says nothing where stderr is no terminal."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield no_progress
+        return
+    with Bar(
+        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+COMMANDS = (pack, unpack, download)
