@@ -60,10 +60,13 @@ NOT_MODELLED = {
     21: "with 20",
     26: "reserved",
     27: "with 10",
-    30: "fork",
+    30: "fork; test_holds enumerates it",
     32: "repair",
     33: "moves neither head nor attempt; test_crashes and test_interleavings enumerate it",
     34: "exports, which nothing restores",
+    35: "archives, which are no part of a run",
+    36: "unpacking, a fork from outside",
+    37: "a delete by hand; test_delete enumerates it",
 }
 SEARCH_TIMEOUT_S = 200
 MEMORY_MIB = 6000
