@@ -4,7 +4,8 @@ Each part of the state is put into an object that has what the entry asks of a l
 form that a save has, whatever that becomes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,6 @@ import torch
 from torch.optim import Optimizer
 
 from raycheck.catalog.importing.optimizer_forms import NamedOptimizer, is_optimizer, named_optimizer
-from raycheck.catalog.importing.source_tensors import SourceTensors
 from raycheck.catalog.importing.state_in_source import SourceState
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.hf_assets import FACTS, FilesEntry, assets_of
@@ -23,8 +23,6 @@ from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.shards.entries.plain_value_entry import HeldValue, PlainValueEntry
 from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, GatheredEntry, StateEntry
-
-import json  # isort: skip
 
 TOKENIZER = "tokenizer"
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -246,11 +244,3 @@ class _GivenFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(data.numpy()))
 
-
-def tensors_by_size(state: ImportedState, tensors: SourceTensors) -> Iterator[tuple[str, int]]:
-    """Yields each entry's name and the bytes of its tensors, tied ones once."""
-    for entry in state.entries:
-        own = {id(tensor): tensor for tensor in entry.found.tensors.values()}
-        del tensors
-        yield entry.name, sum(tensor.numel() * tensor.element_size() for tensor in own.values())
-        tensors = cast("SourceTensors", None)
