@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from raycheck.catalog.importing.import_checkpoint import import_checkpoint
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from raycheck.train.worker.periodic import Periodic
 
 _HOMES = {
+    "raycheck.catalog.importing.import_checkpoint": ("import_checkpoint",),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -90,6 +92,7 @@ __all__ = [
     "SupersededError",
     "export_hf",
     "fit",
+    "import_checkpoint",
     "open_checkpoint",
     "open_run",
     "start_coordinator",

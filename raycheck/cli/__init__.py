@@ -24,6 +24,7 @@ import typer
 import raycheck
 from raycheck.cli import browse, demo, docs, export, manage, submit, watch_node
 from raycheck.cli.bench import command as bench
+from raycheck.cli.catalog import import_command
 from raycheck.cli.options import Text, out, with_flags
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
@@ -34,9 +35,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for topic in (browse, manage, bench, submit, watch_node, export, demo, docs):
+for topic in (browse, manage, bench, submit, watch_node, export, import_command, demo, docs):
     for command in topic.COMMANDS:
-        app.command()(with_flags(command))
+        app.command(command.__name__.strip("_").replace("_", "-"))(with_flags(command))
 
 
 def main() -> None:

@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.local import LocalStore
-from raycheck.catalog.importing import new_checkpoint
+from raycheck.catalog.importing import new_checkpoint, torch_file
 from raycheck.catalog.importing.import_checkpoint import import_checkpoint
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.run import export_hf, open_run
@@ -126,7 +125,11 @@ def test_a_directory_of_stock_dcp_is_imported(tmp_path: Path, form: str) -> None
     net, optimizer = trained()
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
     own = optimizer.state_dict() if form == "numbered" else get_optimizer_state_dict(net, optimizer, options=options)
-    dcp.save({"model": get_model_state_dict(net), "optimizer": own, "step": 12}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.save(
+        {"model": get_model_state_dict(net), "optimizer": own, "step": 12},
+        checkpoint_id=str(tmp_path / "dcp"),
+        no_dist=True,
+    )
 
     done = import_checkpoint(str(tmp_path / "dcp"), f"file://{tmp_path}/runs/new")
 
@@ -246,6 +249,9 @@ def test_a_checkpoint_of_the_trainer_of_transformers_in_an_experiment_of_ray(tmp
         ]
     )
     checked(done.uri).restore(into={"model": live, "optimizer": again})
+    (tmp_path / "experiment/TorchTrainer_1/checkpoint_000010/checkpoint/config.json").unlink()
+    with pytest.raises(ConfigError, match="cannot be concluded"):  # a safetensors file has the names in another order
+        import_checkpoint(str(tmp_path / "experiment"), f"file://{tmp_path}/runs/other")
     assert_equal(live.state_dict(), model.state_dict())
     assert_equal(again.state_dict(), optimizer.state_dict())
 
@@ -360,9 +366,7 @@ def test_chosen_entries_and_given_names(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="cannot be concluded"):
         import_checkpoint(str(tmp_path / "x.pt"), f"file://{tmp_path}/runs/new", entries=entries)
-    done = import_checkpoint(
-        str(tmp_path / "x.pt"), f"file://{tmp_path}/runs/new", entries=entries, parameters=names
-    )
+    done = import_checkpoint(str(tmp_path / "x.pt"), f"file://{tmp_path}/runs/new", entries=entries, parameters=names)
 
     assert done.left_out == ("seed",)
     live, _ = trained(9)
@@ -429,7 +433,11 @@ def hostile_sources(folder: Path) -> dict[str, Path]:
         index = {"weight_map": {"w": target}}
         (sources[name] / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "secret.safetensors").write_bytes(_header({"w": f32}, b"12345678"))
-    for name, body in (("evil", pickle.dumps(Evil())), ("junk", b"junk"), ("odd", pickle.dumps({"a": torch.Size([2])}))):
+    for name, body in (
+        ("evil", pickle.dumps(Evil())),
+        ("junk", b"junk"),
+        ("odd", pickle.dumps({"a": torch.Size([2])})),
+    ):
         sources[f"metadata-{name}"] = folder / f"dcp-{name}"
         sources[f"metadata-{name}"].mkdir()
         (folder / f"dcp-{name}/.metadata").write_bytes(body)
@@ -437,9 +445,12 @@ def hostile_sources(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_hostile_sources_are_refused_by_name_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_hostile_sources_are_refused_by_name_and_nothing_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = Path("/tmp/raycheck-import-was-evil")
     mark.unlink(missing_ok=True)
+    monkeypatch.setattr(torch_file, "MAX_VALUES", 100_000)
     dest = f"file://{tmp_path}/runs/new"
 
     for what, source in hostile_sources(tmp_path).items():

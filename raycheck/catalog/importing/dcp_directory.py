@@ -11,7 +11,7 @@ import torch
 
 from raycheck.catalog.importing.dcp_metadata_reading import DcpContents, Place, read_dcp_metadata
 from raycheck.catalog.importing.source_files import BLOCK_BYTES, SourceFiles
-from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors
+from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors, with_ties
 from raycheck.catalog.importing.state_in_source import ReadSettings, SourceState, count_in
 from raycheck.catalog.importing.torch_file import MAX_DEPTH, load_restricted, represented, source_tensor
 from raycheck.errors import ConfigError, CorruptError
@@ -32,8 +32,12 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
     tensors = SourceTensors()
     found: dict[tuple[str | int, ...], Any] = {}
     left_out: list[str] = []
-    for name in contents.tensors:
-        found[contents.paths.get(name, (name,))] = tensors.add(_tensor(files, contents, name, settings), name)
+    in_order = [name for name in contents.paths if name in contents.tensors]  # the state's own, if all ranks had it
+    described = {
+        name: _tensor(files, contents, name, settings) for name in dict.fromkeys([*in_order, *contents.tensors])
+    }
+    for name, tensor in with_ties(described).items():
+        found[contents.paths.get(name, (name,))] = tensors.add(tensor, name)
     for name, place in contents.values.items():
         try:
             value = _value(files, place, name, settings, tensors)
@@ -128,5 +132,3 @@ def _with_lists(node: Any) -> Any:
     if node and all(type(step) is int for step in node):
         return [_with_lists(node[step]) for step in sorted(node)]
     return {key: _with_lists(value) for key, value in node.items()}
-
-

@@ -34,6 +34,11 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): lambda name: torch.strided if name == "torch.strided" else None,
     ("collections", "OrderedDict"): dict,
+    **{
+        (f"pathlib{own}", f"{kind}Path"): lambda *parts: "/".join(map(str, parts))
+        for own in ("", "._local")
+        for kind in ("Posix", "Windows", "PurePosix")
+    },  # where the directory was
 }
 
 

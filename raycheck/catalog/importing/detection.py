@@ -102,7 +102,9 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
 def _leads_on(files: SourceFiles, kind: str) -> bool:
     """Returns whether a kind that was asked for lies further below, in a folder of Ray's."""
     if files.only or kind == "huggingface":
-        is_here = bool(files.only) or any("/" not in name and name.endswith((".safetensors", ".bin")) for name in files.sizes)
+        is_here = bool(files.only) or any(
+            "/" not in name and name.endswith((".safetensors", ".bin")) for name in files.sizes
+        )
         return not is_here and "snapshots" not in files.folders() and _is_rays(files)
     is_here = any("/" not in name and (name == METADATA or name.endswith(_TORCH)) for name in files.sizes)
     return not is_here and _is_rays(files)

@@ -68,7 +68,8 @@ def imported_state(
         if name in models:
             made.append(ImportedEntry(name=name, kind="module", found=_module(name, models[name]).gather()))
         elif is_optimizer(part):
-            named = named_optimizer(name, part, models, parameters=parameters, plain=_plain)
+            ordered = models if state.is_ordered else {}
+            named = named_optimizer(name, part, models, ordered=ordered, parameters=parameters, plain=_plain)
             if named.is_by_order:
                 notes.append(f"{name}: its parameters are numbered; their names follow the order of the model")
             made.append(ImportedEntry(name=name, kind="optimizer", found=_optimizer(name, named).gather()))
@@ -100,9 +101,7 @@ def _keep_value(made: list[ImportedEntry], left_out: list[str], name: str, part:
         left_out.append(name)
 
 
-def _chosen(
-    state: SourceState, entries: Mapping[str, str] | None
-) -> tuple[dict[str, Any], list[str], list[str]]:
+def _chosen(state: SourceState, entries: Mapping[str, str] | None) -> tuple[dict[str, Any], list[str], list[str]]:
     """Returns the parts that become entries, by name, with notes and what is left out."""
     tree, notes, left_out = dict(state.tree), list(state.notes), list(state.left_out)
     if entries is not None:
@@ -243,4 +242,3 @@ class _GivenFiles:
             path = Path(folder) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(data.numpy()))
-

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raycheck.catalog.importing.model_order import parameters_in_order
 from raycheck.catalog.importing.safetensors_file import tensors_of
 from raycheck.catalog.importing.source_files import SourceFiles
 from raycheck.catalog.importing.source_tensors import SourceTensors
@@ -20,9 +21,12 @@ from raycheck.shards.entries.hf_assets import CONFIG, GENERATION_CONFIG, is_safe
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024
 MAX_FILE_BYTES = 256 * 1024 * 1024
-SAFETENSORS, BINARY = ("model.safetensors", "model.safetensors.index.json"), (
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+SAFETENSORS, BINARY = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    (
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ),
 )
 """The file with all weights, and the index of several such files, by kind."""
 _TOKENIZER = re.compile(
@@ -46,13 +50,20 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
     if not weights:
         raise CorruptError(f"{files.uri}: there are no weights in it")
     tree: dict[str, Any] = {"model": weights}
+    is_ordered = not any(name.endswith(".safetensors") for name in files.sizes)
     for file, entry in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler")):
         if file in files.sizes:
             tree[entry] = read_torch_file(files, file, tensors, verify=settings.verify)
     state = files.read_json("trainer_state.json") if "trainer_state.json" in files.sizes else {}
     state = state if isinstance(state, dict) else {}
     epoch = state.get("epoch")
-    extra = {name: _bytes(files, name) for name in files.sizes if _TOKENIZER.fullmatch(name) and is_safe_file_name(name)}
+    if "optimizer" in tree and not is_ordered and CONFIG in files.sizes:
+        order = parameters_in_order(files.read_json(CONFIG), weights)
+        is_ordered = bool(order)
+        tree["model"] = {name: weights[name] for name in dict.fromkeys([*order, *weights])}
+    extra = {
+        name: _bytes(files, name) for name in files.sizes if _TOKENIZER.fullmatch(name) and is_safe_file_name(name)
+    }
     texts = {name: _text(files, name) for name in (CONFIG, GENERATION_CONFIG) if name in files.sizes}
     left_out = [name for name in files.sizes if not _is_taken(name, {*extra, *texts})]
     return SourceState(
@@ -61,6 +72,7 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
         tensors=tensors,
         files=extra,
         texts=texts,
+        is_ordered=is_ordered,
         step=count_in(state, "global_step"),
         epoch=int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 10**9 else None,
         left_out=tuple(left_out),

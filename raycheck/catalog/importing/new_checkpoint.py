@@ -167,4 +167,3 @@ def _read(pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
         if tuple(found.shape) != box.sizes or found.dtype != piece.source.dtype:
             raise CorruptError(f"{piece.box.name}: the source has {found.dtype}{list(found.shape)} in place of it")
         yield found
-

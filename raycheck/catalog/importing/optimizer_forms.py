@@ -45,12 +45,13 @@ def named_optimizer(
     value: Mapping[Any, Any],
     models: Mapping[str, Mapping[str, Any]],
     *,
+    ordered: Mapping[str, Mapping[str, Any]],
     parameters: Sequence[Sequence[str]] | None,
     plain: Callable[[str], str],
 ) -> NamedOptimizer:
     """Returns the state of the optimizer `name` with names for its parameters.
 
-    models: the state dicts of the modules, by entry. parameters: the names of each group, when the caller gives them.
+    models: the state dicts of the modules, by entry. ordered: those that have the order of their model. parameters: the names of each group, when the caller gives them.
     plain: returns the plain model's name. Raises ConfigError when the names cannot be concluded, CorruptError for a
     state that no optimizer has.
     """
@@ -70,8 +71,14 @@ def named_optimizer(
         raise CorruptError(f"{name}: it has state for parameters that are in none of its groups")
     names, is_by_order = numbers, False
     if is_numbered:
-        names, is_by_order = _names(name, groups, numbers, state, models, parameters)
-    named = {number: plain(own) for ns, os in zip(numbers, names, strict=True) for number, own in zip(ns, os, strict=True)}
+        if parameters is not None:
+            names = [list(group) for group in parameters]
+            _check_names(name, names, numbers, state, models)
+        else:
+            names, is_by_order = _names(name, groups, numbers, state, ordered)
+    named = {
+        number: plain(own) for ns, os in zip(numbers, names, strict=True) for number, own in zip(ns, os, strict=True)
+    }
     return NamedOptimizer(
         names=[[named[number] for number in group] for group in numbers],
         options=[{key: item for key, item in group.items() if key != "params"} for group in groups],
@@ -86,22 +93,15 @@ def _names(
     groups: Sequence[Mapping[str, Any]],
     numbers: list[list[int]],
     state: Mapping[Any, Mapping[Any, Any]],
-    models: Mapping[str, Mapping[str, Any]],
-    parameters: Sequence[Sequence[str]] | None,
+    ordered: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[list[str]], bool]:
     """Returns the names of each group's numbered parameters, and whether only the order of the model tells them."""
     sizes = [len(group) for group in numbers]
-    if parameters is not None:
-        if [len(group) for group in parameters] != sizes:
-            raise ConfigError(f"parameters=: {name} has groups of {sizes} parameters; give one list of names for each")
-        given = [list(group) for group in parameters]
-        _check_shapes(name, given, numbers, state, models)
-        return given, False
     said = [group.get("param_names") for group in groups]
     if all(isinstance(own, list) and len(own) == size for own, size in zip(said, sizes, strict=True)):
         return [list(map(str, own)) for own in said if own is not None], False
     shapes = [[shape_of_parameter(state.get(number, {})) for number in group] for group in numbers]
-    found = [names for model in models.values() if (names := names_by_order(trainable(model), shapes)) is not None]
+    found = [names for model in ordered.values() if (names := names_by_order(trainable(model), shapes)) is not None]
     if len(found) == 1:
         return found[0], True
     raise ConfigError(
@@ -111,14 +111,17 @@ def _names(
     )
 
 
-def _check_shapes(
+def _check_names(
     name: str,
     names: list[list[str]],
     numbers: list[list[int]],
     state: Mapping[Any, Mapping[Any, Any]],
     models: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Refuse names that no model has, or whose shape is not that of the slots."""
+    """Refuse names that are too few, that no model has, or whose shape is not that of the slots."""
+    sizes = [len(group) for group in numbers]
+    if [len(group) for group in names] != sizes:
+        raise ConfigError(f"parameters=: {name} has groups of {sizes} parameters; give one list of names for each")
     for group, own in zip(names, numbers, strict=True):
         for parameter, number in zip(group, own, strict=True):
             shape = shape_of_parameter(state.get(number, {}))
@@ -126,7 +129,9 @@ def _check_shapes(
             if models and not tensors:
                 raise ConfigError(f"parameters=: {parameter} is in no model of the source")
             if shape is not None and tensors and all(tuple(t.shape) != shape for t in tensors):
-                raise ConfigError(f"parameters=: {parameter} is {list(tensors[0].shape)}, its slots in {name} {list(shape)}")
+                raise ConfigError(
+                    f"parameters=: {parameter} is {list(tensors[0].shape)}, its slots in {name} {list(shape)}"
+                )
 
 
 def _unflattened(name: str, value: Mapping[Any, Any], plain: Callable[[str], str]) -> NamedOptimizer:

@@ -13,7 +13,15 @@ Shape = tuple[int, ...]
 MAX_STATES = 50_000
 _ALIKE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "acc_delta", "exp_inf", "max_exp_avg_sq")
 """Slots that have the shape of their parameter."""
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "attn.bias", "masked_bias")
+_BUFFERS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+    "inv_freq",
+    "position_ids",
+    "attn.bias",
+    "masked_bias",
+)
 
 
 def shape_of_parameter(slots: Mapping[object, object]) -> Shape | None:
@@ -31,7 +39,9 @@ def trainable(model: Mapping[str, object]) -> list[tuple[str, Shape]]:
     return list(found.values())
 
 
-def names_by_order(model: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]) -> list[list[str]] | None:
+def names_by_order(
+    model: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]
+) -> list[list[str]] | None:
     """Returns the names of each group's parameters, or None when there is no way, or more than one.
 
     model: name and shape of each possible parameter, in order. groups: the shape of each parameter, where it is known.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raycheck.catalog.importing.source_files import SourceFiles
-from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors, check_shape
+from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors, check_shape, with_ties
 from raycheck.catalog.importing.state_in_source import ReadSettings, SourceState
 from raycheck.catalog.importing.torch_file import load_restricted, represented, source_tensor
 from raycheck.errors import ConfigError, CorruptError
@@ -86,7 +86,6 @@ def _joined(
     missing = sorted(set(range(world_size)) - set(names))
     if missing:
         raise CorruptError(f"{files.uri}: the files of ranks {missing[:10]} of {world_size} are missing")
-    import torch.distributed.tensor  # it registers with torch's restricted loader what a DTensor consists of
 
     found: dict[str, _Parts] = {}
     first: Any = None
@@ -97,8 +96,11 @@ def _joined(
         tree = represented(loaded, _collector(found, rank, what), what)
         first, known = (tree, len(found)) if rank == 0 else (first, known)
         if len(found) > known:
-            raise ConfigError(f"{what}: {list(found)[known]} is not in rank 0's file: a pipeline is not imported this way")
-    return represented(first, lambda _, path: tensors.add(_tensor(found[path], path), path), files.uri)
+            raise ConfigError(
+                f"{what}: {list(found)[known]} is not in rank 0's file: a pipeline is not imported this way"
+            )
+    joined = with_ties({path: _tensor(parts, path) for path, parts in found.items()})
+    return represented(first, lambda _, path: tensors.add(joined[path], path), files.uri)
 
 
 def _collector(found: dict[str, _Parts], rank: int, what: str) -> Callable[[torch.Tensor, str], torch.Tensor]:
@@ -162,5 +164,3 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, at: int, count: int) ->
     full = -(-sizes[dim] // count)
     start = min(at * full, sizes[dim])
     offsets[dim], sizes[dim] = offsets[dim] + start, min(full, sizes[dim] - start)
-
-

@@ -26,7 +26,9 @@ class FoundCheckpoint:
 
 def has_checkpoints(files: SourceFiles) -> bool:
     """Returns whether this is an experiment's directory, or that of one of Ray's trials."""
-    return SNAPSHOT in files.sizes or any(_FOLDER.fullmatch(part) for name in files.sizes for part in name.split("/")[:2])
+    return SNAPSHOT in files.sizes or any(
+        _FOLDER.fullmatch(part) for name in files.sizes for part in name.split("/")[:2]
+    )
 
 
 def latest_checkpoint(files: SourceFiles) -> FoundCheckpoint:
@@ -47,7 +49,9 @@ def latest_checkpoint(files: SourceFiles) -> FoundCheckpoint:
     recorded = _recorded(files)
     trial, folders = next(iter(by_trial.items()), ("", set()))
     if recorded is not None and recorded not in folders:
-        raise NotFoundError(f"{files.uri}: {SNAPSHOT} says that {recorded} is the latest checkpoint, and it is not there")
+        raise NotFoundError(
+            f"{files.uri}: {SNAPSHOT} says that {recorded} is the latest checkpoint, and it is not there"
+        )
     if not folders:
         raise NotFoundError(f"{files.uri}: the experiment has no checkpoint")
     chosen = recorded or max(folders, key=_order)

@@ -5,7 +5,7 @@ memory passes through the entries as a live state does.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from raycheck.errors import CorruptError
 
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
+MAX_ALIKE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,7 @@ class SourceTensor:
                 yield box
                 continue
             for first in range(0, rows, step):
-                yield Box(
-                    (box.offsets[0] + first, *box.offsets[1:]), (min(step, rows - first), *box.sizes[1:])
-                )
+                yield Box((box.offsets[0] + first, *box.offsets[1:]), (min(step, rows - first), *box.sizes[1:]))
 
 
 class SourceTensors:
@@ -91,6 +90,33 @@ class SourceTensors:
     def of(self, represented: torch.Tensor) -> SourceTensor:
         """Returns the source's tensor that `represented` stands for."""
         return self._by_storage[_storage(represented)]
+
+
+def with_ties(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """Returns the tensors with one place for those that hold equal bytes: tied weights, which the source has twice.
+
+    Only weights of which few have the same shape are compared, as an embedding and the head that is tied to it. The
+    slots of optimizers are not.
+    """
+    alike: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        if len(tensor.shape) > 1 and "state" not in name.split("."):
+            alike.setdefault((tensor.dtype, tensor.shape, tensor.boxes), []).append(name)
+    found = dict(tensors)
+    for names in alike.values():
+        if len(names) <= MAX_ALIKE:
+            for at, name in enumerate(names):
+                first = next((other for other in names[:at] if _hold_equal_bytes(found[other], found[name])), None)
+                found[name] = found[name] if first is None else found[first]
+    return found
+
+
+def _hold_equal_bytes(one: SourceTensor, other: SourceTensor) -> bool:
+    for box in one.boxes:
+        here, there = (tensor.read(box).contiguous() for tensor in (one, other))
+        if not torch.equal(here.flatten().view(torch.uint8), there.flatten().view(torch.uint8)):
+            return False
+    return True
 
 
 def check_shape(shape: tuple[object, ...], what: str) -> tuple[int, ...]:
