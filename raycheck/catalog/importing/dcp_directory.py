@@ -1,4 +1,4 @@
-"""Reads a directory that stock torch DCP has written, with its boxes as they are. Shard files are read record by record.
+"""Reads a directory that stock torch DCP has written: its boxes as they are, its shard files record by record.
 
 The nested state is put together from the paths that DCP's planner keeps. DCP has turned the keys of dicts into strings.
 """
@@ -48,7 +48,8 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
             continue
         found[contents.paths.get(name, (name,))] = value
     tree = _nested(found, what)
-    progress = tree.get("progress") if isinstance(tree.get("progress"), dict) else {}
+    progress = tree.get("progress")
+    progress = progress if isinstance(progress, dict) else {}
     return SourceState(
         kind="dcp",
         tree=tree,
@@ -95,7 +96,7 @@ def _value(files: SourceFiles, place: Place, name: str, settings: ReadSettings, 
 
 
 def _load(files: SourceFiles, place: Place, name: str, settings: ReadSettings) -> Any:
-    """Load one record by torch's restricted loader. It is put on disk, which the loader can map, like any other file."""
+    """Load one record by torch's restricted loader, from a file of its own, which the loader can map."""
     with tempfile.TemporaryDirectory(prefix="raycheck-import-") as folder:
         path = Path(folder) / "record"
         with path.open("wb") as file:

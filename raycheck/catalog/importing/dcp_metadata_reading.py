@@ -1,4 +1,4 @@
-"""Reads the `.metadata` of a torch DCP directory, which is a pickle, without letting it call anything of its own choice.
+"""Reads the `.metadata` of a torch DCP directory, a pickle, without letting it call anything of its own choice.
 
 Only the classes of which DCP makes its metadata are found by name; they hold values and do nothing else. The result is
 judged afterwards, since even these may hold anything.
@@ -76,7 +76,7 @@ def read_dcp_metadata(data: bytes, what: str) -> DcpContents:
         found = _Reader(io.BytesIO(data)).load()
     except CorruptError as error:
         raise CorruptError(f"{what}: {error}") from None
-    except Exception as error:  # hostile bytes make an unpickler raise anything
+    except Exception as error:  # noqa: BLE001  hostile bytes make an unpickler raise anything
         raise CorruptError(f"{what} is no metadata of DCP: {type(error).__name__}: {str(error)[:200]}") from None
     try:
         return _contents(found, what)

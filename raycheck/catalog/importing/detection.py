@@ -70,8 +70,8 @@ def kind_of_source(files: SourceFiles) -> str:
         return "ray"
     raise ConfigError(
         f"{files.uri}: there is nothing that can be imported. It has {', '.join(sorted(top)[:8]) or 'no files'}"
-        f"{' and ' + ', '.join(files.folders()[:8]) + '/' if files.folders() else ''}. Imported are directories of torch "
-        "DCP, Hugging Face, Ray Train and FSDP ranks, and files of torch.save and Lightning"
+        f"{' and ' + ', '.join(files.folders()[:8]) + '/' if files.folders() else ''}. Imported are directories of "
+        "torch DCP, Hugging Face, Ray Train and FSDP ranks, and files of torch.save and Lightning"
     )
 
 
@@ -86,7 +86,8 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
     if "latest" in top and any(name.startswith("checkpoints/step-") for name in names):
         raise ConfigError(f"{files.uri} is a run of raycheck already: begin from it with fit(fork_from=), or copy it")
     ends = ("_optim_states.pt", "zero_to_fp32.py", "mp_rank_00_model_states.pt")
-    if "zero_to_fp32.py" in top or any(name.endswith(ends) for name in names):
+    is_model = bool({*SAFETENSORS, *BINARY} & top)
+    if not is_model and any(name.endswith(ends) for name in names):
         raise ConfigError(
             f"{files.uri} is a checkpoint of DeepSpeed, whose files only unrestricted pickle can load; raycheck never "
             "does that. Where you trust it, convert it with the script that lies in it: python zero_to_fp32.py . "
@@ -94,8 +95,8 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
         )
     if any(name.startswith("adapter_model.") for name in top) and not {*SAFETENSORS, *BINARY} & top:
         raise ConfigError(
-            f"{files.uri} is a PEFT adapter without its base model. Load both with peft, and save the state dict of the "
-            "whole: torch.save({'model': model.state_dict()}, file)"
+            f"{files.uri} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
+            "the whole: torch.save({'model': model.state_dict()}, file)"
         )
 
 

@@ -8,10 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.optim import Optimizer
 
 from raycheck.catalog.importing.optimizer_forms import NamedOptimizer, is_optimizer, named_optimizer
 from raycheck.catalog.importing.state_in_source import SourceState
@@ -23,6 +22,9 @@ from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.shards.entries.plain_value_entry import HeldValue, PlainValueEntry
 from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, GatheredEntry, StateEntry
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 TOKENIZER = "tokenizer"
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -112,10 +114,11 @@ def _chosen(state: SourceState, entries: Mapping[str, str] | None) -> tuple[dict
         return parts, notes, left_out + [str(key) for key in tree if key not in kept and key != ""]
     if _is_module(tree):
         return {"model": tree}, notes, left_out
-    if len(tree) == 1 and not _is_module(inner := next(iter(tree.values()))) and not is_optimizer(inner):
-        if isinstance(inner, Mapping) and inner and all(isinstance(part, Mapping) for part in inner.values()):
-            notes.append(f"the parts of {next(iter(tree))!r} are the entries")
-            tree = dict(inner)
+    inner = next(iter(tree.values())) if len(tree) == 1 else None
+    is_part = _is_module(inner) or is_optimizer(inner)
+    if isinstance(inner, dict) and not is_part and all(isinstance(part, Mapping) for part in inner.values()):
+        notes.append(f"the parts of {next(iter(tree))!r} are the entries")
+        tree = dict(inner)
     tree.pop("progress", None)  # raycheck's own count of steps, when the directory is one of its components
     return {str(name): part for name, part in tree.items()}, notes, left_out
 
@@ -180,7 +183,7 @@ class _GivenModule(torch.nn.Module):
         super().__init__()
         self._given = state
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  it is asked without arguments
         return dict(self._given)
 
 
@@ -216,7 +219,9 @@ class _GivenNames(NamedParameters):
 
     def __init__(self, optimizer: _GivenOptimizer) -> None:
         super().__init__({})
-        self._names = {parameter: ("", name) for name, parameter in optimizer.by_name.items()}
+        self._names: dict[torch.Tensor, tuple[str, str]] = {
+            parameter: ("", name) for name, parameter in optimizer.by_name.items()
+        }
 
     def of(self, parameters: Any) -> ParameterNames:
         del parameters

@@ -104,8 +104,8 @@ def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
 def _weights(files: SourceFiles, tensors: SourceTensors, settings: ReadSettings) -> dict[str, torch.Tensor]:
     if any(name.startswith("adapter_model.") for name in files.sizes):
         raise ConfigError(
-            f"{files.uri} is a PEFT adapter without its base model. Load both with peft, and save the state dict of the "
-            "whole: torch.save({'model': model.state_dict()}, file)"
+            f"{files.uri} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
+            "the whole: torch.save({'model': model.state_dict()}, file)"
         )
     found: dict[str, torch.Tensor] = {}
     for name in _weight_files(files):

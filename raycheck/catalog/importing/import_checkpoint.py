@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from uuid import uuid4
 
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.new_run import look_at_place
@@ -84,42 +84,36 @@ def import_checkpoint(
     register = Register(open_store(dest, storage))
     existing, save = look_at_place(register)
     with open_source(source, storage) as files:
-        settings = ReadSettings(verify=not dry_run, skip_values=skip_values)
-        found = read_source(files, settings, kind=kind)
+        found = read_source(files, ReadSettings(verify=not dry_run, skip_values=skip_values), kind=kind)
         state = imported_state(found, entries=entries, parameters=parameters, skip_values=skip_values)
         shards = planned(state, found.tensors)
         progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
         origin = f"import of {source.partition('?')[0]} ({found.kind})"
-        name = CheckpointName(step=progress.step, attempt=0, save=save)
+        is_new = existing is None and not dry_run
         if existing is not None:
-            head = existing.entry(existing.head or "")
-            if head is None or Checkpoint(register.store, head).read_manifest().restored_from != origin:
-                raise ConfigError(f"{register.store.uri}: there is a run already. Import into a new one")
-            key = head.key
-        else:
-            key = "" if dry_run else str(name)
-        if existing is None and not dry_run:
-            write_run(
-                register,
-                state,
-                shards,
-                name=name,
-                progress=progress,
-                restored_from=origin,
-                run_id=uuid4().hex,
-                told=told,
-            )
+            _refuse_another(register, existing, origin)
+        elif is_new:
+            name = CheckpointName(step=progress.step, attempt=0, save=save)
+            existing = write_run(register, state, shards, name=name, progress=progress, restored_from=origin, told=told)
+            _refuse_another(register, existing, origin)  # somebody else's may have been faster
     return Imported(
         uri=register.store.uri,
-        checkpoint=key,
+        checkpoint=(existing.head if existing else None) or "",
         kind=found.kind,
         step=progress.step,
         entries=_reports(state, shards),
         size_bytes=sum(piece.size_bytes for shard in shards for piece in shard),
         left_out=state.left_out,
         notes=state.notes,
-        is_new=existing is None and not dry_run,
+        is_new=is_new,
     )
+
+
+def _refuse_another(register: Register, body: Latest, origin: str) -> None:
+    """Raise ConfigError when the run that is there does not go back to this import."""
+    head = body.entry(body.head or "")
+    if head is None or Checkpoint(register.store, head).read_manifest().restored_from != origin:
+        raise ConfigError(f"{register.store.uri}: there is a run already. Import into a new one")
 
 
 def _step(given: int | None, said: int | None) -> int:

@@ -8,6 +8,7 @@ a run that does not exist yet.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -73,7 +74,7 @@ def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001  on the meta device a storage has no address
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  on the meta device a storage has no address
 
 
 def _local_box(source: SourceTensor, box: Box, names: Sequence[tuple[str, tuple[str | int, ...]]]) -> LocalBox:
@@ -99,7 +100,6 @@ def write_run(
     name: CheckpointName,
     progress: Progress,
     restored_from: str,
-    run_id: str,
     told: Told,
 ) -> Latest:
     """Write the checkpoint and create the run, whose body is returned. name: of attempt 0, and free.
@@ -138,7 +138,7 @@ def write_run(
         metrics={},
         manifest_crc32=crc32(data),
     )
-    body = begin_run(register, entry, manifest, run_id=run_id, verb="import")
+    body = begin_run(register, entry, manifest, run_id=uuid4().hex, verb="import")
     told(sum(sizes), sum(sizes))
     return body
 

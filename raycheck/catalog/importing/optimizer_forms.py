@@ -51,7 +51,8 @@ def named_optimizer(
 ) -> NamedOptimizer:
     """Returns the state of the optimizer `name` with names for its parameters.
 
-    models: the state dicts of the modules, by entry. ordered: those that have the order of their model. parameters: the names of each group, when the caller gives them.
+    models: the state dicts of the modules, by entry. ordered: those that have the order of their model. parameters: the
+    names of each group, when the caller gives them.
     plain: returns the plain model's name. Raises ConfigError when the names cannot be concluded, CorruptError for a
     state that no optimizer has.
     """
@@ -151,11 +152,11 @@ def _unflattened(name: str, value: Mapping[Any, Any], plain: Callable[[str], str
     for parameter, own in options.items():
         form = repr(sorted((k, id(v) if isinstance(v, torch.Tensor) else v) for k, v in own.items()))
         groups.setdefault(form, (own, []))[1].append(parameter)
-    rest = {key: item for key, item in value.items() if not str(key).startswith(_FLAT)}
+    beside = {key: item for key, item in value.items() if not str(key).startswith(_FLAT)}
     return NamedOptimizer(
         names=[names for _, names in groups.values()],
         options=[{k: v for k, v in own.items() if k != "params"} for own, _ in groups.values()],
         slots=slots,
-        rest=rest,
+        rest=beside,
         is_by_order=False,
     )

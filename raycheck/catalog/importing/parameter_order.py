@@ -70,11 +70,11 @@ def names_by_order(
     if states.get(end) != 1:
         return None
     names: list[list[str]] = [[] for _ in groups]
-    for (name, _), chosen in zip(reversed(model), reversed(steps), strict=True):
-        number = chosen[end]
-        if number is not None:
-            names[number].insert(0, name)
-            end = (*end[:number], end[number] - 1, *end[number + 1 :])
+    for (name, _), last in zip(reversed(model), reversed(steps), strict=True):
+        into = last[end]
+        if into is not None:
+            names[into].insert(0, name)
+            end = (*end[:into], end[into] - 1, *end[into + 1 :])
     return names
 
 

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, and ranges of its tensors, so that a file in a bucket is never copied whole."""
+"""Reads the header of a safetensors file and ranges of its tensors: a file in a bucket is never copied whole."""
 
 import json
 import math

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import kind_of, parse_uri
@@ -40,7 +40,7 @@ class SourceFiles:
         self._scratch = ExitStack()
         self._copies: dict[str, Path] = {}
 
-    def __enter__(self) -> "SourceFiles":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -128,7 +128,7 @@ def check_shape(shape: tuple[object, ...], what: str) -> tuple[int, ...]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001  on the meta device a storage has no address
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  on the meta device a storage has no address
 
 
 def _check(tensor: SourceTensor, name: str) -> None:

@@ -15,8 +15,9 @@ class SourceState:
 
     kind: of the source, as --as names it. tree: the state by the names that the source gives to its parts; tensors in
     it are on the meta device, and `tensors` knows them. files: tokenizer files, as tensors of bytes, by name.
-    texts: configuration files of the model, by name. is_ordered: state dicts have the order of their model. step, epoch: None when the source does not say them. left_out:
-    what is not imported, for people. notes: what was chosen, for people.
+    texts: configuration files of the model, by name. is_ordered: state dicts have the order of their model.
+    step, epoch: None when the source does not say them. left_out: what is not imported, for people.
+    notes: what was chosen, for people.
     """
 
     kind: str

@@ -45,7 +45,7 @@ def load_restricted(path: Path, what: str, *, verify: bool) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(_advice(path, what, error)) from None
-    except Exception as error:  # a hostile archive makes torch raise anything
+    except Exception as error:  # noqa: BLE001  a hostile archive makes torch raise anything
         raise CorruptError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}") from None
 
 
