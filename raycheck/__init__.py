@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
     from raycheck.catalog.importing.import_checkpoint import import_checkpoint
+    from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "raycheck.catalog.importing.import_checkpoint": ("import_checkpoint",),
+    "raycheck.catalog.listing": ("RunSummary", "list_runs"),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -84,6 +86,7 @@ __all__ = [
     "Periodic",
     "RaycheckError",
     "Run",
+    "RunSummary",
     "SaveFailedError",
     "SaveSettings",
     "StateMismatchError",
@@ -93,6 +96,7 @@ __all__ = [
     "export_hf",
     "fit",
     "import_checkpoint",
+    "list_runs",
     "open_checkpoint",
     "open_run",
     "start_coordinator",

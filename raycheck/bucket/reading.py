@@ -4,12 +4,12 @@ A reader needs no lease: on a missing object it reads `latest` again. A checkpoi
 evicted, and the reader starts again on the head. One that is still listed is damaged.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.document_reading import again_if_corrupt, read_quickly
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.index import Index
@@ -143,18 +143,30 @@ def get_latest(store: Store) -> tuple[Latest, Got]:
     return load_latest(got.data, what=f"{store.uri}: {object_keys.LATEST_KEY}"), got
 
 
+def peek_latest(store: Store) -> Latest:
+    """Read the body of `latest` in the store's cheapest way, without the store's time. Raises as get_latest, but
+    CorruptError only after a second reading."""
+    return read_quickly(store, object_keys.LATEST_KEY, load_latest, max_bytes=MAX_LATEST)
+
+
 def no_run_error(store: Store) -> NotFoundError:
     """Make the error for a missing `latest`. It also says whether checkpoints lie there without it."""
-    names: list[CheckpointName] = []
     with suppress(StoreError):  # without the right to list, the error says only that `latest` is missing
-        names = list_directories(store)
-    if names:
-        return NotFoundError(
-            f"{store.uri}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
-            f"{names[-1]}. If it was deleted, put it back (bucket versioning), or stop the run and rebuild it: "
-            f"raycheck repair '{store.uri}'"
-        )
-    return NotFoundError(f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name")
+        if names := list_directories(store):
+            return lost_run_error(store, names)
+    return NotFoundError(
+        f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name; the runs in a "
+        f"folder are listed by raycheck runs '{store.uri}'"
+    )
+
+
+def lost_run_error(store: Store, names: Sequence[CheckpointName]) -> NotFoundError:
+    """Make the error for a missing `latest` where the directories `names` lie, in the order of their saves."""
+    return NotFoundError(
+        f"{store.uri}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
+        f"{names[-1]}. If it was deleted, put it back (bucket versioning), or stop the run and rebuild it: "
+        f"raycheck repair '{store.uri}'"
+    )
 
 
 def list_directories(store: Store) -> list[CheckpointName]:

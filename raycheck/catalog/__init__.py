@@ -1,4 +1,5 @@
-"""Verbs over whole runs: what makes a bucket of runs as manageable as a repository.
+"""Works with many runs in one bucket. Each file is one of its matters.
 
-- importing/ makes a run of a checkpoint that something else has written.
+- listing.py finds the runs below a prefix: `raycheck runs`. It knows neither torch nor Ray.
+- importing/ makes a run of a checkpoint that something else has written: `raycheck import`.
 """

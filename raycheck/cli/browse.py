@@ -11,6 +11,7 @@ from raycheck.bucket.attempt_records import ResumeRecord, read_resumes
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
+from raycheck.catalog.listing import list_runs
 from raycheck.cli.options import (
     Json,
     Step,
@@ -25,8 +26,9 @@ from raycheck.cli.options import (
     size,
     time_of,
 )
-from raycheck.errors import NotFoundError
+from raycheck.errors import CorruptError, NotFoundError
 from raycheck.run import Run, open_run
+from raycheck.storage_settings import StorageSettings
 
 MAX_PLACES = 10
 """How many damaged places are shown of one object."""
@@ -59,7 +61,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
 
     The checkpoint is the head, or the newest one of --step.
     """
-    run = open_run(uri, settings_of(storage))
+    run = _open_or_say(uri, settings_of(storage), as_json=as_json)
     checkpoint = run.head if step is None else run.at_step(step)
     began = read_resumes(run.store, [item.number for item in run.latest.attempts[-MAX_ATTEMPTS:]])
     attempts = [
@@ -129,6 +131,17 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
                     out.print(Text(f"       and {len(finding.where) - MAX_PLACES} more (--json has them all)"))
     if bad:
         raise typer.Exit(1)
+
+
+def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) -> Run:
+    """Open a run. When that fails, programs are told its state, as `raycheck runs` has it, before the error."""
+    try:
+        return open_run(uri, storage)
+    except (NotFoundError, CorruptError):
+        if as_json:
+            for run in list_runs(uri, storage, depth=0):
+                print_json({"run": uri, "state": run.state, "state_text": run.text})
+        raise
 
 
 def _fields(resume: ResumeRecord) -> dict[str, Any]:

@@ -483,7 +483,7 @@ def test_dcp_metadata_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     [
         (["zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"], "zero_to_fp32"),
         (["adapter_model.safetensors", "adapter_config.json"], "without its base model"),
-        (["latest", "checkpoints/step-000000001-a1-s1/manifest.json"], "fork_from="),
+        (["latest", "checkpoints/step-000000001-a1-s1/manifest.json"], "fit\\(resume=\\)"),
         (["notes.txt"], "nothing that can be imported"),
         (["a.pt", "b.pt"], "name one"),
     ],

@@ -1,4 +1,4 @@
-"""Writes `tests/golden/v2/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
+"""Writes `tests/golden/v3/run` with the code as it is: `python -m tests.golden.make`. No test runs it.
 
 Once a format version is released its run is never written again: it stands for what lies in people's buckets. A
 later version gets a folder beside `v1`, and readers must read both.
@@ -16,7 +16,7 @@ from tests.golden import state
 from tests.support.gloo_ranks import Ranks
 from tests.support.save_without_ray import ME, claimed, committed
 
-VERSION = "v2"
+VERSION = "v3"
 
 
 def make(folder: Path) -> None:

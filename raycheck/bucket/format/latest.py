@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, NewerFormatError, dump, load
-from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.object_keys import CheckpointName, is_directory, is_way, split_directory
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_BYTES = 256 * 1024
@@ -24,10 +24,10 @@ MAX_METRICS_LISTED = 32
 class Entry(Document):
     """Describes a live checkpoint.
 
-    refs: the checkpoints whose directories it uses besides its own. committed_at, expires_at: by the bucket's time.
-    metrics: the first 32 of its manifest's, or fewer in older entries when `latest` grows full. damaged: what a restore
-    found wrong with it, None for nothing; a damaged entry is neither restored nor counted by retention. rolling: see
-    Retention.
+    refs: the directories that it uses besides its own: of other checkpoints, and borrowed ones of other runs.
+    committed_at, expires_at: by the bucket's time. metrics: the first 32 of its manifest's, or fewer in older entries
+    when `latest` grows full. damaged: what a restore found wrong with it, None for nothing; a damaged entry is neither
+    restored nor counted by retention. rolling: see Retention.
     """
 
     when_true: ClassVar[frozenset[str]] = frozenset({"rolling"})
@@ -49,11 +49,44 @@ class Entry(Document):
 class Evicted(Document):
     """Describes a checkpoint that left the live list for ever, at `at` (bucket time).
 
-    Its objects may be deleted after a grace for readers.
+    Its objects may be deleted after a grace for readers. borrowed: the directories of other runs that it used; they are
+    needed until then.
     """
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"borrowed"})
 
     key: str
     at: float
+    borrowed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold(Document):
+    """Says that another run uses directories of this one, which must not be deleted. Step 30.
+
+    holder: the way from this run's root to the other's. run_id: the other run's. directories: what it uses, while it is
+    being created also what this run itself has borrowed. at: when it was given, by the bucket's time. is_confirmed: the
+    other run's `latest` was there after the hold was given.
+    """
+
+    holder: str
+    run_id: str
+    directories: tuple[str, ...]
+    at: float
+    is_confirmed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loan(Document):
+    """Says that this run uses directories of another one, in whose `latest` it has a hold. Step 30.
+
+    source: the way from this run's root to the other's. run_id: the other run's. directories: the names of checkpoints
+    there; the hold has these and perhaps more.
+    """
+
+    source: str
+    run_id: str
+    directories: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +126,11 @@ class Latest(Document):
     counter: one higher at every write. owners: all owners ever. attempts: the newest 50, the live one last. head: what
     the next start restores. proven: the highest attempt whose claim was answered, None before the first. A group saves
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
-    of training, until the run goes on or back (step 33).
+    of training, until the run goes on or back (step 33). holds, loans: what other runs use of this one, and what this
+    one uses of others (step 30).
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"finished"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans"})
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -108,18 +142,30 @@ class Latest(Document):
     live: tuple[Entry, ...] = ()
     evicted: tuple[Evicted, ...] = ()
     finished: Finished | None = None
+    holds: tuple[Hold, ...] = ()
+    loans: tuple[Loan, ...] = ()
 
     def __post_init__(self) -> None:
         keys = [entry.key for entry in self.live]
         names = [
             *keys,
             *(item.key for item in self.evicted),
-            *(ref for entry in self.live for ref in entry.refs),
+            *(name for loan in self.loans for name in loan.directories),
             *((self.finished.key,) if self.finished and self.finished.key else ()),
         ]
+        directories = [
+            *(ref for entry in self.live for ref in entry.refs),
+            *(ref for item in self.evicted for ref in item.borrowed),
+            *(directory for hold in self.holds for directory in hold.directories),
+        ]
         bad = [name for name in names if CheckpointName.parse(name) is None]
+        bad += [text for text in directories if not is_directory(text)]
         if bad:
             raise CorruptError(f"latest names {bad[0]!r}, which is not a checkpoint's name")
+        ways = [*(hold.holder for hold in self.holds), *(loan.source for loan in self.loans)]
+        lost = [way for way in ways if not is_way(way)]
+        if lost:
+            raise CorruptError(f"latest names the run {lost[0]!r}, which is not a way to another run")
         if len(set(keys)) < len(keys):
             raise CorruptError("latest lists a checkpoint twice")
         if self.head is not None and self.head not in keys:
@@ -163,8 +209,17 @@ class Latest(Document):
         return proven is not None and name.attempt <= proven
 
     def held(self) -> set[str]:
-        """Return the checkpoint directories that a live entry holds, as its own or by reference."""
-        return {name for entry in self.live for name in (entry.key, *entry.refs)}
+        """Return the directories that a live entry holds, as its own or by reference, or another run by its hold."""
+        own = {name for entry in self.live for name in (entry.key, *entry.refs)}
+        return own | {directory for hold in self.holds for directory in hold.directories}
+
+    def borrowed(self, source: str) -> set[str]:
+        """Return the checkpoints of the run at `source` whose directories this run still needs.
+
+        It needs those that a live entry refers to, an evicted one whose readers still have time, or a hold.
+        """
+        directories = self.held() | {directory for item in self.evicted for directory in item.borrowed}
+        return {name for way, name in map(split_directory, directories) if way == source}
 
 
 def dump_latest(body: Latest) -> bytes:

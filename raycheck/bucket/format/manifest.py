@@ -36,7 +36,10 @@ class Blob(Document):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component(Document):
-    """Describes a stock DCP directory. checkpoint: the one that holds it, this one or, by reference, an earlier one."""
+    """Describes a stock DCP directory.
+
+    checkpoint: the checkpoint's directory that holds it: this one or, by reference, an earlier one or a borrowed one.
+    """
 
     name: str
     checkpoint: str

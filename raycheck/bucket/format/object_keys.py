@@ -2,6 +2,10 @@
 
 A checkpoint's name carries its step, attempt and save number and is used once, so that no writer, however late,
 can touch what another one wrote (I2).
+
+A checkpoint may use directories of other runs in its bucket: those that its run was forked from. Such a borrowed
+directory is written "../other-run/step-000000100-a3-s7", and its keys begin with "../other-run/". The way leads from
+the root of the run that borrows to the root of the run that has the directory.
 """
 
 import re
@@ -13,6 +17,7 @@ CHECKPOINTS_PREFIX = "checkpoints/"
 ATTEMPTS_PREFIX = "attempts/"
 _NAME = re.compile(r"step-(\d{9,18})-a(\d{1,9})-s(\d{1,9})")
 _ATTEMPT = re.compile(r"attempts/\d{6,9}\.json")
+_WAY = re.compile(r"(?:\.\./)+([^\0]{1,900})")
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -42,14 +47,42 @@ class CheckpointName:
         return name if str(name) == text else None
 
 
-def checkpoint_prefix(name: str) -> str:
-    """Return the prefix of a checkpoint's objects. Raises ValueError for anything that is not a checkpoint's name.
+def checkpoint_prefix(directory: str) -> str:
+    """Return the prefix of a checkpoint's objects. Raises ValueError for what names no checkpoint's directory.
 
-    So a name that was read from a hostile bucket cannot become a key outside `checkpoints/`.
+    So a name that was read from a hostile bucket cannot become a key outside the `checkpoints/` of a run. directory: a
+    checkpoint's name, or a borrowed directory.
     """
-    if CheckpointName.parse(name) is None:
-        raise ValueError(f"{name!r} is not a checkpoint's name (step-SSSSSSSSS-aN-sM)")
-    return f"{CHECKPOINTS_PREFIX}{name}/"
+    way, name = split_directory(directory)
+    if CheckpointName.parse(name) is None or (way and not is_way(way)):
+        raise ValueError(f"{directory!r} is not a checkpoint's name (step-SSSSSSSSS-aN-sM)")
+    return f"{way}/{CHECKPOINTS_PREFIX}{name}/" if way else f"{CHECKPOINTS_PREFIX}{name}/"
+
+
+def is_way(way: str) -> bool:
+    """Return whether `way` leads from one run's root to another's: "../other", "../../team/other"."""
+    match = _WAY.fullmatch(way)
+    return match is not None and not {"", ".", ".."} & set(match[1].split("/"))
+
+
+def is_directory(text: str) -> bool:
+    """Return whether `text` names a checkpoint's directory, of this run or of another one."""
+    try:
+        checkpoint_prefix(text)
+    except ValueError:
+        return False
+    return True
+
+
+def split_directory(directory: str) -> tuple[str, str]:
+    """Return the way to the run that has the directory, empty for this run's own, and the checkpoint's name."""
+    way, _, name = directory.rpartition("/")
+    return way, name
+
+
+def borrowed_directory(way: str, name: str) -> str:
+    """Return how a run names the directory of checkpoint `name` in the run to which `way` leads from its root."""
+    return f"{way}/{name}" if way else name
 
 
 def checkpoint_of(key: str) -> CheckpointName | None:
@@ -85,6 +118,16 @@ def shard_file(rank: int) -> str:
 
 def shard_key(name: str, component: str, rank: int) -> str:
     return component_prefix(name, component) + shard_file(rank)
+
+
+HOLDS_PREFIX = "holds/"
+
+
+def hold_key(run_id: str, token: str) -> str:
+    """Return the key of the record that a run with this id was given a hold. Raises ValueError for an unfit id."""
+    if not _COMPONENT.fullmatch(run_id) or not _COMPONENT.fullmatch(token):
+        raise ValueError(f"{run_id!r} is not a run's id")
+    return f"{HOLDS_PREFIX}{run_id}/{token}.json"
 
 
 def attempt_key(number: int) -> str:

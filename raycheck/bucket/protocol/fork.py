@@ -1,59 +1,135 @@
-"""Begins a run from another run's checkpoint. Step 30. Bytes are copied, so that no run ever refers to another.
+"""Begins a run from another run's checkpoint. Step 30.
 
-The copy gets a name of attempt 0, which no live attempt can have. `latest` is created last; a crash before that leaves
-a run that does not exist yet, and the next try takes the next save number.
+Within one bucket no byte of a tensor moves: the new run uses the directories of the other one, which holds them for it
+(holds.py). Only manifest and index are written anew. Into another bucket everything is copied.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from raycheck.bucket.document_reading import read_quickly
+from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.latest import Entry, Latest, Loan
+from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import begin_run, first_manifest, look_at_place
+from raycheck.bucket.protocol.holds import borrow, confirm, directory_from, is_readable_from
+from raycheck.bucket.protocol.new_run import NOTHING_BORROWED, begin_run, first_manifest, look_at_place
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, NotFoundError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError
+
+MAX_FIRST_MANIFEST = 1024 * 1024
+"""A larger manifest is not read to learn a fork's origin: that is for listings of very many runs."""
+_OWNER = "fork-"  # new_run.py makes it of the verb
+"""What the name of a fork's first owner begins with. Owners never leave `latest`."""
 
 
-def fork(source: Store, target: Store, *, run_id: str) -> None:
-    """Copy the head of the run at `source` into a new run at `target`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forked:
+    """Says what a fork came to.
 
-    Does nothing when that run exists already, so that a script may be submitted twice. run_id: the new run's. Raises
-    NotFoundError when the source has no checkpoint, CorruptError when its bytes differ from their checksums, and
-    ConfigError when the new run has begun without a checkpoint.
+    key: the new run's checkpoint. is_new: False when the run was there before. source: the checkpoint's name in the
+    other run. copied_bytes, borrowed_bytes: how much was copied, and how much stays where it is.
+    """
+
+    key: str
+    is_new: bool
+    source: str = ""
+    copied_bytes: int = 0
+    borrowed_bytes: int = 0
+
+
+def fork(source: Store, target: Store, *, run_id: str, key: str | None = None, copies: bool = False) -> Forked:
+    """Begin a new run at `target` from a checkpoint of the run at `source`.
+
+    Does nothing when that run exists already, so that a script may be submitted twice. run_id: the new run's. key: the
+    checkpoint; None: the head. copies: copy all bytes, also within one bucket. Raises NotFoundError when the source has
+    no such checkpoint, CorruptError when its bytes differ from their checksums, and ConfigError when the new run has
+    begun without a checkpoint.
     """
     register = Register(target)
     existing, save = look_at_place(register)
     if existing is not None and existing.head is None:
         raise ConfigError(f"{target.uri}: the run has begun already, without a checkpoint. Give it another name")
     if existing is not None:
-        return
+        return Forked(key=str(existing.head), is_new=False)
     body = read_latest(source)
-    entry = None if body.head is None else body.entry(body.head)
-    if entry is None:
-        raise NotFoundError(f"{source.uri}: the run has no committed checkpoint to begin from")
+    entry = _wanted(source, body, key)
+    checkpoint = Checkpoint(source, entry)
+    old = checkpoint.read_manifest()
+    way = None if copies else target.way_to(source)
+    loans: tuple[Loan, ...] = ()
+    borrowed = NOTHING_BORROWED
+    if way is not None and is_readable_from(target, way, body.run_id):
+        directories = {component.checkpoint for component in old.components}
+        loans = borrow(target, way, directories, run_id=run_id)
+        borrowed = {directory: directory_from(target, way, directory) for directory in directories}
     name = CheckpointName(step=entry.step, attempt=0, save=save)
-    manifest = _copy(Checkpoint(source, entry), target, name)
+    manifest = first_manifest(old, name, restored_from=f"{source.uri} {old.key}", borrowed=borrowed)
+    copied_bytes = _copy(checkpoint, old, target, manifest, borrowed)
     data = write_manifest(target, manifest)
-    copied = replace(
+    first = replace(
         entry,
         key=manifest.key,
-        refs=(),
+        refs=manifest.refs,
         manifest_crc32=crc32(data),
         pinned=False,
         expires_at=None,
         damaged=None,
         rolling=False,
     )
-    begin_run(register, copied, manifest, run_id=run_id, verb="fork")
+    made = begin_run(register, first, manifest, run_id=run_id, verb="fork", loans=loans)
+    confirm(target, made)
+    if made.run_id != run_id:
+        return Forked(key=str(made.head), is_new=False)
+    return Forked(
+        key=manifest.key,
+        is_new=True,
+        source=entry.key,
+        copied_bytes=copied_bytes,
+        borrowed_bytes=manifest.size_bytes - copied_bytes,
+    )
 
 
-def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manifest:
-    old = checkpoint.read_manifest()
-    new = first_manifest(old, name, restored_from=f"{checkpoint.store.uri} {old.key}")
-    for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):
-        copy_object(checkpoint.store, old_key, record, target, new_key)
-    return new
+def _wanted(source: Store, body: Latest, key: str | None) -> Entry:
+    entry = None if (wanted := key or body.head) is None else body.entry(wanted)
+    if entry is None:
+        raise NotFoundError(f"{source.uri}: the run has no committed checkpoint {key or ''} to begin from")
+    if entry.damaged:
+        raise NotFoundError(f"{source.uri}: checkpoint {entry.key} is damaged ({entry.damaged}); choose another one")
+    return entry
+
+
+def _copy(checkpoint: Checkpoint, old: Manifest, target: Store, manifest: Manifest, borrowed: Mapping[str, str]) -> int:
+    """Copy what is not borrowed into the new run. Returns how many bytes that are."""
+    copied_bytes = 0
+    stays = {object_keys.checkpoint_prefix(directory) for directory in borrowed.values()}
+    for (old_key, record), (new_key, _) in zip(old.objects(), manifest.objects(), strict=True):
+        if not new_key.startswith(tuple(stays)):
+            copy_object(checkpoint.store, old_key, record, target, new_key)
+            copied_bytes += record.size_bytes
+    return copied_bytes
+
+
+def origin_of(store: Store, body: Latest) -> str | None:
+    """Return the URI of the run from which the run in `store` was forked.
+
+    None for a run that was not forked, and for a fork that has dropped the checkpoint with which it began: its manifest
+    alone says it. body: the run's `latest`. The URI is whatever lies in the bucket. Raises StoreError.
+    """
+    if not body.owners or not body.owners[0].startswith(_OWNER):
+        return None
+    for entry in body.live:
+        name = CheckpointName.parse(entry.key)
+        if name is not None and name.attempt == 0:
+            with suppress(NotFoundError, CorruptError):
+                key = object_keys.manifest_key(entry.key)
+                manifest = read_quickly(store, key, load_manifest, max_bytes=MAX_FIRST_MANIFEST)
+                return (manifest.restored_from or "").rpartition(" ")[0] or None
+            return None
+    return None

@@ -4,14 +4,18 @@ Its checkpoint has a name of attempt 0, which no live attempt can have. `latest`
 leaves a run that does not exist yet, and the next try takes the next save number.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from raycheck.bucket.document_reading import again_if_corrupt
-from raycheck.bucket.format.latest import Attempt, Entry, Latest
+from raycheck.bucket.format.latest import Attempt, Entry, Latest, Loan
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
+
+NOTHING_BORROWED: Mapping[str, str] = MappingProxyType({})
 
 
 def look_at_place(register: Register) -> tuple[Latest | None, int]:
@@ -32,10 +36,13 @@ def look_at_place(register: Register) -> tuple[Latest | None, int]:
     return existing, 1 + max((name.save for name in ours), default=0)
 
 
-def first_manifest(old: Manifest, name: CheckpointName, *, restored_from: str) -> Manifest:
-    """Return the manifest of a new run's checkpoint `name` that holds all objects of `old` in its own directory.
+def first_manifest(
+    old: Manifest, name: CheckpointName, *, restored_from: str, borrowed: Mapping[str, str] = NOTHING_BORROWED
+) -> Manifest:
+    """Return the manifest of a new run's checkpoint `name` that has the objects of `old` in its own directory.
 
-    restored_from: where its bytes come from, for people.
+    restored_from: where its bytes come from, for people. borrowed: the directories that stay where they are, by the
+    names that `old` gives them, with the names that the new run gives them.
     """
     return replace(
         old,
@@ -47,21 +54,27 @@ def first_manifest(old: Manifest, name: CheckpointName, *, restored_from: str) -
         trained_s=0.0,
         began_at=None,
         rolling=False,
-        components=tuple(replace(component, checkpoint=str(name)) for component in old.components),
+        components=tuple(
+            replace(component, checkpoint=borrowed.get(component.checkpoint, str(name))) for component in old.components
+        ),
     )
 
 
-def begin_run(register: Register, entry: Entry, manifest: Manifest, *, run_id: str, verb: str) -> Latest:
+def begin_run(
+    register: Register, entry: Entry, manifest: Manifest, *, run_id: str, verb: str, loans: tuple[Loan, ...] = ()
+) -> Latest:
     """Create `latest` with the checkpoint `entry` as its head, by a swap. All its objects must be there.
 
     entry: `committed_at` becomes the bucket's time. manifest: the checkpoint's. verb: what makes the run, for its
-    owner's name and for errors. Returns the body that is there, which is another run's when that was faster.
+    owner's name and for errors. loans: what it uses of other runs, which hold it. Returns the body that is there, which
+    is another run's when that was faster.
     """
 
     def create(existing: Latest | None, now: float) -> Latest | None:
         if existing is not None:
             return None
-        return _first_body(replace(entry, committed_at=now), manifest, run_id, f"{verb}-{run_id[:11]}", now)
+        body = _first_body(replace(entry, committed_at=now), manifest, run_id, f"{verb}-{run_id[:11]}", now)
+        return replace(body, loans=loans)
 
     return register.swap(create, what=f"{verb} into a new run")
 

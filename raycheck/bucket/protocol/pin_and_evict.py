@@ -8,6 +8,7 @@ changes at any time.
 from dataclasses import replace
 
 from raycheck.bucket.format.latest import Evicted, Latest
+from raycheck.bucket.format.object_keys import split_directory
 from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.swap import Register
 from raycheck.errors import NotFoundError
@@ -50,8 +51,13 @@ def with_evicted(body: Latest, keys: tuple[str, ...], *, now: float) -> Latest:
     new = replace(body, live=tuple(entry for entry in body.live if entry.key not in keys))
     released = body.held() - new.held()
     left = tuple(item for item in body.evicted if item.key not in released)
-    again = tuple(item.key for item in body.evicted if item.key in released)
-    return replace(new, evicted=(*left, *(Evicted(key=key, at=now) for key in (*again, *keys))))
+    again = tuple(replace(item, at=now) for item in body.evicted if item.key in released)
+    dropped = tuple(
+        Evicted(key=entry.key, at=now, borrowed=tuple(ref for ref in entry.refs if split_directory(ref)[0]))
+        for entry in body.live
+        if entry.key in keys
+    )
+    return replace(new, evicted=(*left, *again, *dropped))
 
 
 def forget(register: Register, keys: frozenset[str]) -> Latest:

@@ -11,12 +11,13 @@ Nothing outside `checkpoints/` is ever touched, and nothing whose name is not ex
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.holds import drop_orphans, settle
 from raycheck.bucket.protocol.pin_and_evict import evict, forget
 from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.swap import Register, lost_error
@@ -74,6 +75,10 @@ def prune(
                 gone.append(name)  # else its objects stay, and it stays in `evicted`, until nobody refers to it
     if gone:
         forget(register, frozenset(gone))
+    try:
+        settle(register)
+    except (StoreError, CorruptError) as error:
+        failures.append(error)
     if failures:
         raise failures[0]
     return tuple(gone)
@@ -83,7 +88,7 @@ def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: floa
     """List what `prune` would delete now or after the grace. Writes nothing."""
     body, got = register.read_existing()
     decisions = decide_retention(body, rules, now=got.at)
-    held = {name for item in decisions if item.is_kept for name in (item.entry.key, *item.entry.refs)}
+    held = replace(body, live=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
     due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
     due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
     return tuple(
@@ -100,6 +105,7 @@ def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
     whether they are checkpoints. Raises NotFoundError without a run, CorruptError when `latest` is older than a
     directory; nothing is deleted then.
     """
+    drop_orphans(Register(store))
     swept, uploads = _garbage(store, also_whole=also_whole)
     for item in swept:
         _delete_checkpoint(store, item.name, is_held=False)

@@ -28,6 +28,7 @@ from raycheck.bucket.format.latest import (
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.holds import borrow_again, recorded_holds
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.reading import Checkpoint, list_directories
 from raycheck.bucket.store import Got, Store
@@ -56,6 +57,8 @@ def repair(store: Store) -> Repaired:
     if old is not None and all(old.has_answered(name) for name in one & other) and _has_its_head(store, old):
         raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
+    run_id = old.run_id if old else uuid4().hex
+    loans = old.loans if old else ()
     live: list[Entry] = []
     left_out: list[tuple[str, str]] = []
     now = 0.0
@@ -64,6 +67,7 @@ def repair(store: Store) -> Repaired:
             continue
         try:
             entry, now = _verified(store, name, old, is_head=not live)
+            loans = borrow_again(store, entry.refs, loans, run_id=run_id)
             live.insert(0, entry)
         except NewerFormatError:
             raise
@@ -77,7 +81,7 @@ def repair(store: Store) -> Repaired:
     owners = dict.fromkeys([*(old.owners if old else ()), *(record.owner for record in records), owner])
     head = _head(live, records)
     new = Latest(
-        run_id=old.run_id if old else uuid4().hex,
+        run_id=run_id,
         # Without an old body its counter is unknown. This one is far above any that a coordinator can have seen, so
         # that a coordinator that still runs does not take the new body for a rolled back one.
         counter=old.counter + 1 if old else number * COUNTER_STRIDE,
@@ -88,6 +92,8 @@ def repair(store: Store) -> Repaired:
         finished=old.finished if old and old.ends_with(head) else None,
         live=tuple(live),
         evicted=old.evicted if old else (),
+        holds=old.holds if old else recorded_holds(store, now=now),
+        loans=loans,
     )
     crowded = _crowded(new)
     left_out += [(key, "latest is full") for key in crowded]

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings, meant_for
@@ -78,7 +78,9 @@ def parse_uri(uri: str) -> Address:
         raise ConfigError(f"{bare}: the settings after ? must be name=value") from None
     account = query.pop(_ACCOUNT, "") if kind == "az" else ""
     said = settings_in_query(kind, query)
-    bucket, prefix = parts.netloc, unquote(parts.path).strip("/")
+    # The names in a folder may be any bytes, which Python writes with surrogates.
+    bucket = parts.netloc
+    prefix = unquote(parts.path, errors="surrogateescape" if kind == "file" else "replace").strip("/")
     if kind in ("s3", "gs") and not bucket:
         raise ConfigError(f"{bare}: name the bucket, as in {kind}://bucket/runs/my-run")
     if kind == "az":
@@ -102,9 +104,43 @@ def join_uri(uri: str, name: str) -> str:
     return f"{base.rstrip('/')}/{name}{mark}{query}"
 
 
+def folder_uri(uri: str, name: str) -> str:
+    """Returns the URI of the folder `name` in the place at `uri`. The name may hold any character but a slash."""
+    base, mark, query = uri.partition("?")
+    base = base.rstrip("/")
+    root = f"{base}//" if base.endswith(":") else base
+    return f"{root}/{quote(name, safe='', errors='surrogateescape')}{mark}{query}"
+
+
+def path_uri(path: str) -> str:
+    """Returns the URI of an absolute path, which is written as it is but for what has a meaning in a URI."""
+    return "file://" + re.sub("[%?#@]", lambda found: f"%{ord(found[0]):02X}", path)
+
+
 def is_same_place(one: str, other: str) -> bool:
     """Returns whether two URIs name one place in one bucket, whatever their settings."""
     return _place(one) == _place(other)
+
+
+def located(prefix: str, key: str) -> str:
+    """Returns the key in the bucket of `key`, which is relative to `prefix` and may begin with "../".
+
+    Raises ConfigError when it lies above the bucket.
+    """
+    while key.startswith("../"):
+        if not prefix.strip("/"):
+            raise ConfigError(f"{key!r} lies above the bucket")
+        above = prefix.rstrip("/").rpartition("/")[0]
+        prefix, key = f"{above}/" if above or prefix.startswith("/") else "", key[3:]
+    return prefix + key
+
+
+def uri_beside(uri: str, way: str) -> str:
+    """Returns the URI of the place to which `way` ("../other") leads from `uri`, with the settings of `uri`."""
+    base, mark, query = uri.partition("?")
+    start = base.index("://") + 3 if "://" in base else 0
+    root = base[start:].rstrip("/") + "/"
+    return base[:start] + located(root, quote(way)) + mark + query
 
 
 def _place(uri: str) -> tuple[str, str, str, str]:

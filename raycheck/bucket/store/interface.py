@@ -1,5 +1,8 @@
 """Defines what a store must do. Keys are relative to the store's root and never begin with "/".
 
+A key that begins with "../" lies outside of the root, in the same bucket: in another run, which this one was forked
+from. Only reads go there. Who has to write in the other run opens its store with `beside`.
+
 Every backend raises the same errors: NotFoundError (the object is not there), ConflictError (a condition was refused),
 StoreError (anything else; after it a write may or may not have been applied). No store repeats a conditional write that
 may have been applied: the caller reads again, and judges by the effect.
@@ -7,8 +10,9 @@ may have been applied: the caller reads again, and judges by the effect.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from posixpath import relpath
 
 from raycheck.errors import ConfigError, CorruptError
 
@@ -62,6 +66,33 @@ class Store(ABC):
 
     uri: str
 
+    @property
+    def bucket_id(self) -> Hashable:
+        """Returns what is equal for stores in one bucket that are reached in one way; None where that is unknown."""
+        return None
+
+    @property
+    def root_path(self) -> str:
+        """Returns the path of the root in its bucket, which neither begins nor ends with "/"."""
+        return ""
+
+    def beside(self, way: str) -> "Store":
+        """Returns the store of another run in this bucket, to which `way` ("../other") leads from the root.
+
+        Raises ConfigError when it leads out of the bucket, or the store has no such places.
+        """
+        raise ConfigError(f"{self.uri}: {way} cannot be reached from here")
+
+    def way_to(self, other: "Store") -> str | None:
+        """Returns the way from this root to that of `other`, such as "../other".
+
+        Returns None when they are in different buckets, or when one lies inside the other.
+        """
+        if self.bucket_id is None or self.bucket_id != other.bucket_id:
+            return None
+        way = relpath(f"/{other.root_path}", f"/{self.root_path}")
+        return way if way.startswith("../") and not way.endswith("..") else None
+
     @abstractmethod
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         """Reads the whole object. Raises NotFoundError, and CorruptError, without reading on, above `max_bytes`.
@@ -69,6 +100,14 @@ class Store(ABC):
         Where the store states the checksum of the object, the bytes are compared with it. Bytes that differ are asked
         for again; if they still differ in the end, it is a StoreError.
         """
+
+    def get_data(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
+        """Reads the whole object like `get`, and returns its bytes alone, for readers of very many small documents.
+
+        A store may do this in a cheaper way, without a comparison with the checksum that it states: a document has a
+        checksum of its own. Raises as `get`.
+        """
+        return self.get(key, max_bytes).data
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
@@ -86,6 +125,13 @@ class Store(ABC):
     @abstractmethod
     def list_names(self, prefix: str) -> list[str]:
         """Returns the names directly under `prefix` (which ends in "/") that have objects below them, like `ls`."""
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """Yields the names that `list_names` returns, as they come, so that a caller can stop.
+
+        Where a store keeps folders, there may also be names without objects below them.
+        """
+        return iter(self.list_names(prefix))
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:

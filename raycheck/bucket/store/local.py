@@ -14,12 +14,13 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
 
+from raycheck.bucket.store.address import located, uri_beside
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -35,6 +36,7 @@ from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundEr
 
 _HIDDEN = ".raycheck-"  # temporaries and locks: never listed as objects
 _LOCK = f"{_HIDDEN}lock"
+CHECKPOINTS = "checkpoints"
 
 
 class LocalStore(Store):
@@ -44,6 +46,26 @@ class LocalStore(Store):
     def __init__(self, uri: str, root: str) -> None:
         self.uri = uri
         self._root = Path(root)
+
+    @property
+    def bucket_id(self) -> Hashable:
+        return "file"
+
+    @property
+    def root_path(self) -> str:
+        return str(self._root).strip("/")
+
+    def way_to(self, other: Store) -> str | None:
+        """Returns None, too, when the folders are on different file systems: others may see only one of them."""
+        way = super().way_to(other)
+        return (
+            way
+            if isinstance(other, LocalStore) and _device(self._root) == _device(Path(f"/{other.root_path}"))
+            else None
+        )
+
+    def beside(self, way: str) -> "LocalStore":
+        return LocalStore(uri_beside(self.uri, way), f"/{located(f'{self.root_path}/', way)}")
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         with self._errors(key), self._opened(key) as file:
@@ -74,10 +96,13 @@ class LocalStore(Store):
                 yield Listed(key, size_bytes)
 
     def list_names(self, prefix: str) -> list[str]:
+        return sorted(name for name in self.list_folders(prefix) if next(self.list_objects(f"{prefix}{name}/"), None))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        found: list[str] = []
         with self._errors(prefix), suppress(FileNotFoundError), self._folders(f"{prefix}any") as (folders, _):
-            found = [item.name for item in _items(folders[-1]) if item.is_dir(follow_symlinks=False)]
-            return sorted(name for name in found if next(self.list_objects(f"{prefix}{name}/"), None))
-        return []
+            found += [item.name for item in _items(folders[-1]) if item.is_dir(follow_symlinks=False)]
+        yield from found
 
     def put(self, key: str, data: Buffer) -> None:
         self.put_parts(key, [memoryview(data)], len(data))
@@ -112,6 +137,8 @@ class LocalStore(Store):
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def delete(self, key: str) -> None:
+        if key.startswith("../"):
+            raise ConfigError(f"{self.uri}: {key!r} is no key of this run: nothing outside of it is deleted")
         is_gone = suppress(FileNotFoundError, NotADirectoryError)
         with self._errors(key), is_gone, self._folders(key) as (folders, names):
             if stat.S_ISDIR(os.stat(names[-1], dir_fd=folders[-1], follow_symlinks=False).st_mode):
@@ -140,11 +167,14 @@ class LocalStore(Store):
         """Opens the folders on the way to `key`, the root first. Yields them, and the names that lead from each folder
         to the next one and to the object. makes: create the folders that are missing."""
         names = key.split("/")
+        root = self._root
+        while not makes and names[0] == ".." and CHECKPOINTS in names:  # a borrowed directory, which is only read
+            root, names = root.parent, names[1:]
         if {"", ".", ".."} & set(names) or "\0" in key:
             raise ConfigError(f"{self.uri}: {key!r} is no key: its parts must be names")
         if makes:
-            self._root.mkdir(parents=True, exist_ok=True)
-        folders = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
+            root.mkdir(parents=True, exist_ok=True)
+        folders = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
         try:
             for name in names[:-1]:
                 if makes:
@@ -267,3 +297,10 @@ class LocalStore(Store):
 def _items(folder: int) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as items:
         return list(items)
+
+
+def _device(folder: Path) -> int:
+    """Returns the file system of a folder, which may not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.stat().st_dev

@@ -4,13 +4,16 @@ It is fsspec's, so that other readers of this process find them under the same U
 with its FsspecReader.
 """
 
+import copy
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Hashable, Iterable, Iterator, MutableMapping
+from typing import Self
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from raycheck.bucket.store.address import located, uri_beside
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -38,6 +41,23 @@ class MemoryStore(Store):
         self.objects = _FsspecMemory() if objects is None else objects
         self._root = root
 
+    @property
+    def bucket_id(self) -> Hashable:
+        return id(self.objects) if isinstance(self.objects, dict) else "memory"
+
+    @property
+    def root_path(self) -> str:
+        return self._root.strip("/")
+
+    def beside(self, way: str) -> Self:
+        other = copy.copy(self)
+        other.uri, other._root = uri_beside(self.uri, way), self._full(f"{way}/")  # noqa: SLF001
+        return other
+
+    def _full(self, key: str) -> str:
+        """Returns the path in the mapping of a key or prefix that is relative to the root."""
+        return located(self._root, key)
+
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         data = self._read(key)
         check_whole(self.uri, key, len(data), max_bytes)
@@ -50,9 +70,13 @@ class MemoryStore(Store):
         return len(self._read(key))
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
-        start, under = len(self._root), self._root + prefix
+        under = self._full(prefix)
         with _lock:
-            found = [Listed(path[start:], len(self.objects[path])) for path in self.objects if path.startswith(under)]
+            found = [
+                Listed(prefix + path[len(under) :], len(self.objects[path]))
+                for path in self.objects
+                if path.startswith(under)
+            ]
         return iter(found)
 
     def list_names(self, prefix: str) -> list[str]:
@@ -61,7 +85,7 @@ class MemoryStore(Store):
 
     def put(self, key: str, data: Buffer) -> None:
         with _lock:
-            self.objects[self._root + key] = bytes(data)
+            self.objects[self._full(key)] = bytes(data)
 
     def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
         del size_bytes
@@ -73,28 +97,28 @@ class MemoryStore(Store):
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_conditional_size(key, data)
         with _lock:
-            if self._root + key in self.objects:
+            if self._full(key) in self.objects:
                 raise ConflictError(f"{self.uri}: {key} exists")
             self.put(key, data)
 
     def put_if_match(self, key: str, data: bytes, version: str) -> None:
         check_conditional_size(key, data)
         with _lock:
-            current = self.objects.get(self._root + key)
+            current = self.objects.get(self._full(key))
             if current is None or _version(current) != version:
                 raise ConflictError(f"{self.uri}: {key} is another version")
             self.put(key, data)
 
     def delete(self, key: str) -> None:
         with _lock:
-            self.objects.pop(self._root + key, None)
+            self.objects.pop(self._full(key), None)
 
     def _now(self) -> float:
         return time.time()
 
     def _read(self, key: str) -> bytes:
         try:
-            return self.objects[self._root + key]
+            return self.objects[self._full(key)]
         except KeyError:
             raise NotFoundError(f"{self.uri}: no object {key}") from None
 

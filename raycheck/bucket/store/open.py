@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from raycheck.bucket.store.address import Address, parse_uri, with_settings
+from raycheck.bucket.store.address import Address, parse_uri, path_uri, with_settings
 from raycheck.bucket.store.interface import Store
 from raycheck.storage_settings import StorageSettings
 
@@ -34,7 +34,7 @@ def open_store(uri: str, storage: StorageSettings | None = None) -> Store:
         return MemoryStore(uri, "/".join(("", *filter(None, (at.bucket, at.prefix)), "")))
     from raycheck.bucket.store.local import LocalStore
 
-    return LocalStore(uri if "://" in uri else f"file://{uri}", at.prefix)
+    return LocalStore(uri if "://" in uri else path_uri(uri), at.prefix)
 
 
 def _open_s3(uri: str, at: Address) -> Store:

@@ -4,6 +4,7 @@ A backend says what one request is (an async function that is given its client) 
 """
 
 import asyncio
+import copy
 import email.utils
 import math
 import os
@@ -16,10 +17,11 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from fsspec.asyn import get_loop
 
+from raycheck.bucket.store.address import located, uri_beside
 from raycheck.bucket.store.interface import Buffer, ChangedError, Store, check_length, check_process
 from raycheck.bucket.store.retry import ATTEMPTS, CLEAN_UP_S, Repeat, deadline, ends_by, send_with_retries
 from raycheck.errors import ConfigError, RaycheckError, StoreError
@@ -32,9 +34,23 @@ T = TypeVar("T")
 class RemoteStore(Store):
     """Runs the requests for one bucket and prefix on fsspec's event loop, through a client of the backend's."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, prefix: str) -> None:
         self.uri = uri
+        self._prefix = f"{prefix}/" if prefix else ""
         self._process = os.getpid()
+
+    @property
+    def root_path(self) -> str:
+        return self._prefix.rstrip("/")
+
+    def beside(self, way: str) -> Self:
+        other = copy.copy(self)
+        other.uri, other._prefix = uri_beside(self.uri, way), located(self._prefix, f"{way}/")  # noqa: SLF001
+        return other
+
+    def _full(self, key: str) -> str:
+        """Returns the key in the bucket of a key or prefix that is relative to the root."""
+        return located(self._prefix, key)
 
     @abstractmethod
     async def _client(self) -> Any:

@@ -1,7 +1,7 @@
 """Imports a checkpoint that something else than raycheck has written, as a new run with one checkpoint.
 
-The source is hostile input, as a bucket is: nothing in it is unpickled but by a restricted loader, no file outside of it
-is read, and its form is wholly judged before anything is written. Bytes are always copied. A reference would need
+The source is hostile input, as a bucket is: nothing in it is unpickled but by a restricted loader, no file outside of
+it is read, and its form is wholly judged before anything is written. Bytes are always copied. A reference would need
 checksums that no foreign format has, and would tie the run to files that their owner may delete.
 
 - import_checkpoint.py is the public function. detection.py says what kind of source lies at an address.

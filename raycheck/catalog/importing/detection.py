@@ -84,14 +84,16 @@ def _kind_of_file(files: SourceFiles) -> str:
 def _refuse_others(files: SourceFiles, top: set[str]) -> None:
     names = files.sizes
     if "latest" in top and any(name.startswith("checkpoints/step-") for name in names):
-        raise ConfigError(f"{files.uri} is a run of raycheck already: begin from it with fit(fork_from=), or copy it")
+        raise ConfigError(
+            f"{files.uri} is a run of raycheck already: begin from it with fit(resume=), which takes its address"
+        )
     ends = ("_optim_states.pt", "zero_to_fp32.py", "mp_rank_00_model_states.pt")
     is_model = bool({*SAFETENSORS, *BINARY} & top)
     if not is_model and any(name.endswith(ends) for name in names):
         raise ConfigError(
             f"{files.uri} is a checkpoint of DeepSpeed, whose files only unrestricted pickle can load; raycheck never "
             "does that. Where you trust it, convert it with the script that lies in it: python zero_to_fp32.py . "
-            "weights --safe_serialization, and import the folder weights"
+            "weights, and import the folder weights"
         )
     if any(name.startswith("adapter_model.") for name in top) and not {*SAFETENSORS, *BINARY} & top:
         raise ConfigError(

@@ -183,7 +183,7 @@ class _GivenModule(torch.nn.Module):
         super().__init__()
         self._given = state
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  it is asked without arguments
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         return dict(self._given)
 
 

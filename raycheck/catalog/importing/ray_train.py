@@ -36,14 +36,10 @@ def latest_checkpoint(files: SourceFiles) -> FoundCheckpoint:
 
     Raises ConfigError when several trials have checkpoints, NotFoundError when the one that is recorded is gone.
     """
-    prefixes = sorted(
-        {name.rpartition("/" + part)[0] if depth else "" for name in files.sizes for depth, part in _parts(name)}
-    )
     by_trial: dict[str, set[str]] = {}
     for name in files.sizes:
         for depth, part in _parts(name):
             by_trial.setdefault("/".join(name.split("/")[:depth]), set()).add(part)
-    del prefixes
     if len(by_trial) > 1:
         raise ConfigError(f"{files.uri}: several trials have checkpoints ({', '.join(sorted(by_trial))}): name one")
     recorded = _recorded(files)

@@ -83,11 +83,11 @@ class SourceFiles:
 
     def below(self, prefix: str) -> "SourceFiles":
         """Returns the files below `prefix`, which ends in "/", under their names there."""
-        return _Part(self, prefix)
+        return PartialFiles(self, prefix)
 
     def one(self, name: str) -> "SourceFiles":
         """Returns the source that is this one file."""
-        return _Part(self, "", only=name)
+        return PartialFiles(self, "", only=name)
 
     def folders(self) -> list[str]:
         """Returns the names of the folders directly below, in order."""
@@ -108,7 +108,7 @@ class SourceFiles:
         return path
 
 
-class _Folder(SourceFiles):
+class LocalFiles(SourceFiles):
     """Reads a folder of this machine, or one file in it."""
 
     def __init__(self, uri: str, path: Path) -> None:
@@ -160,7 +160,7 @@ def _cache_of(folder: Path) -> Path | None:
     return model if folder.parent.name == "snapshots" and model.name.startswith(("models--", "datasets--")) else None
 
 
-class _Bucket(SourceFiles):
+class BucketFiles(SourceFiles):
     """Reads what lies below a prefix in a bucket."""
 
     def __init__(self, uri: str, store: Store, *, only: str = "") -> None:
@@ -180,7 +180,7 @@ class _Bucket(SourceFiles):
         return self._store.get_range(name, start, stop)
 
 
-class _Part(SourceFiles):
+class PartialFiles(SourceFiles):
     """Reads the files of another source below one prefix, or one file of it."""
 
     def __init__(self, whole: SourceFiles, prefix: str, *, only: str = "") -> None:
@@ -207,7 +207,7 @@ def open_source(source: str, storage: StorageSettings | None = None) -> SourceFi
             raise NotFoundError(f"{source}: there is no such file or folder")
         if not path.is_file() and not path.is_dir():
             raise ConfigError(f"{source} is neither a file nor a folder")
-        files: SourceFiles = _Folder(source, path)
+        files: SourceFiles = LocalFiles(source, path)
     else:
         files = _open_in_bucket(source, storage)
     if not files.sizes:
@@ -219,8 +219,8 @@ def _open_in_bucket(source: str, storage: StorageSettings | None) -> SourceFiles
     base, mark, query = source.partition("?")
     parent, _, name = base.rstrip("/").rpartition("/")
     if name.lower().endswith((".pt", ".pth", ".ckpt", ".bin", ".safetensors")) and not parent.endswith(":/"):
-        return _Bucket(source, open_store(f"{parent}{mark}{query}", storage), only=name)
-    return _Bucket(source, open_store(source, storage))
+        return BucketFiles(source, open_store(f"{parent}{mark}{query}", storage), only=name)
+    return BucketFiles(source, open_store(source, storage))
 
 
 def _refuse_many(uri: str, count: int) -> None:

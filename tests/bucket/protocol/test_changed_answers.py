@@ -21,7 +21,7 @@ from raycheck.bucket.attempt_records import (
     record_end,
 )
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.document import Document, dump
+from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.latest import load_latest
 from raycheck.bucket.format.manifest import load_manifest
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
@@ -132,7 +132,7 @@ def test_the_next_swap_writes_a_body_of_format_version_1_as_the_newest(store: St
 
     ann.save(1, 2)
 
-    assert latest_tree(store)["format_version"] == 2
+    assert latest_tree(store)["format_version"] == FORMAT_VERSION
     data = store.get(object_keys.LATEST_KEY).data
     with pytest.raises(CorruptError, match="was changed"):
         load_latest(data.replace(b'"counter": ', b'"counter": 1'), what="x")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.document import FORMAT_VERSION
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
 from raycheck.bucket.protocol import write_once
 from raycheck.bucket.protocol.pin_and_evict import pin
@@ -410,13 +411,13 @@ def test_a_latest_of_a_newer_format_is_left_alone(store):
     ann.save(1, 1)
     pending = write_checkpoint(store, attempt=1, save=2)
     known = raw(store)
-    store.put(object_keys.LATEST_KEY, json.dumps({"format_version": 3}).encode())
+    store.put(object_keys.LATEST_KEY, json.dumps({"format_version": FORMAT_VERSION + 1}).encode())
 
     for call in (lambda: ann.commit(pending), lambda: Driver(store, "bob").claim("h1"), lambda: ann.take_over("g1")):
         with pytest.raises(CorruptError, match="version 3"):
             call()
 
-    assert json.loads(raw(store)) == {"format_version": 3}
+    assert json.loads(raw(store)) == {"format_version": FORMAT_VERSION + 1}
     store.put(object_keys.LATEST_KEY, known)
     assert_invariants(store)
 

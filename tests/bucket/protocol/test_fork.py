@@ -82,7 +82,7 @@ def test_a_damaged_source_is_not_copied(old: Store, store: Store) -> None:
     old.put(key, data)
 
     with pytest.raises(CorruptError, match="checksum"):
-        fork(old, store, run_id="new")
+        fork(old, store, run_id="new", copies=True)
 
     assert assert_invariants(store) is None
 

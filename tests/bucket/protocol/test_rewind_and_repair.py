@@ -7,6 +7,7 @@ import pytest
 
 from raycheck.bucket.attempt_records import record_end
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.document import FORMAT_VERSION
 from raycheck.bucket.format.latest import dump_latest
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.prune_and_sweep import prune
@@ -386,7 +387,7 @@ def test_a_sound_latest_is_not_repaired(store: Store) -> None:
 
 def test_a_newer_format_is_not_written_over(store: Store) -> None:
     run_of(store)
-    put_latest_tree(store, latest_tree(store) | {"format_version": 3})
+    put_latest_tree(store, latest_tree(store) | {"format_version": FORMAT_VERSION + 1})
     before = everything(store)
 
     with pytest.raises(CorruptError, match="format version 3"):

@@ -18,6 +18,7 @@ import pytest
 from raycheck.bucket.store import Store, Upload, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
+from raycheck.bucket.store.subfolder import Subfolder
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from tests.bucket.conftest import share, share_cloud
@@ -39,9 +40,13 @@ S3 = [name if server == "s3" else pytest.param(name, marks=pytest.mark.slow) for
 on_s3 = pytest.mark.parametrize("uri", S3, indirect=True)
 
 
-@pytest.fixture(params=["memory", "file", *GOOGLES, pytest.param("az", marks=pytest.mark.slow), *S3])
+@pytest.fixture(
+    params=["memory", "file", "folder of a store", *GOOGLES, pytest.param("az", marks=pytest.mark.slow), *S3]
+)
 def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Returns a root on each backend: S3 with both engines, and on further servers. The protocol's tests run on fewer."""
+    if request.param == "folder of a store":
+        return f"file://{tmp_path}/bucket/run"
     if request.param not in S3_SERVERS:
         return new_root(request, tmp_path)
     if not request.param.endswith("by obstore"):
@@ -53,6 +58,9 @@ def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def store(uri: str, request: pytest.FixtureRequest) -> Store:
+    if request.node.callspec.params.get("uri") == "folder of a store":
+        above, _, name = uri.rpartition("/")
+        return Subfolder(open_store(above), name)
     store = open_store(uri)
     share_cloud(store, request)
     return store
@@ -72,6 +80,8 @@ def test_get_returns_exactly_the_bytes_that_were_put(store):
 
     assert store.get("a/b/c.bin").data == data
     assert type(store.get("a/b/c.bin").data) is bytes
+    assert store.get_data("a/b/c.bin", len(data)) == data
+    assert type(store.get_data("a/b/c.bin")) is bytes
     assert store.head("a/b/c.bin") == len(data)
 
 
@@ -496,6 +506,20 @@ def test_names_are_those_that_have_objects_below_them(store):
 
     assert sorted(store.list_names("a/")) == ["one", "two"]
     assert store.list_names("nothing/") == []
+    assert sorted(store.list_folders("a/")) == ["one", "two"]
+    assert list(store.list_folders("nothing/")) == []
+
+
+def test_the_cheap_reading_refuses_what_the_usual_one_refuses(store):
+    store.put("large", b"12345")
+    store.put("odd name%41?/\u202ex", b"odd")
+
+    with pytest.raises(CorruptError, match="5 bytes"):
+        store.get_data("large", 4)
+    for key in ("none", "none/at all", "large/x"):
+        with pytest.raises(NotFoundError):
+            store.get_data(key)
+    assert store.get_data("odd name%41?/\u202ex") == b"odd"
 
 
 def test_a_name_goes_with_its_last_object(store):

@@ -214,7 +214,7 @@ def test_a_fork_copies_nothing_from_behind_a_link(store, root, outside, tmp_path
     other = open_store(f"file://{tmp_path}/other")
 
     with pytest.raises(CorruptError, match="symbolic link"):
-        fork(store, other, run_id="r")
+        fork(store, other, run_id="r", copies=True)
 
     assert b"precious" not in everything(other).values()
 

@@ -7,7 +7,7 @@ as objects marked by metadata; these are never shown as objects here.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -49,19 +49,23 @@ class AzStore(RemoteStore):
     def __init__(
         self, uri: str, *, container: str, account: str | None, prefix: str, settings: StorageSettings
     ) -> None:
-        super().__init__(uri)
-        self._prefix = f"{prefix}/" if prefix else ""
+        super().__init__(uri, prefix=prefix)
         optional_import("adlfs", extra="az")
         from raycheck.bucket.store.azure.client import AzClient
 
         self._fs: Any = AzClient(uri, account, settings)
         self._container = container
+        self._place = "az", settings.endpoint, account, container
         self._azure = optional_import("azure.core", extra="az")
         self._options = {
             "retry_total": 0,  # repeated in retry.py, or not at all
             "connection_timeout": CONNECT_TIMEOUT_S,
             "read_timeout": REQUEST_TIMEOUT_S,
         }
+
+    @property
+    def bucket_id(self) -> Hashable:
+        return self._place
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(client: Any) -> Got:
@@ -102,18 +106,22 @@ class AzStore(RemoteStore):
         return self._run(key, call)
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
-        where = {"name_starts_with": self._prefix + prefix, "include": ["metadata"]}
+        where = {"name_starts_with": self._full(prefix), "include": ["metadata"]}
         for item in self._listed(prefix, lambda client: client.list_blobs(**where, **self._options)):
             if not _is_folder(item):
-                yield Listed(item.name[len(self._prefix) :], item.size)
+                yield Listed(prefix + item.name[len(self._full(prefix)) :], item.size)
 
     def list_names(self, prefix: str) -> list[str]:
-        where = {"name_starts_with": self._prefix + prefix, "delimiter": "/"}
-        items = self._listed(prefix, lambda client: client.walk_blobs(**where, **self._options))
-        start = len(self._prefix) + len(prefix)
-        found = [item.name[start:].rstrip("/") for item in items if item.name.endswith("/")]
         # With a hierarchical namespace a folder outlives its last object.
+        found = list(self.list_folders(prefix))
         return [name for name in found if next(self.list_objects(f"{prefix}{name}/"), None)]
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        where = {"name_starts_with": self._full(prefix), "delimiter": "/"}
+        start = len(self._full(prefix))
+        for item in self._listed(prefix, lambda client: client.walk_blobs(**where, **self._options)):
+            if item.name.endswith("/"):
+                yield item.name[start:].rstrip("/")
 
     def put(self, key: str, data: Buffer) -> None:
         if len(data) > PART_SIZES["az"].part_bytes:
@@ -167,7 +175,7 @@ class AzStore(RemoteStore):
         return self._fs.service_client.get_container_client(self._container)
 
     def _blob(self, client: Any, key: str) -> Any:
-        return client.get_blob_client(self._prefix + key)
+        return client.get_blob_client(self._full(key))
 
     def _upload(self, key: str, data: Buffer, **condition: Any) -> Callable[[Any], Awaitable[None]]:
         """Returns one Put Blob request: the client sends up to 64 MiB of bytes in a single request."""

@@ -11,7 +11,7 @@ JSON is made from protocol buffers, and so leaves out a zero, an empty text and 
 
 import base64
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -54,12 +54,16 @@ class GsStore(RemoteStore):
     ca_bundle."""
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
-        super().__init__(uri)
+        super().__init__(uri, prefix=prefix)
         self._bucket = quote(bucket, safe="")
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._endpoint = settings.endpoint
         self._api = Api(settings)
         self._has_bucket = False  # until an answer proves it
         self._extend_crc: Callable[[int, bytes], int] = optional_import("google_crc32c", extra="gs").extend
+
+    @property
+    def bucket_id(self) -> Hashable:
+        return "gs", self._endpoint, self._bucket
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(api: Api) -> Got:
@@ -90,16 +94,21 @@ class GsStore(RemoteStore):
         return self._run(key, call)
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
+        start = len(self._full(prefix))
         for page in self._pages(prefix, fields="items(name,size),nextPageToken"):
             for item in page.get("items", []):
                 if item["name"].endswith("/"):
                     continue  # an empty object that marks a "folder"; consoles make them
-                yield Listed(item["name"][len(self._prefix) :], int(item.get("size", 0)))
+                yield Listed(prefix + item["name"][start:], int(item.get("size", 0)))
 
     def list_names(self, prefix: str) -> list[str]:
-        start = len(self._prefix) + len(prefix)
-        pages = self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken")
-        return [name[start:].rstrip("/") for page in pages for name in page.get("prefixes", [])]
+        return list(self.list_folders(prefix))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        start = len(self._full(prefix))
+        for page in self._pages(prefix, delimiter="/", fields="prefixes,nextPageToken"):
+            for name in page.get("prefixes", []):
+                yield name[start:].rstrip("/")
 
     def put(self, key: str, data: Buffer) -> None:
         self._run(key, self._insert(key, data, {}))
@@ -194,11 +203,11 @@ class GsStore(RemoteStore):
         return self._api
 
     def _object(self, key: str) -> str:
-        return f"/storage/v1/b/{self._bucket}/o/{quote(self._prefix + key, safe='')}"
+        return f"/storage/v1/b/{self._bucket}/o/{quote(self._full(key), safe='')}"
 
     def _described(self, key: str, **more: str) -> bytes:
         # no-store: caches would otherwise serve a publicly readable object, even `latest`, for an hour.
-        about = {"name": self._prefix + key, "contentType": "application/octet-stream", "cacheControl": "no-store"}
+        about = {"name": self._full(key), "contentType": "application/octet-stream", "cacheControl": "no-store"}
         return json.dumps(about | more).encode()
 
     def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[None]]:
@@ -234,7 +243,7 @@ class GsStore(RemoteStore):
         self._clean_up(key, lambda api: api.ask("DELETE", upload.url, needs=CREATE, accepts=(404, 410, 499)))
 
     def _pages(self, prefix: str, **more: str) -> Iterator[dict[str, Any]]:
-        params = {"prefix": self._prefix + prefix, **more}
+        params = {"prefix": self._full(prefix), **more}
 
         async def call(api: Api) -> dict[str, Any]:
             answer = await api.ask("GET", f"/storage/v1/b/{self._bucket}/o", params=params, needs=LIST)

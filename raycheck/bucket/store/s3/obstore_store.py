@@ -20,7 +20,7 @@ from typing import Any
 from botocore.exceptions import BotoCoreError
 
 from raycheck.bucket.store.client_options import obstore_options
-from raycheck.bucket.store.interface import Buffer, check_length, check_process
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, check_length, check_process, check_whole
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import not_accepted, until_deadline
 from raycheck.bucket.store.retry import CLEAN_UP_S, ends_by
@@ -34,18 +34,34 @@ from raycheck.storage_settings import StorageSettings
 logger = logging.getLogger("raycheck")
 MAX_RETRIES = 4
 """How often obstore repeats a request of an upload in parts. Every other request is repeated through s3fs instead."""
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.=-]*(/[A-Za-z0-9_-][A-Za-z0-9_.=-]*)*")
+"""Other keys, such as a hostile run name makes, obstore may write in another way than S3."""
 _PLAIN_REGION = "us-east-1"  # servers at an endpoint of their own accept it
 
 
 class FastS3Store(S3Store):
     """Moves bytes through obstore, and does the rest as S3Store does."""
 
+    def get_data(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
+        """Costs an eighth of the CPU time of `get`. obstore tells neither the store's time nor its checksum."""
+        client = self._client_of(max_retries=0) if _PLAIN_KEY.fullmatch(key) else None
+        if client is None:
+            return super().get_data(key, max_bytes)
+        try:
+            answer = own_obstore().get(client, key)
+            check_whole(self.uri, key, answer.meta["size"], max_bytes)
+            return bytes(answer.bytes())
+        except _failures() as error:
+            if isinstance(error, FileNotFoundError) and "<Code>NoSuchKey</Code>" in str(error):
+                raise NotFoundError(f"{self.uri}: no object {key}") from None
+            return super().get_data(key, max_bytes)
+
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
         client = self._client_of(max_retries=0)
         if client is None or start == stop:
             return super().get_range(key, start, stop)
         try:
-            data = memoryview(own_obstore().get_range(client, key, start=start, end=stop))
+            data = memoryview(own_obstore().get_range(client, self._full(key), start=start, end=stop))
         except _failures():
             return super().get_range(key, start, stop)
         return check_length(self.uri, key, data, start, stop)
@@ -57,7 +73,9 @@ class FastS3Store(S3Store):
             return
         loan = BufferLoan()
         try:
-            until_deadline(partial(own_obstore().put_async, client, key, loan.lend(data), use_multipart=False))
+            until_deadline(
+                partial(own_obstore().put_async, client, self._full(key), loan.lend(data), use_multipart=False)
+            )
         except _failures():
             self._take_back(key, loan)
             super().put(key, data)
@@ -73,7 +91,9 @@ class FastS3Store(S3Store):
         loan = BufferLoan()
         sizes = {"chunk_size": self.part_bytes(size_bytes), "max_concurrency": PART_SIZES["s3"].in_flight}
         try:
-            until_deadline(lambda: own_obstore().put_async(client, key, _pulled(loan.lend_each(parts)), **sizes))
+            until_deadline(
+                lambda: own_obstore().put_async(client, self._full(key), _pulled(loan.lend_each(parts)), **sizes)
+            )
         except _failures() as error:
             self._take_back(key, loan)
             if isinstance(error, TimeoutError):
@@ -128,7 +148,7 @@ class FastS3Store(S3Store):
         return StoreError(text)
 
     def _client_of(self, *, max_retries: int) -> Any:
-        """Returns obstore's store of this prefix; None where s3fs has to move the bytes."""
+        """Returns obstore's store of the bucket; None where s3fs has to move the bytes."""
         check_process(self.uri, self._process)
         return self._with_retries if max_retries else self._without_retries
 
@@ -160,8 +180,10 @@ class FastS3Store(S3Store):
             logger.info("%s: the bytes go through s3fs: raycheck's copy of obstore was not loaded: %s", self.uri, error)
             return None
         try:
-            return store_class(self._bucket, prefix=self._prefix.removesuffix("/") or None, **options)
+            return store_class(self._bucket, **options)
         except _failures():
+            return None
+        except ValueError:  # obstore cannot write this prefix, which may be a hostile run's name
             return None
 
 

@@ -4,7 +4,7 @@ Requests are made on its botocore client directly. s3fs itself drops If-Match on
 conditional writes, which then collide with themselves, and uploads parts one after another.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -49,9 +49,8 @@ class S3Store(RemoteStore):
     """Keeps objects in one bucket, below one prefix."""
 
     def __init__(self, uri: str, *, bucket: str, prefix: str, settings: StorageSettings) -> None:
-        super().__init__(uri)
+        super().__init__(uri, prefix=prefix)
         self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
         self._settings = settings
         self._wants_bare_etags = False
         self._proves_copies = True  # until a copy has failed
@@ -71,6 +70,10 @@ class S3Store(RemoteStore):
         options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
         self._chain = CredentialChain(settings)
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
+
+    @property
+    def bucket_id(self) -> Hashable:
+        return "s3", self._settings.endpoint, self._bucket
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         async def call(client: Any) -> Got:
@@ -102,19 +105,21 @@ class S3Store(RemoteStore):
             raise
 
     def list_objects(self, prefix: str) -> Iterator[Listed]:
+        start = len(self._full(prefix))
         for page in self._pages(prefix):
             for item in page.get("Contents", []):
                 if item["Key"].endswith("/"):
                     continue  # an empty object that marks a "folder"; pyarrow and consoles make them
-                yield Listed(item["Key"][len(self._prefix) :], item["Size"])
+                yield Listed(prefix + item["Key"][start:], item["Size"])
 
     def list_names(self, prefix: str) -> list[str]:
-        start = len(self._prefix) + len(prefix)
-        return [
-            item["Prefix"][start:].rstrip("/")
-            for page in self._pages(prefix, Delimiter="/")
-            for item in page.get("CommonPrefixes", [])
-        ]
+        return list(self.list_folders(prefix))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        start = len(self._full(prefix))
+        for page in self._pages(prefix, Delimiter="/"):
+            for item in page.get("CommonPrefixes", []):
+                yield item["Prefix"][start:].rstrip("/")
 
     def put(self, key: str, data: Buffer) -> None:
         self._run(key, lambda client: self._put_object(client, key, data))
@@ -186,12 +191,12 @@ class S3Store(RemoteStore):
         self._run(key, lambda client: client.delete_object(**self._at(key)))
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
-        where = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **self._on_every}
+        where = {"Bucket": self._bucket, "Prefix": self._full(prefix), **self._on_every}
         after: dict[str, str] = {}
         while True:
             page = self._run(prefix, partial(list_uploads_page, where | after))
             for item in page.get("Uploads", []):
-                yield Upload(item["Key"][len(self._prefix) :], item["UploadId"])
+                yield Upload(prefix + item["Key"][len(where["Prefix"]) :], item["UploadId"])
             if not page.get("IsTruncated"):
                 return
             after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
@@ -228,10 +233,10 @@ class S3Store(RemoteStore):
             await client.put_object(**where, Body=body)
 
     def _at(self, key: str) -> dict[str, str]:
-        return {"Bucket": self._bucket, "Key": self._prefix + key, **self._on_every}
+        return {"Bucket": self._bucket, "Key": self._full(key), **self._on_every}
 
     def _pages(self, prefix: str, **more: str | int) -> Iterator[dict[str, Any]]:
-        where: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, **self._on_every, **more}
+        where: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._full(prefix), **self._on_every, **more}
         while True:
             page = self._run(prefix, lambda client: client.list_objects_v2(**where))
             yield page

@@ -1,0 +1,271 @@
+"""Lets one run use directories of another one in its bucket, without copying them. Step 30.
+
+The run that has the directories lists a hold in its `latest`, and what a hold names is not deleted, as what a live
+entry names is not. The run that uses them lists a loan. Both are changed by swaps only, in an order that leaves at
+every moment a hold for each directory that is used: it is given before it is used, and given back after.
+
+A hold outlives its `latest` in a record below `holds/`, from which a repair takes it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from raycheck.bucket.document_reading import again_if_corrupt, read_document
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
+from raycheck.bucket.format.latest import Hold, Latest, Loan
+from raycheck.bucket.format.object_keys import borrowed_directory, split_directory
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_once
+from raycheck.bucket.reading import get_latest, list_directories, read_latest
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError, NotFoundError
+
+HOLD_GRACE_S = 86400.0
+"""For how long a hold stays whose run is not there yet: that run may be about to be created."""
+MAX_RECORD = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HoldRecord(Document):
+    """Tells a repair of the run that gives a hold what it was when it was given. Its fields are those of a Hold."""
+
+    format_version: int = FORMAT_VERSION
+    holder: str
+    run_id: str
+    directories: tuple[str, ...]
+    at: float
+
+
+def borrow(store: Store, way: str, directories: Iterable[str], *, run_id: str) -> tuple[Loan, ...]:
+    """Take holds on directories that the run at `store` is about to use. Returns the loans that its `latest` must list.
+
+    way: leads to the run that names the directories: its own ones, and those that it has borrowed itself. They are held
+    there first, all of them, so that it does not give the borrowed ones back meanwhile, and then where they lie. Raises
+    NotFoundError when one is not held any more.
+    """
+    wanted = frozenset(directories)
+    _take(store, way, wanted, run_id=run_id)
+    owners: dict[str, set[str]] = {}
+    for owner, name in (split_directory(directory_from(store, way, directory)) for directory in wanted):
+        owners.setdefault(owner, set()).add(name)
+    return tuple(
+        Loan(
+            source=owner, run_id=_take(store, owner, frozenset(names), run_id=run_id), directories=tuple(sorted(names))
+        )
+        for owner, names in sorted(owners.items())
+    )
+
+
+def borrow_again(store: Store, refs: Iterable[str], loans: tuple[Loan, ...], *, run_id: str) -> tuple[Loan, ...]:
+    """Take holds on the directories of other runs among `refs`, for a repair. Returns `loans` with them.
+
+    Raises NotFoundError when one is not held any more.
+    """
+    wanted: dict[str, set[str]] = {}
+    for owner, name in map(split_directory, refs):
+        if owner:
+            wanted.setdefault(owner, set()).add(name)
+    by_source = {loan.source: loan for loan in loans}
+    for owner, names in wanted.items():
+        source_id = _take(store, owner, frozenset(names), run_id=run_id)
+        before = set(by_source[owner].directories) if owner in by_source else set()
+        by_source[owner] = Loan(source=owner, run_id=source_id, directories=tuple(sorted(names | before)))
+    return tuple(by_source[owner] for owner in sorted(by_source))
+
+
+def directory_from(store: Store, way: str, directory: str) -> str:
+    """Return how the run at `store` names a directory that the run at `way` names `directory`."""
+    further, name = split_directory(directory)
+    return borrowed_directory(_way_over(store, way, further), name)
+
+
+def _way_over(store: Store, way: str, further: str) -> str:
+    """Return the way from `store` to the run that is at `further` as seen from the run at `way`."""
+    if not further:
+        return way
+    over = store.way_to(store.beside(way).beside(further))
+    if over is None:
+        raise NotFoundError(f"{store.uri}: {further}, as {way} names it, is no other run in this bucket")
+    return over
+
+
+def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str) -> str:
+    """Have the run at `way` hold these directories for the run at `store`. Returns its run id."""
+    source = store.beside(way)
+    holder = source.way_to(store)
+    assert holder is not None, "a run beside this one has a way back"
+
+    def change(body: Latest, now: float) -> Latest | None:
+        before = _hold_of(body, holder)
+        if before and before.run_id == run_id and directories <= set(before.directories):
+            return None
+        missing = directories - body.held()
+        if missing:
+            raise NotFoundError(f"{source.uri}: checkpoint {min(missing)} was dropped by retention; open the run again")
+        every = directories | set(before.directories if before else ())
+        return _with_hold(body, Hold(holder=holder, run_id=run_id, directories=tuple(sorted(every)), at=now))
+
+    register = Register(source)
+    body, got = register.read_existing()
+    if change(body, got.at) is None:
+        return body.run_id
+    data = dump(HoldRecord(holder=holder, run_id=run_id, directories=tuple(sorted(directories)), at=got.at))
+    put_once(source, object_keys.hold_key(run_id, f"{crc32(data):08x}"), data)
+    return register.edit(change, what=f"hold for {store.uri}").run_id
+
+
+def confirm(store: Store, body: Latest) -> None:
+    """Confirm the holds that the run at `store` was created with, and give back what it does not use.
+
+    body: its `latest`. Raises CorruptError when a hold is gone: more than a day has passed, and it was swept.
+    """
+    for loan in body.loans:
+        source = store.beside(loan.source)
+        _reduce(source, source.way_to(store), frozenset(loan.directories), run_id=body.run_id, must_exist=True)
+
+
+def settle(register: Register) -> None:
+    """Give back what the run does not use any more. May be repeated; after a crash anywhere the next one goes on.
+
+    A directory is given back in the source first, and leaves the loan after that. What no body of this run needs is
+    never needed again: a commit refers only to what an entry of the body that it replaces holds (step 17).
+    """
+    store = register.store
+    body = register.read_existing()[0]
+    for loan in body.loans:
+        needed = body.borrowed(loan.source)
+        if needed >= set(loan.directories):
+            continue
+        source = store.beside(loan.source)
+        _reduce(source, source.way_to(store), frozenset(needed), run_id=body.run_id)
+        _end_loan(register, loan.source, needed)
+
+
+def _end_loan(register: Register, source: str, needed: set[str]) -> None:
+    """Take what is not needed off the loan from `source`, and the loan itself when nothing is left."""
+
+    def change(body: Latest, now: float) -> Latest | None:
+        del now
+        mine = next((loan for loan in body.loans if loan.source == source), None)
+        left = tuple(name for name in mine.directories if name in needed) if mine else ()
+        if mine is None or left == mine.directories:
+            return None
+        others = tuple(loan for loan in body.loans if loan.source != source)
+        return replace(body, loans=(*others, replace(mine, directories=left)) if left else others)
+
+    register.edit(change, what="end of a loan")
+
+
+def _reduce(
+    source: Store, holder: str | None, directories: frozenset[str], *, run_id: str, must_exist: bool = False
+) -> None:
+    """Reduce a hold to `directories`, or remove it when it has none left. A source that is gone holds nothing."""
+    assert holder is not None
+
+    def change(body: Latest, now: float) -> Latest | None:
+        del now
+        hold = _hold_of(body, holder)
+        if hold is None:
+            if must_exist:
+                raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+            return None
+        left = tuple(name for name in hold.directories if name in directories)
+        changed = replace(hold, run_id=run_id, directories=left, is_confirmed=True)
+        return None if changed == hold else _with_hold(body, changed)
+
+    register = Register(source)
+    try:
+        body = register.edit(change, what=f"end of the hold for {holder}")
+    except NotFoundError:
+        if must_exist:
+            raise
+        return
+    if _hold_of(body, holder) is None:
+        _forget_records(source, run_id)
+
+
+def drop_orphans(register: Register) -> tuple[Hold, ...]:
+    """Drop the holds whose runs are gone, or were never created. Returns them. Step 30.
+
+    A run that cannot be read keeps its hold, and so does one that has lost its `latest`. Records without a hold go when
+    they are as old as a hold without a run.
+    """
+    store = register.store
+    body, got = register.read_existing()
+    held = {hold.run_id for hold in body.holds}
+    for run_id in store.list_names(object_keys.HOLDS_PREFIX):
+        if run_id not in held and all(got.at - record.at > HOLD_GRACE_S for record in _records(store, f"{run_id}/")):
+            _forget_records(store, run_id)
+    gone = tuple(hold for hold in body.holds if _is_orphan(store, hold, age_s=got.at - hold.at))
+    if not gone:
+        return ()
+
+    def change(body: Latest, now: float) -> Latest | None:
+        del now
+        left = tuple(hold for hold in body.holds if hold not in gone)  # one that was confirmed meanwhile is another one
+        return None if left == body.holds else replace(body, holds=left)
+
+    after = register.edit(change, what="end of holds without a run")
+    dropped = tuple(hold for hold in gone if _hold_of(after, hold.holder) is None)
+    for hold in dropped:
+        _forget_records(store, hold.run_id)
+    return dropped
+
+
+def _is_orphan(store: Store, hold: Hold, *, age_s: float) -> bool:
+    if age_s < HOLD_GRACE_S and not hold.is_confirmed:
+        return False
+    holder = store.beside(hold.holder)
+    try:
+        body = again_if_corrupt(lambda: get_latest(holder))[0]
+    except NotFoundError:
+        return not list_directories(holder)
+    except CorruptError:
+        return False
+    back = holder.way_to(store)
+    return all(loan.source != back for loan in body.loans)
+
+
+def recorded_holds(store: Store, *, now: float) -> tuple[Hold, ...]:
+    """Return the holds that the records tell of, for a repair that has no old body. They count as confirmed."""
+    found: dict[str, Hold] = {}
+    for record in _records(store):
+        before = found.get(record.holder)
+        every = tuple(sorted({*record.directories, *(before.directories if before else ())}))
+        found[record.holder] = Hold(
+            holder=record.holder, run_id=record.run_id, directories=every, at=now, is_confirmed=True
+        )
+    return tuple(found[holder] for holder in sorted(found))
+
+
+def _records(store: Store, below: str = "") -> Iterator[HoldRecord]:
+    for item in store.list_objects(f"{object_keys.HOLDS_PREFIX}{below}"):
+        yield read_document(store, item.key, _load_record, max_bytes=MAX_RECORD)[0]
+
+
+def _load_record(data: bytes, *, what: str) -> HoldRecord:
+    return load(HoldRecord, data, what=what, max_bytes=MAX_RECORD)
+
+
+def _forget_records(store: Store, run_id: str) -> None:
+    for item in list(store.list_objects(f"{object_keys.HOLDS_PREFIX}{run_id}/")):
+        store.delete(item.key)
+
+
+def _hold_of(body: Latest, holder: str) -> Hold | None:
+    return next((hold for hold in body.holds if hold.holder == holder), None)
+
+
+def _with_hold(body: Latest, hold: Hold) -> Latest:
+    others = tuple(item for item in body.holds if item.holder != hold.holder)
+    return replace(body, holds=(*others, hold) if hold.directories else others)
+
+
+def is_readable_from(store: Store, way: str, run_id: str) -> bool:
+    """Return whether the run at `way` is that with `run_id`, as far as this store can see it."""
+    try:
+        return read_latest(store.beside(way)).run_id == run_id
+    except NotFoundError:
+        return False

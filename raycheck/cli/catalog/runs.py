@@ -1,0 +1,107 @@
+"""The command that lists the runs of a bucket. It writes nothing (I8)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raycheck.bucket.run_status import ago
+from raycheck.catalog.listing import DEPTH, RunSummary, Sort, list_runs
+from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of, short_number, size
+
+PRICE = 0.023
+"""The list price of S3 Standard in its cheapest regions, in dollars."""
+GIB = 1 << 30
+IN_TROUBLE = ("lost", "damaged", "newer", "unreadable")
+
+
+def runs(
+    prefix: Annotated[str, typer.Argument(help="Where the runs lie, e.g. s3://bucket/runs, or one run.")],
+    *,
+    depth: Annotated[int, typer.Option(help="How many folders deep a run may lie below it.")] = DEPTH,
+    sort: Annotated[str, typer.Option(help="age (newest commit first), name or size (largest first).")] = "age",
+    price_per_gib_month: Annotated[float, typer.Option(min=0.0, help="What a GiB costs in a month.")] = PRICE,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """List the runs in a bucket: how each one stands, its last step, its size and what that costs.
+
+    Nothing in a run is listed; its pointer `latest` is read, and the record of its attempt. The exit code is 1 when a
+    run's `latest` is lost or damaged.
+    """
+    with _progress() as on_look:
+        found = list_runs(prefix, settings_of(storage), depth=depth, sort=cast("Sort", sort), on_look=on_look)
+    if as_json:
+        print_json(
+            {
+                "prefix": prefix,
+                "price_per_gib_month": price_per_gib_month,
+                "runs": [asdict(run) | _costs(run, price_per_gib_month) for run in found],
+            }
+        )
+    elif not found:
+        out.print(Text(f"{prefix}: no runs here, nor in the folders below it (--depth {depth})"))
+    else:
+        _print_table(found, price_per_gib_month)
+    if any(run.state in ("lost", "damaged") for run in found):
+        raise typer.Exit(1)
+
+
+def _print_table(found: Sequence[RunSummary], price: float) -> None:
+    table = Table("run", "state", "step", "committed", "size", "a month", "metrics", "from", box=None, pad_edge=False)
+    for run in found:
+        cost = _costs(run, price)
+        is_readable = run.state not in IN_TROUBLE
+        row = (
+            run.name,
+            f"{run.state}, resumable" if run.is_resumable else run.state,
+            "" if run.step is None else str(run.step),
+            "" if run.age_s is None else f"{ago(run.age_s)} ago",
+            _range(size(run.size_bytes), size(run.max_size_bytes)) if is_readable else "",
+            _range(f"{cost['cost_per_month']:.2f}", f"{cost['max_cost_per_month']:.2f}") if is_readable else "",
+            "  ".join(f"{name} {short_number(value)}" for name, value in sorted(run.metrics.items())),
+            (run.parent or "").partition("?")[0],
+        )
+        table.add_row(*map(Text, row))
+    out.print(table)
+    troubled = [run for run in found if run.state in IN_TROUBLE]
+    for run in troubled:
+        out.print(Text(f"\n{run.name}: {run.text}"))
+    least, most = (sum(sizes) for sizes in zip(*((run.size_bytes, run.max_size_bytes) for run in found), strict=True))
+    total = _range(size(least), size(most))
+    cost_of_all = _range(f"{least / GIB * price:.2f}", f"{most / GIB * price:.2f}")
+    out.print(
+        Text(
+            f"\n{len(found)} runs, {total}; {cost_of_all} a month, assuming {price:g} per GiB and month "
+            "(--price-per-gib-month) for the bytes of live checkpoints alone"
+        )
+    )
+
+
+def _costs(run: RunSummary, price: float) -> dict[str, float]:
+    return {
+        "cost_per_month": run.size_bytes / GIB * price,
+        "max_cost_per_month": run.max_size_bytes / GIB * price,
+    }
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Shows on a terminal's stderr how far the listing is. Says nothing where stderr is no terminal."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda *_: None
+        return
+    with console.status("") as status:
+        yield lambda looked, found: status.update(Text(f"{found} runs in {looked} folders"))
+
+
+COMMANDS = (runs,)

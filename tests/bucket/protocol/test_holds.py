@@ -1,0 +1,318 @@
+"""Tests that a fork inside one bucket copies no tensor, and that what two runs share outlives every crash. Step 30."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol.fork import fork
+from raycheck.bucket.protocol.holds import HOLD_GRACE_S, drop_orphans
+from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
+from raycheck.bucket.protocol.repair import repair
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
+from raycheck.errors import NotFoundError, RaycheckError, StoreError
+from tests.support.crash_enumeration import claim, restore, run
+from tests.support.fault_injection import Wire, World, Write
+from tests.support.invariants import assert_invariants
+from tests.support.order_enumeration import Orders
+from tests.support.sample_checkpoints import Driver, everything
+from tests.support.stepped_processes import Clock, simulated
+from tests.support.two_runs import HOME, Placed
+
+SOURCE, THIRD = "runs/source", "teams/x/third"
+
+
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[Clock]:
+    with simulated() as clock:
+        yield clock
+
+
+def at(world: World, place: str) -> Placed:
+    return Placed(world.open(), place)
+
+
+_started = itertools.count()
+
+
+def trains(store: Placed, owner: str, *, base: bool = False) -> str:
+    """Claim, restore by reading all bytes, save in full or with the restored directories, keep one, prune and sweep."""
+    driver = Driver(store, f"{owner}-{next(_started)}", "c")
+    attempt, entry = claim(driver, f"{driver.me.owner}-group")
+    manifest = restore(Checkpoint(store, entry)) if entry else None
+    saved = driver.save(attempt.number, 1, keep_last=1, base=manifest if base else None)
+    prune(driver.register, grace_s=0.0)
+    sweep(store, also_whole=True)
+    return saved.key
+
+
+def source_world() -> World:
+    """Make a bucket with one run, at SOURCE, which has saved twice and keeps both."""
+    world = World()
+    driver = Driver(at(world, SOURCE), "sue", "c")
+    attempt, _ = claim(driver, "g1")
+    for save in (1, 2):
+        driver.save(attempt.number, save)
+    return world
+
+
+def forked_world() -> World:
+    world = source_world()
+    forks(world.open())
+    return world
+
+
+def forks(wire: Wire, run_id: str = "forked") -> tuple[str, ...]:
+    fork(Placed(wire, SOURCE), Placed(wire, HOME), run_id=run_id)
+    return ()
+
+
+def read_head(store: Placed) -> None:
+    body = read_latest(store)
+    restore(Checkpoint(store, body.entry(body.head)))
+
+
+def assert_shared_and_given_back(world: World) -> None:
+    """Assert that both runs go on whatever was done before, that nothing shared is lost, and that all is given back."""
+    trains(at(world, SOURCE), "sam")
+    if at(world, HOME).list_names("checkpoints/"):
+        # A fork whose `latest` was never written, or was lost, keeps what it may need.
+        assert not world.objects.get("latest") or read_head(at(world, HOME)) is None
+    forks(world.open(), "again")
+    trains(at(world, SOURCE), "sue2")
+    read_head(at(world, HOME))
+    assert_invariants(at(world, HOME))
+
+    trains(at(world, HOME), "tom")  # in full: nothing of the source is needed any more
+    world.inner.at += HOLD_GRACE_S + 1
+    trains(at(world, SOURCE), "una")
+
+    for place in (HOME, SOURCE):
+        body = assert_invariants(at(world, place))
+        assert (body.holds, body.loans) == ((), ()), place
+        assert {str(name) for name in list_directories(at(world, place))} <= body.held(), place
+    assert not list(at(world, SOURCE).list_objects(object_keys.HOLDS_PREFIX))
+
+
+def test_a_fork_in_one_bucket_moves_no_tensor_and_lists_what_it_borrows() -> None:
+    world = source_world()
+    before = dict(world.objects)
+
+    done = fork(at(world, SOURCE), at(world, HOME), run_id="forked")
+
+    new = set(world.objects) - set(before)
+    head = read_latest(at(world, SOURCE)).head
+    assert not [key for key in new if key.endswith((".distcp", ".metadata"))]
+    assert (done.source, done.borrowed_bytes) == (head, 64 + len(f"metadata of {head}"))
+    body = read_latest(at(world, HOME))
+    assert body.entry(body.head).refs == (f"../source/{head}",)
+    assert [(loan.source, loan.directories) for loan in body.loans] == [("../source", (head,))]
+    (hold,) = read_latest(at(world, SOURCE)).holds
+    assert (hold.holder, hold.run_id, hold.directories, hold.is_confirmed) == ("../fork", "forked", (head,), True)
+    assert_shared_and_given_back(world)
+
+
+def test_the_source_s_retention_drops_the_checkpoint_and_keeps_the_borrowed_objects() -> None:
+    world = forked_world()
+    head = read_latest(at(world, SOURCE)).head
+
+    trains(at(world, SOURCE), "sam")
+
+    assert read_latest(at(world, SOURCE)).entry(head) is None
+    assert at(world, SOURCE).full(object_keys.manifest_key(head)) not in world.objects
+    read_head(at(world, HOME))
+    assert_shared_and_given_back(world)
+
+
+def test_a_fork_of_a_fork_holds_what_it_uses_where_it_lies() -> None:
+    world = forked_world()
+
+    fork(at(world, HOME), at(world, THIRD), run_id="third")
+
+    body = read_latest(at(world, THIRD))
+    assert [loan.source for loan in body.loans] == ["../../../runs/source"]
+    assert [hold.holder for hold in read_latest(at(world, SOURCE)).holds] == ["../fork", "../../teams/x/third"]
+    trains(at(world, HOME), "tom")  # the fork in between needs nothing of the source any more
+    trains(at(world, SOURCE), "sam")
+    read_head(at(world, THIRD))
+    world.inner.at += HOLD_GRACE_S + 1
+    drop_orphans(Register(at(world, HOME)))
+    prune(Register(at(world, HOME)))
+    assert read_latest(at(world, HOME)).holds == (), "what was held for a moment, while the third run was made"
+    trains(at(world, THIRD), "uma")
+    trains(at(world, SOURCE), "sue3")
+    assert read_latest(at(world, SOURCE)).holds == ()
+
+
+def test_a_checkpoint_that_goes_on_with_borrowed_directories_keeps_them() -> None:
+    world = forked_world()
+
+    trains(at(world, HOME), "tom", base=True)
+    trains(at(world, SOURCE), "sam")
+
+    assert read_latest(at(world, HOME)).loans
+    read_head(at(world, HOME))
+    assert_shared_and_given_back(world)
+
+
+def test_a_source_whose_latest_is_lost_is_repaired_with_its_holds() -> None:
+    world = forked_world()
+    trains(at(world, SOURCE), "sam")
+    world.apply(Write("delete", at(world, SOURCE).full("latest")))
+
+    repair(at(world, SOURCE))
+
+    trains(at(world, SOURCE), "sue2")
+    read_head(at(world, HOME))
+    assert_shared_and_given_back(world)
+
+
+def test_a_fork_whose_latest_is_lost_is_repaired_with_its_loans() -> None:
+    world = forked_world()
+    world.apply(Write("delete", "latest"))
+    world.inner.at += 10 * HOLD_GRACE_S
+    trains(at(world, SOURCE), "sam")
+
+    repair(at(world, HOME))
+
+    trains(at(world, SOURCE), "sue2")
+    read_head(at(world, HOME))
+    assert [loan.source for loan in read_latest(at(world, HOME)).loans] == ["../source"]
+    assert_shared_and_given_back(world)
+
+
+def test_a_hold_without_a_run_is_dropped_after_a_day_and_not_before() -> None:
+    world = dead_fork_world()
+    register = Register(at(world, SOURCE))
+    held = read_latest(register.store).holds
+    assert len(held) == 1
+    world.inner.at += HOLD_GRACE_S - 1
+    assert drop_orphans(register) == ()
+
+    world.inner.at += 2
+
+    assert drop_orphans(register) == held
+    assert read_latest(register.store).holds == ()
+
+
+def test_a_run_that_cannot_be_read_keeps_its_hold() -> None:
+    world = forked_world()
+    world.inner.at += 10 * HOLD_GRACE_S
+    for data in (b"torn", b""):
+        world.inner.put("latest", data)
+        assert drop_orphans(Register(at(world, SOURCE))) == ()
+
+
+def test_a_fork_that_was_deleted_by_hand_gives_everything_back() -> None:
+    world = forked_world()
+    for key in [key for key in everything(world.inner) if not key.startswith("elsewhere/")]:
+        world.inner.delete(key)
+
+    (hold,) = drop_orphans(Register(at(world, SOURCE)))
+
+    assert hold.holder == "../fork"
+    trains(at(world, SOURCE), "sam")
+    assert len(list_directories(at(world, SOURCE))) == 1
+
+
+def test_a_dropped_checkpoint_cannot_be_borrowed() -> None:
+    world = source_world()
+    gone = list_directories(at(world, SOURCE))[0]
+    trains(at(world, SOURCE), "sam")
+
+    with pytest.raises(NotFoundError):
+        fork(at(world, SOURCE), at(world, HOME), run_id="forked", key=str(gone))
+
+    assert "latest" not in world.objects
+
+
+@pytest.mark.enumeration
+def test_a_fault_at_any_call_of_a_fork_loses_nothing_of_either_run() -> None:
+    calls = run(source_world(), forks).calls
+    count = 0
+    for number, call in enumerate(calls):
+        for mode in (None, *call.modes[1:]):
+            plain = run(source_world(), forks, fault=(number, mode))
+            dead = run(source_world(), forks, fault=(number, mode), dies_at=number + 1)
+            for end in (plain, dead):
+                for lands in (True, False) if end.world.late else (False,):
+                    world = end.world.copy()
+                    while lands and world.late:
+                        world.land()
+                    assert_shared_and_given_back(world)
+                    count += 1
+    assert count >= 130
+
+
+def gives_back(wire: Wire) -> tuple[str, ...]:
+    """Train on in the fork without the borrowed directories, and give them back."""
+    store = Placed(wire, HOME)
+    driver = Driver(store, "tom", "c")
+    attempt, _ = claim(driver, "tom-group")
+    driver.save(attempt.number, 1, keep_last=1)
+    for _ in range(2):
+        try:
+            prune(driver.register, grace_s=0.0)
+        except StoreError:
+            continue
+    return ()
+
+
+@pytest.mark.enumeration
+def test_a_fault_at_any_call_that_gives_back_loses_nothing_of_either_run() -> None:
+    calls = run(forked_world(), gives_back).calls
+    count = 0
+    for number, call in enumerate(calls):
+        for mode in (None, *call.modes[1:]):
+            for dies_at in (None, number + 1):
+                end = run(forked_world(), gives_back, fault=(number, mode), dies_at=dies_at)
+                while end.world.late:
+                    end.world.land()
+                assert_shared_and_given_back(end.world)
+                count += 1
+    assert count >= 100
+
+
+def source_trains(wire: Wire) -> tuple[str, ...]:
+    """Drop the checkpoint that is being forked, and delete it."""
+    trains(Placed(wire, SOURCE), "sam")
+    return ()
+
+
+def orphans_are_dropped(wire: Wire) -> tuple[str, ...]:
+    drop_orphans(Register(Placed(wire, SOURCE)))
+    return ()
+
+
+@pytest.mark.enumeration
+@pytest.mark.parametrize("other", [source_trains, orphans_are_dropped], ids=["retention", "sweep of orphans"])
+def test_a_fork_beside_its_source_s_retention_in_any_order_loses_nothing(clock: Clock, other) -> None:
+    orders = Orders(aged_world if other is orphans_are_dropped else source_world, (forks, other), clock, max_switches=2)
+    for world, outcomes in orders.all():
+        assert all(not isinstance(outcome, BaseException) or isinstance(outcome, RaycheckError) for outcome in outcomes)
+        if "latest" in world.objects and not isinstance(outcomes[0], RaycheckError):
+            read_head(at(world, HOME))
+        assert_shared_and_given_back(world)
+    assert orders.count >= 3
+
+
+def dead_fork_world() -> World:
+    """Make a source that holds something for a fork which died before it wrote anything of its own."""
+    calls = run(source_world(), forks).calls
+    first = next(number for number, call in enumerate(calls) if call.is_write and not call.key.startswith("elsewhere/"))
+    return run(source_world(), lambda wire: forks(wire, "dead"), fault=(first, None)).world
+
+
+def aged_world() -> World:
+    """Make one whose fork died long ago, and to whose place somebody may fork again."""
+    world = dead_fork_world()
+    world.inner.at += 2 * HOLD_GRACE_S
+    return world
+
+
+def test_nothing_else_is_swept_of_a_source() -> None:
+    world = forked_world()
+
+    assert plan_sweep(at(world, SOURCE)) == ()
