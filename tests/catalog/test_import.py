@@ -1,5 +1,6 @@
 """Imports of what other programs have written, restored into live objects and compared to the last bit."""
 
+import ast
 import io
 import json
 import pickle
@@ -379,6 +380,19 @@ def test_chosen_entries_and_given_names(tmp_path: Path) -> None:
 class Evil:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("/tmp/raycheck-import-was-evil"),)
+
+
+def test_foreign_files_are_loaded_by_torchs_restricted_loader_alone() -> None:
+    folder = Path(new_checkpoint.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    loads = [
+        call for call in calls if ast.unparse(call.func) in ("torch.load", "pickle.load", "pickle.loads", "dcp.load")
+    ]
+
+    assert [ast.unparse(call) for call in loads] == [
+        "torch.load(path, map_location='cpu', weights_only=True, mmap=True)"
+    ]
 
 
 def _header(about: Any, data: bytes = b"") -> bytes:

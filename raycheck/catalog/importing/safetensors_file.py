@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 
-from raycheck.catalog.importing.source_files import SourceFiles
+from raycheck.catalog.importing.source_files import BLOCK_BYTES, SourceFiles
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, check_shape
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES
@@ -76,8 +77,12 @@ def _tensor(files: SourceFiles, name: str, start: int, shape: tuple[int, ...], d
         count = box.count * dtype.itemsize
         if not count:
             return torch.empty(box.sizes, dtype=dtype)
-        data = bytearray(files.range(name, first, first + count))
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(box.sizes)
+        flat = torch.empty(count, dtype=torch.uint8)
+        view = memoryview(cast("Any", flat.numpy()))
+        for at in range(0, count, BLOCK_BYTES):
+            stop = min(at + BLOCK_BYTES, count)
+            view[at:stop] = files.range(name, first + at, first + stop)
+        return flat.view(dtype).view(box.sizes)
 
     whole = Box((0,) * len(shape), shape)
     return SourceTensor(
