@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from raycheck.catalog.deletes import delete_checkpoint, delete_run
     from raycheck.catalog.download import download
     from raycheck.catalog.forks import fork_run
+    from raycheck.catalog.importing.import_checkpoint import import_checkpoint
     from raycheck.catalog.listing import RunSummary, list_runs
     from raycheck.errors import (
         ConfigError,
@@ -48,6 +49,7 @@ _HOMES = {
     "raycheck.bucket.protocol.fork": ("Forked",),
     "raycheck.catalog.deletes": ("delete_checkpoint", "delete_run"),
     "raycheck.catalog.forks": ("fork_run",),
+    "raycheck.catalog.importing.import_checkpoint": ("import_checkpoint",),
     "raycheck.catalog.listing": ("RunSummary", "list_runs"),
     "raycheck.catalog.archive.pack": ("pack",),
     "raycheck.catalog.archive.unpack": ("unpack",),
@@ -113,6 +115,7 @@ __all__ = [
     "export_hf",
     "fit",
     "fork_run",
+    "import_checkpoint",
     "list_runs",
     "open_checkpoint",
     "open_run",

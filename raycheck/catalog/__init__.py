@@ -1,4 +1,4 @@
-"""Works with many runs in one bucket. Each file is one of its matters; none of them knows torch or Ray.
+"""Works with many runs in one bucket. Each file is one of its matters.
 
 - listing.py finds the runs below a prefix: `raycheck runs`.
 - forks.py begins a run from another one's checkpoint: `raycheck fork`.
@@ -9,4 +9,5 @@
 - local_files.py writes files that are whole under their own names.
 - stored_objects.py finds a checkpoint and its objects, wherever they lie.
 - read_ahead.py streams bytes from and to stores, in bounded memory.
+- importing/ makes a run of a checkpoint that something else has written: `raycheck import`.
 """

@@ -5,7 +5,8 @@
 - names.py names and scores single checkpoints: `name`, `rename`, `unname`, `score`.
 - bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
   export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
-- catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`.
+- catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
+  `import`.
 - options.py has the arguments that commands share, and everything that prints.
 
 To add a command, write a function in the file of its topic and put it into that file's COMMANDS. The function's name,
@@ -26,7 +27,7 @@ import typer
 import raycheck
 from raycheck.cli import browse, demo, docs, export, manage, names, submit, watch_node
 from raycheck.cli.bench import command as bench
-from raycheck.cli.catalog import archives, delete, fork, runs
+from raycheck.cli.catalog import archives, delete, fork, import_command, runs
 from raycheck.cli.options import Text, out, with_flags
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
@@ -37,9 +38,24 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for topic in (browse, manage, names, runs, fork, delete, bench, submit, watch_node, export, archives, demo, docs):
+for topic in (
+    browse,
+    manage,
+    names,
+    runs,
+    fork,
+    delete,
+    bench,
+    submit,
+    watch_node,
+    export,
+    archives,
+    import_command,
+    demo,
+    docs,
+):
     for command in topic.COMMANDS:
-        app.command()(with_flags(command))
+        app.command(command.__name__.strip("_").replace("_", "-"))(with_flags(command))
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from tokenize import COMMENT, generate_tokens
 from typing import Any
 
 import pytest
+import torch
 import typer
 from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
@@ -99,6 +100,10 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder that is the bucket of the guides, and a worker group of one without Ray."""
     uri = f"file://{tmp_path}/bucket"
     monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(8, 1)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": torch.optim.AdamW(model.parameters()).state_dict()}, "last.pt"
+    )
     monkeypatch.setattr(raycheck.Group, "of_ray_train", lambda: group_of(f"{uri}/runs/my-run")[0])
     return uri
 

@@ -180,7 +180,7 @@ class TrainState:
             manifest=manifest,
             progress=match.progress,
             lineage=manifest.partial if selection == EVERYTHING else (*manifest.partial, str(selection)),
-            rng_values=tuple(values.get("rng") for values in index.rank_values) if selection.takes("rng") else (),
+            rng_values=_random_state(index) if selection.takes("rng") else (),
             tensors=len(match.boxes),
             bytes_fetched=fetched,
             report=match.report,
@@ -248,3 +248,9 @@ class TrainState:
                 else:
                     shared.append(box)
         return [*merge_tied(shared), *merge_tied(own)]
+
+
+def _random_state(index: Index) -> tuple[Any, ...]:
+    """Returns the random state of each rank; nothing when the ranks have none, as in a checkpoint that was imported."""
+    found = tuple(values.get("rng") for values in index.rank_values)
+    return found if any(found) else ()

@@ -1,0 +1,135 @@
+"""Reads a directory that stock torch DCP has written: its boxes as they are, its shard files record by record.
+
+The nested state is put together from the paths that DCP's planner keeps. DCP has turned the keys of dicts into strings.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raycheck.catalog.importing.dcp_metadata_reading import DcpContents, Place, read_dcp_metadata
+from raycheck.catalog.importing.source_files import BLOCK_BYTES, SourceFiles
+from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors, with_ties
+from raycheck.catalog.importing.state_in_source import ReadSettings, SourceState, count_in
+from raycheck.catalog.importing.torch_file import MAX_DEPTH, load_restricted, represented, source_tensor
+from raycheck.errors import ConfigError, CorruptError
+
+METADATA = ".metadata"
+MAX_METADATA_BYTES = 1 << 30
+MAX_VALUE_BYTES = 256 * 1024 * 1024
+
+
+def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceState:
+    """Read the state in a DCP directory.
+
+    Raises ConfigError for a value that only pickle could make, unless settings.skip_values, and CorruptError for
+    metadata that does not fit the files.
+    """
+    what = files.what(METADATA)
+    contents = read_dcp_metadata(files.read(METADATA, MAX_METADATA_BYTES), what)
+    tensors = SourceTensors()
+    found: dict[tuple[str | int, ...], Any] = {}
+    left_out: list[str] = []
+    in_order = [name for name in contents.paths if name in contents.tensors]  # the state's own, if all ranks had it
+    described = {
+        name: _tensor(files, contents, name, settings) for name in dict.fromkeys([*in_order, *contents.tensors])
+    }
+    for name, tensor in with_ties(described).items():
+        found[contents.paths.get(name, (name,))] = tensors.add(tensor, name)
+    for name, place in contents.values.items():
+        try:
+            value = _value(files, place, name, settings, tensors)
+        except ConfigError as error:
+            if not settings.skip_values:
+                raise ConfigError(f"{error} Or leave out all such values: skip_values=True") from None
+            left_out.append(name)
+            continue
+        found[contents.paths.get(name, (name,))] = value
+    tree = _nested(found, what)
+    progress = tree.get("progress")
+    progress = progress if isinstance(progress, dict) else {}
+    return SourceState(
+        kind="dcp",
+        tree=tree,
+        tensors=tensors,
+        step=count_in(progress, "step") or count_in(tree, "global_step", "step", "iteration"),
+        epoch=count_in(progress, "epoch") or count_in(tree, "epoch"),
+        left_out=tuple(left_out),
+    )
+
+
+def _tensor(files: SourceFiles, contents: DcpContents, name: str, settings: ReadSettings) -> SourceTensor:
+    about = contents.tensors[name]
+    places = {}
+    for offsets, sizes, place in about.chunks:
+        _check_place(files, place, name)
+        places[Box(offsets, sizes)] = place
+
+    def read(box: Box) -> torch.Tensor:
+        loaded = _load(files, places[box], name, settings)
+        if not isinstance(loaded, torch.Tensor) or (tuple(loaded.shape), loaded.dtype) != (box.sizes, about.dtype):
+            raise CorruptError(f"{files.what(places[box].file)}: the record of {name} holds another tensor")
+        source_tensor(loaded, name)  # refuses tensors whose bytes are not their value
+        return loaded
+
+    return SourceTensor(
+        dtype=about.dtype,
+        shape=about.shape,
+        boxes=tuple(places),
+        can_split=False,
+        read=read,
+        place=tuple((place.file, place.start) for place in places.values()) or name,
+    )
+
+
+def _value(files: SourceFiles, place: Place, name: str, settings: ReadSettings, tensors: SourceTensors) -> Any:
+    _check_place(files, place, name)
+    if place.size_bytes > MAX_VALUE_BYTES:
+        raise ConfigError(f"{files.what(place.file)}: the value {name} has {place.size_bytes} bytes.")
+
+    def represent(tensor: torch.Tensor, path: str) -> torch.Tensor:
+        return tensors.add(source_tensor(tensor.clone(), f"{name}.{path}"), f"{name}.{path}")
+
+    return represented(_load(files, place, name, settings), represent, name)
+
+
+def _load(files: SourceFiles, place: Place, name: str, settings: ReadSettings) -> Any:
+    """Load one record by torch's restricted loader, from a file of its own, which the loader can map."""
+    with tempfile.TemporaryDirectory(prefix="raycheck-import-") as folder:
+        path = Path(folder) / "record"
+        with path.open("wb") as file:
+            for start in range(place.start, place.start + place.size_bytes, BLOCK_BYTES):
+                file.write(files.range(place.file, start, min(start + BLOCK_BYTES, place.start + place.size_bytes)))
+        return load_restricted(path, f"{files.what(place.file)}: {name}", verify=settings.verify)
+
+
+def _check_place(files: SourceFiles, place: Place, name: str) -> None:
+    size = files.check(place.file)
+    is_span = type(place.start) is int and type(place.size_bytes) is int and place.start >= 0 < place.size_bytes
+    if not is_span or place.start + place.size_bytes > size:
+        raise CorruptError(f"{files.what(place.file)} is truncated: it has {size} bytes, and {name} lies beyond them")
+
+
+def _nested(found: dict[tuple[str | int, ...], Any], what: str) -> dict[str, Any]:
+    """Put the state together from its leaves by path. Steps that are numbers make lists."""
+    root: dict[Any, Any] = {}
+    for path, value in found.items():
+        node = root
+        for step in path[:-1]:
+            node = node.setdefault(step, {})
+            if type(node) is not dict:
+                raise CorruptError(f"{what}: {path} lies inside of a value")
+        if not path or len(path) > MAX_DEPTH or path[-1] in node:
+            raise CorruptError(f"{what}: two entries have the path {str(path)[:200]}, or it is too long")
+        node[path[-1]] = value
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(node: Any) -> Any:
+    if type(node) is not dict:
+        return node
+    if node and all(type(step) is int for step in node):
+        return [_with_lists(node[step]) for step in sorted(node)]
+    return {key: _with_lists(value) for key, value in node.items()}

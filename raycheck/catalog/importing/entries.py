@@ -1,0 +1,249 @@
+"""Turns the nested state of a source into entries, by the very classes that save live objects.
+
+Each part of the state is put into an object that has what the entry asks of a live one. So an import is written in the
+form that a save has, whatever that becomes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from raycheck.catalog.importing.optimizer_forms import NamedOptimizer, is_optimizer, named_optimizer
+from raycheck.catalog.importing.state_in_source import SourceState
+from raycheck.errors import ConfigError
+from raycheck.shards.entries.hf_assets import FACTS, FilesEntry, assets_of
+from raycheck.shards.entries.module.module_entry import ModuleEntry
+from raycheck.shards.entries.module.parameter_names import NamedParameters, ParameterNames
+from raycheck.shards.entries.object_entry import ObjectEntry
+from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
+from raycheck.shards.entries.plain_value_entry import HeldValue, PlainValueEntry
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, GatheredEntry, StateEntry
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+TOKENIZER = "tokenizer"
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportedEntry:
+    """Holds one entry as a save would gather it. kind: module, optimizer, object, value or files, for people."""
+
+    name: str
+    kind: str
+    found: GatheredEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportedState:
+    """Holds all entries of an import, and the files that an export needs, by entry. left_out, notes: for people."""
+
+    entries: tuple[ImportedEntry, ...]
+    assets: Mapping[str, Mapping[str, str]]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def imported_state(
+    state: SourceState,
+    *,
+    entries: Mapping[str, str] | None,
+    parameters: Sequence[Sequence[str]] | None,
+    skip_values: bool,
+) -> ImportedState:
+    """Make the entries of a source's state.
+
+    entries: the key in the source of each entry that is wanted, with dots between levels; None: all that there are.
+    parameters, skip_values: see import_checkpoint. Raises ConfigError, naming the entry, for what cannot be kept.
+    """
+    parts, notes, left_out = _chosen(state, entries)
+    models = {name: _plain_state_dict(part) for name, part in parts.items() if _is_module(part)}
+    made: list[ImportedEntry] = []
+    for name, part in parts.items():
+        if not name.replace(".", "_").isidentifier() or name in (*OWN_ENTRIES, ASSETS):
+            raise ConfigError(f"{name!r} cannot be the name of an entry; give it one with entries=, as NAME=KEY")
+        if name in models:
+            made.append(ImportedEntry(name=name, kind="module", found=_module(name, models[name]).gather()))
+        elif is_optimizer(part):
+            ordered = models if state.is_ordered else {}
+            named = named_optimizer(name, part, models, ordered=ordered, parameters=parameters, plain=_plain)
+            if named.is_by_order:
+                notes.append(f"{name}: its parameters are numbered; their names follow the order of the model")
+            made.append(ImportedEntry(name=name, kind="optimizer", found=_optimizer(name, named).gather()))
+        else:
+            _keep_value(made, left_out, name, part, skip_values=skip_values)
+    given: dict[str, object] = {}
+    if state.files and entries is None and TOKENIZER not in parts:
+        given[TOKENIZER] = _GivenFiles(state.files)
+        files = FilesEntry(TOKENIZER, given[TOKENIZER]).gather()
+        made.append(ImportedEntry(name=TOKENIZER, kind="files", found=files))
+    assets: dict[str, Mapping[str, str]] = dict(assets_of(given))
+    if state.texts and len(models) == 1:
+        facts = json.dumps({"kind": "model", "tied": {}})
+        assets[next(iter(models))] = {**state.texts, FACTS: facts}
+    return ImportedState(entries=tuple(made), assets=assets, left_out=tuple(left_out), notes=tuple(notes))
+
+
+def _keep_value(made: list[ImportedEntry], left_out: list[str], name: str, part: Any, *, skip_values: bool) -> None:
+    entry: StateEntry
+    if type(part) is dict and part:
+        kind, entry = "object", ObjectEntry(name, _GivenObject(part))
+    else:
+        kind, entry = "value", PlainValueEntry(name, HeldValue([part], 0, name), rank=1)
+    try:
+        made.append(ImportedEntry(name=name, kind=kind, found=entry.gather()))
+    except ConfigError as error:
+        if not skip_values:
+            raise ConfigError(f"{error}. Or leave out all such values: skip_values=True") from None
+        left_out.append(name)
+
+
+def _chosen(state: SourceState, entries: Mapping[str, str] | None) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Returns the parts that become entries, by name, with notes and what is left out."""
+    tree, notes, left_out = dict(state.tree), list(state.notes), list(state.left_out)
+    if entries is not None:
+        parts = {}
+        for name, key in entries.items():
+            parts[name] = _at(tree, key, state)
+        kept = {key.partition(".")[0] for key in entries.values()}
+        return parts, notes, left_out + [str(key) for key in tree if key not in kept and key != ""]
+    if _is_module(tree):
+        return {"model": tree}, notes, left_out
+    inner = next(iter(tree.values())) if len(tree) == 1 else None
+    is_part = _is_module(inner) or is_optimizer(inner)
+    if isinstance(inner, dict) and not is_part and all(isinstance(part, Mapping) for part in inner.values()):
+        notes.append(f"the parts of {next(iter(tree))!r} are the entries")
+        tree = dict(inner)
+    tree.pop("progress", None)  # raycheck's own count of steps, when the directory is one of its components
+    return {str(name): part for name, part in tree.items()}, notes, left_out
+
+
+def _at(tree: Mapping[str, Any], key: str, state: SourceState) -> Any:
+    """Returns the part of the state at a key such as app.model. "" is the whole state."""
+    node: Any = tree
+    if key in ("", None):
+        return tree
+    if key in tree:
+        return tree[key]
+    for step in key.split("."):
+        if isinstance(node, list) and step.isdigit() and int(step) < len(node):
+            node = node[int(step)]
+        elif isinstance(node, Mapping) and step in node:
+            node = node[step]
+        else:
+            there = ", ".join(map(str, list(state.tree)[:20]))
+            raise ConfigError(f"entries=: the source has nothing at {key!r}; there are: {there}")
+    return node
+
+
+def _is_module(part: object) -> bool:
+    """Returns whether this is the state dict of a module: tensors by name, and perhaps extra state."""
+    if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
+        return False
+    tensors = [isinstance(item, torch.Tensor) or name.endswith("_extra_state") for name, item in part.items()]
+    is_flat_optimizer = all(name.startswith(("state.", "param_groups.")) for name in part)
+    return bool(tensors) and all(tensors) and not is_flat_optimizer
+
+
+def _plain_state_dict(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state dict without the names that DDP and torch.compile put before those of the plain model."""
+    found = dict(part)
+    for wrapper in (*_WRAPPERS, *_WRAPPERS):
+        if found and all(name.startswith(wrapper) for name in found):
+            found = {name.removeprefix(wrapper): item for name, item in found.items()}
+    if len({_plain(name) for name in found}) == len(found):
+        found = {_plain(name): item for name, item in found.items()}
+    return found
+
+
+def _plain(name: str) -> str:
+    """Returns a parameter's name without the steps of torch.compile and activation checkpointing."""
+    steps = name.removeprefix("module.").split(".") if name.startswith("module.") else name.split(".")
+    return ".".join(step for step in steps if step not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+def _module(name: str, state: Mapping[str, Any]) -> ModuleEntry:
+    return ModuleEntry(name, _GivenModule(state))
+
+
+def _optimizer(name: str, given: NamedOptimizer) -> OptimizerEntry:
+    stand_in = _GivenOptimizer(given)
+    return OptimizerEntry(name, cast("Optimizer", stand_in), _GivenNames(stand_in))
+
+
+class _GivenModule(torch.nn.Module):
+    """Has the state dict of a module, and no parameters of its own: nothing in it is known to be frozen."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._given = state
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self._given)
+
+
+class _GivenOptimizer:
+    """Has what an entry asks of an optimizer: groups of parameters, and a state_dict with numbers."""
+
+    def __init__(self, given: NamedOptimizer) -> None:
+        flat = [name for group in given.names for name in group]
+        self.by_name = {name: torch.nn.Parameter(torch.empty(0, device="meta")) for name in flat}
+        self.param_groups = [
+            {"params": [self.by_name[name] for name in names], **options}
+            for names, options in zip(given.names, given.options, strict=True)
+        ]
+        number = {name: at for at, name in enumerate(flat)}
+        self._packed = {
+            "state": {number[name]: slots for name, slots in given.slots.items()},
+            "param_groups": [
+                {**options, "params": [number[name] for name in names]}
+                for names, options in zip(given.names, given.options, strict=True)
+            ],
+            **given.rest,
+        }
+        self.state: dict[torch.Tensor, Any] = {}
+        self._optimizer_state_dict_pre_hooks: dict[int, Any] = {}
+        self._optimizer_state_dict_post_hooks: dict[int, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._packed
+
+
+class _GivenNames(NamedParameters):
+    """Knows the names of a given optimizer's parameters, which are in no module."""
+
+    def __init__(self, optimizer: _GivenOptimizer) -> None:
+        super().__init__({})
+        self._names: dict[torch.Tensor, tuple[str, str]] = {
+            parameter: ("", name) for name, parameter in optimizer.by_name.items()
+        }
+
+    def of(self, parameters: Any) -> ParameterNames:
+        del parameters
+        return self._names
+
+
+class _GivenObject:
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self._state
+
+
+class _GivenFiles:
+    """Writes files as a tokenizer does."""
+
+    def __init__(self, files: Mapping[str, torch.Tensor]) -> None:
+        self._files = files
+
+    def save_pretrained(self, folder: str) -> None:
+        for name, data in self._files.items():
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(data.numpy()))

@@ -1,0 +1,140 @@
+"""Makes a run of a checkpoint that something else has written: the public `import_checkpoint`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.new_run import look_at_place
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store import open_store
+from raycheck.catalog.importing.detection import read_source
+from raycheck.catalog.importing.entries import ImportedState, imported_state
+from raycheck.catalog.importing.new_checkpoint import Piece, planned, write_run
+from raycheck.catalog.importing.source_files import open_source
+from raycheck.catalog.importing.state_in_source import ReadSettings
+from raycheck.errors import ConfigError
+from raycheck.storage_settings import StorageSettings
+
+MAX_STEP = 10**9 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportedEntryReport:
+    """Describes one entry of an import. kind: module, optimizer, object, value or files. size_bytes: of its tensors."""
+
+    name: str
+    kind: str
+    num_tensors: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """Describes what was imported, or would be.
+
+    uri: of the run. checkpoint: its name; "" for a dry run. kind: of the source. left_out: what is not imported. notes:
+    what was chosen. is_new: False for a dry run, and when an earlier call had made this very run.
+    """
+
+    uri: str
+    checkpoint: str
+    kind: str
+    step: int
+    entries: tuple[ImportedEntryReport, ...]
+    size_bytes: int
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    is_new: bool
+
+
+def import_checkpoint(
+    source: str,
+    dest: str,
+    *,
+    kind: str | None = None,
+    entries: Mapping[str, str] | None = None,
+    parameters: Sequence[Sequence[str]] | None = None,
+    step: int | None = None,
+    skip_values: bool = False,
+    storage: StorageSettings | None = None,
+    dry_run: bool = False,
+    told: Callable[[int, int], None] = lambda _done, _all: None,
+) -> Imported:
+    """Make the run `dest` with one checkpoint, of what lies at `source`. A training restores it like any other.
+
+    This needs torch, about 2 GiB of memory, and disk for files of torch.save that lie in a bucket.
+
+    source: a directory of torch DCP, Hugging Face (also in the hub's cache), Ray Train or FSDP ranks, or a file of
+        torch.save, Lightning or safetensors; here or in a bucket.
+    dest: the URI of the new run.
+    kind: dcp, huggingface, torch, lightning or fsdp. None: judge by the files.
+    entries: which parts become entries, as {"policy": "model_state_dict"}: the entry's name, and its key in the source,
+        with dots between levels. None: every part, under its own name.
+    parameters: the names of an optimizer's parameters, by group and in order, where the source only has numbers.
+    step: the optimizer steps that are done. None: as the source says it, else 0.
+    skip_values: leave out values that cannot be taken without pickle, in place of refusing them.
+    storage: how the buckets are reached. dry_run: write nothing. told: is told the bytes written, and all.
+
+    Does nothing when an earlier call has made this very run. Raises ConfigError for what is not imported, and when
+    another run is there; CorruptError for a source that is damaged. Then no run is created.
+    """
+    register = Register(open_store(dest, storage))
+    existing, save = look_at_place(register)
+    with open_source(source, storage) as files:
+        found = read_source(files, ReadSettings(verify=not dry_run, skip_values=skip_values), kind=kind)
+        state = imported_state(found, entries=entries, parameters=parameters, skip_values=skip_values)
+        shards = planned(state, found.tensors)
+        progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
+        origin = f"import of {source.partition('?')[0]} ({found.kind})"
+        is_new = existing is None and not dry_run
+        if existing is not None:
+            _refuse_another(register, existing, origin)
+        elif is_new:
+            name = CheckpointName(step=progress.step, attempt=0, save=save)
+            existing = write_run(register, state, shards, name=name, progress=progress, restored_from=origin, told=told)
+            _refuse_another(register, existing, origin)  # somebody else's may have been faster
+    return Imported(
+        uri=register.store.uri,
+        checkpoint=(existing.head if existing else None) or "",
+        kind=found.kind,
+        step=progress.step,
+        entries=_reports(state, shards),
+        size_bytes=sum(piece.size_bytes for shard in shards for piece in shard),
+        left_out=state.left_out,
+        notes=state.notes,
+        is_new=is_new,
+    )
+
+
+def _refuse_another(register: Register, body: Latest, origin: str) -> None:
+    """Raise ConfigError when the run that is there does not go back to this import."""
+    head = body.entry(body.head or "")
+    if head is None or Checkpoint(register.store, head).read_manifest().restored_from != origin:
+        raise ConfigError(f"{register.store.uri}: there is a run already. Import into a new one")
+
+
+def _step(given: int | None, said: int | None) -> int:
+    step = given if given is not None else said or 0
+    if not 0 <= step <= MAX_STEP:
+        raise ConfigError(f"step={step}: give a number of optimizer steps from 0 to {MAX_STEP}")
+    return step
+
+
+def _reports(state: ImportedState, shards: Sequence[Sequence[Piece]]) -> tuple[ImportedEntryReport, ...]:
+    """Describe the entries. A tied tensor counts for the entry that has it first."""
+    sizes: dict[str, int] = {}
+    for shard in shards:
+        for piece in shard:
+            sizes[piece.box.name] = sizes.get(piece.box.name, 0) + piece.size_bytes
+    return tuple(
+        ImportedEntryReport(
+            name=entry.name,
+            kind=entry.kind,
+            num_tensors=len(entry.found.tensors),
+            size_bytes=sum(sizes.get(name, 0) for name in entry.found.tensors),
+        )
+        for entry in state.entries
+    )

@@ -1,0 +1,169 @@
+"""Writes the entries of an import as the one checkpoint of a new run, by the machinery of a save.
+
+The tensors are cut into shards of a bounded size. One after another is read, staged and uploaded, as if a rank held it:
+so a checkpoint larger than memory passes through. `latest` is created last (new_run.py), and a crash before that leaves
+a run that does not exist yet.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from raycheck.bucket.assembly.assemble import assemble
+from raycheck.bucket.assembly.plan_cache import Section
+from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.commit import write_manifest
+from raycheck.bucket.protocol.new_run import begin_run
+from raycheck.bucket.protocol.swap import Register
+from raycheck.catalog.importing.entries import ImportedState
+from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors
+from raycheck.catalog.importing.torch_file import source_tensor
+from raycheck.errors import CorruptError, SaveFailedError
+from raycheck.shards.entries.state_entry import ASSETS, Leaves
+from raycheck.shards.transfer.incremental_upload import StagedState
+from raycheck.shards.transfer.local_box import TRAIN, LocalBox
+from raycheck.shards.transfer.stager import Stager
+
+SHARD_BYTES = 1 << 30
+"""The size of a shard, and so about half of the memory that an import needs. A box of DCP is never cut."""
+Told = Callable[[int, int], None]
+"""Is told how many bytes are written, and how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Describes a box that is written: its place in the checkpoint, and the source's tensor of which it is read."""
+
+    box: LocalBox
+    source: SourceTensor
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.size_bytes
+
+
+def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
+    """Returns the pieces of each shard. Tied tensors are one, under all their names."""
+    tied: dict[int, list[tuple[str, tuple[str | int, ...]]]] = {}
+    by_id: dict[int, torch.Tensor] = {}
+    for entry in state.entries:
+        for name, tensor in entry.found.tensors.items():
+            at = _identity(tensor)
+            by_id[at] = tensor
+            tied.setdefault(at, []).append((name, tuple(entry.found.paths.get(name, (name,)))))
+    shards: list[list[Piece]] = [[]]
+    room = SHARD_BYTES
+    for at, names in tied.items():
+        tensor = by_id[at]
+        source = tensors.of(tensor) if tensor.is_meta else source_tensor(tensor, names[0][0])
+        for box in source.pieces(SHARD_BYTES):
+            piece = Piece(box=_local_box(source, box, names), source=source)
+            if shards[-1] and piece.size_bytes > room:
+                shards.append([])
+                room = SHARD_BYTES
+            shards[-1].append(piece)
+            room -= piece.size_bytes
+    return shards
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  on the meta device a storage has no address
+
+
+def _local_box(source: SourceTensor, box: Box, names: Sequence[tuple[str, tuple[str | int, ...]]]) -> LocalBox:
+    return LocalBox(
+        name=names[0][0],
+        path=names[0][1],
+        local=torch.empty(box.sizes, dtype=source.dtype, device="meta"),
+        shape=source.shape,
+        offsets=box.offsets,
+        sizes=box.sizes,
+        aliases=tuple(names[1:]),
+        is_unique=True,
+        is_first_replica=True,
+        may_spread=False,
+    )
+
+
+def write_run(
+    register: Register,
+    state: ImportedState,
+    shards: Sequence[Sequence[Piece]],
+    *,
+    name: CheckpointName,
+    progress: Progress,
+    restored_from: str,
+    told: Told,
+) -> Latest:
+    """Write the checkpoint and create the run, whose body is returned. name: of attempt 0, and free.
+
+    Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
+    """
+    sizes = [sum(piece.size_bytes for piece in shard) for shard in shards]
+    reports = []
+    for rank, pieces in enumerate(shards):
+        told(sum(sizes[:rank]), sum(sizes))
+        staged = _staged(state, pieces, rank, progress)
+        staged.upload(register.store, str(name))
+        reports.append(
+            Report(
+                group="import",
+                rank=rank,
+                world_size=len(shards),
+                attempt=name.attempt,
+                save=name.save,
+                progress=progress,
+                shards=staged.records,
+                section=Section.of(staged.section()),
+                restored_from=restored_from,
+            )
+        )
+    try:
+        manifest, _ = assemble(register.store, reports)
+    except SaveFailedError as error:
+        raise CorruptError(f"{restored_from}: {error}") from None
+    data = write_manifest(register.store, manifest)
+    entry = Entry(
+        key=manifest.key,
+        step=manifest.step,
+        committed_at=0.0,  # becomes the bucket's time
+        size_bytes=manifest.size_bytes,
+        metrics={},
+        manifest_crc32=crc32(data),
+    )
+    body = begin_run(register, entry, manifest, run_id=uuid4().hex, verb="import")
+    told(sum(sizes), sum(sizes))
+    return body
+
+
+def _staged(state: ImportedState, pieces: Sequence[Piece], rank: int, progress: Progress) -> StagedState:
+    """Read the pieces of a shard and put them into its buffer. Rank 0 has all values; no rank has random state."""
+    values: dict[str, Any] = {}
+    leaves: Leaves = {}
+    also: dict[str, Any] = {}
+    if rank == 0:
+        values = {"progress": progress.values(), ASSETS: {name: dict(files) for name, files in state.assets.items()}}
+        for entry in state.entries:
+            values[entry.name] = entry.found.values
+            leaves |= entry.found.leaves
+            also |= entry.found.also
+        leaves |= {"progress.step": (("progress", "step"), progress.step)}
+    sources = list(_read(pieces))
+    staged = Stager(TRAIN, rank).stage([piece.box for piece in pieces], leaves, sources, also)
+    return StagedState(staged=[staged], values=values, rank_values={})
+
+
+def _read(pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+    for piece in pieces:
+        box = Box(piece.box.offsets, piece.box.sizes)
+        found = piece.source.read(box)
+        if tuple(found.shape) != box.sizes or found.dtype != piece.source.dtype:
+            raise CorruptError(f"{piece.box.name}: the source has {found.dtype}{list(found.shape)} in place of it")
+        yield found

@@ -1,0 +1,64 @@
+"""Reads one file of torch.save: a state dict, a dict of several, or a checkpoint of Lightning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raycheck.catalog.importing.source_files import SourceFiles
+from raycheck.catalog.importing.source_tensors import SourceTensors
+from raycheck.catalog.importing.state_in_source import ReadSettings, SourceState, count_in
+from raycheck.catalog.importing.torch_file import read_torch_file
+from raycheck.errors import ConfigError
+
+LIGHTNING_VERSION = "pytorch-lightning_version"
+_SUFFIXES = ("_state_dict", "_state")
+
+
+def read_single_file(files: SourceFiles, settings: ReadSettings) -> SourceState:
+    """Read a file of torch.save. Raises ConfigError when it holds anything but a dict."""
+    tensors = SourceTensors()
+    loaded = read_torch_file(files, files.only, tensors, verify=settings.verify)
+    if not isinstance(loaded, Mapping) or not loaded:
+        raise ConfigError(
+            f"{files.uri} holds a {type(loaded).__name__}; a state dict, or a dict of several, is imported"
+        )
+    if LIGHTNING_VERSION in loaded:
+        return _of_lightning(loaded, tensors)
+    is_state_dict = all(
+        isinstance(value, torch.Tensor) or str(key).endswith("_extra_state") for key, value in loaded.items()
+    )
+    tree = {"model": loaded} if is_state_dict else {_plain(str(key)): value for key, value in loaded.items()}
+    if not is_state_dict and len(tree) < len(loaded):
+        raise ConfigError(
+            f"{files.uri}: several of its keys would have one name as entries: {', '.join(map(str, loaded))}"
+        )
+    return SourceState(
+        kind="torch",
+        tree=tree,
+        tensors=tensors,
+        step=None if is_state_dict else count_in(loaded, "global_step", "step", "iteration"),
+        epoch=None if is_state_dict else count_in(loaded, "epoch"),
+    )
+
+
+def _of_lightning(loaded: Mapping[Any, Any], tensors: SourceTensors) -> SourceState:
+    """Take model, optimizers and schedulers out of Lightning's checkpoint, which says step and epoch too."""
+    tree: dict[str, Any] = {"model": loaded.get("state_dict", {})}
+    for key, name in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
+        states = loaded.get(key) or []
+        tree |= {name if len(states) == 1 else f"{name}.{at}": state for at, state in enumerate(states)}
+    taken = {"state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", LIGHTNING_VERSION}
+    return SourceState(
+        kind="lightning",
+        tree=tree,
+        tensors=tensors,
+        step=count_in(loaded, "global_step"),
+        epoch=count_in(loaded, "epoch"),
+        left_out=tuple(str(key) for key in loaded if key not in taken),
+    )
+
+
+def _plain(key: str) -> str:
+    """Returns the name of an entry for a key such as model_state_dict."""
+    return next((key.removesuffix(end) for end in _SUFFIXES if key.endswith(end) and key != end), key)

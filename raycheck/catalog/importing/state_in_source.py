@@ -1,0 +1,47 @@
+"""Defines what each kind of source is turned into: a nested state, and what is known of its training."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raycheck.catalog.importing.source_tensors import SourceTensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceState:
+    """Holds what was found in a source.
+
+    kind: of the source, as --as names it. tree: the state by the names that the source gives to its parts; tensors in
+    it are on the meta device, and `tensors` knows them. files: tokenizer files, as tensors of bytes, by name.
+    texts: configuration files of the model, by name. is_ordered: state dicts have the order of their model.
+    step, epoch: None when the source does not say them. left_out: what is not imported, for people.
+    notes: what was chosen, for people.
+    """
+
+    kind: str
+    tree: Mapping[str, Any]
+    tensors: SourceTensors
+    files: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    is_ordered: bool = True
+    step: int | None = None
+    epoch: int | None = None
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadSettings:
+    """Says how a source is read. verify: compare all bytes with checksums that the source has, which reads them once
+    more. skip_values: leave values out that cannot be taken, and say so."""
+
+    verify: bool = True
+    skip_values: bool = False
+
+
+def count_in(tree: Mapping[str, Any], *names: str) -> int | None:
+    """Returns the first of these values that is a plausible count of steps or epochs; None when there is none."""
+    found = (tree.get(name) for name in names)
+    return next((value for value in found if type(value) is int and 0 <= value < 10**9), None)

@@ -1,0 +1,117 @@
+"""`raycheck import`: makes a run of a checkpoint that something else has written."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+from rich.table import Table
+
+from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of, size
+from raycheck.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raycheck.catalog.importing.import_checkpoint import Imported
+
+MAX_NAMES_BYTES = 64 * 1024 * 1024
+
+
+def import_(  # noqa: PLR0917  typer makes options of them
+    source: Annotated[str, typer.Argument(help="A checkpoint: a folder or file, here or in a bucket.")],
+    dest: Annotated[str, typer.Argument(help="The new run, e.g. s3://bucket/runs/my-run")],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--as", help="Read it as dcp, huggingface, torch, lightning or fsdp; default: judge by its files."
+        ),
+    ] = None,
+    entries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--entry", help="NAME=KEY: take the part KEY of the source as the entry NAME, and no others. Repeatable."
+        ),
+    ] = None,
+    parameters: Annotated[
+        Path | None,
+        typer.Option(help="A JSON file with the names of an optimizer's parameters: one list per group, in order."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The optimizer steps that are done; default: as the source says.")
+    ] = None,
+    skip_values: Annotated[
+        bool, typer.Option("--skip-values", help="Leave out values that only pickle could make.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be imported.")] = False,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Make a new run of a checkpoint of torch, Hugging Face, Lightning or Ray Train.
+
+    Its one checkpoint is restored like any other. The source is left as it is.
+    """
+    from raycheck.catalog.importing.import_checkpoint import import_checkpoint
+
+    bar = Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True), transient=True)
+    bar.disable = not sys.stderr.isatty()
+    with bar:
+        task = bar.add_task("")
+        done = import_checkpoint(
+            source,
+            dest,
+            kind=kind,
+            entries=_entries(entries),
+            parameters=_names(parameters),
+            step=step,
+            skip_values=skip_values,
+            storage=settings_of(storage),
+            dry_run=dry_run,
+            told=lambda written, total: bar.update(task, completed=written, total=total),
+        )
+    if as_json:
+        print_json(asdict(done))
+    else:
+        _print(done, dry_run=dry_run)
+
+
+def _entries(given: list[str] | None) -> dict[str, str] | None:
+    """Returns the key in the source of each entry. A name alone means the part of that name."""
+    pairs = [item.partition("=") for item in given or ()]
+    return {name: key if mark else name for name, mark, key in pairs} or None
+
+
+def _names(file: Path | None) -> list[list[str]] | None:
+    if file is None:
+        return None
+    try:
+        if file.stat().st_size > MAX_NAMES_BYTES:
+            raise ConfigError(f"parameters={file}: it is larger than {MAX_NAMES_BYTES} bytes")
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"parameters={file}: {error}") from None
+    is_names = isinstance(found, list) and all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in found
+    )
+    if not is_names:
+        raise ConfigError(f"parameters={file}: it must hold a list of lists of names, one list per group")
+    return [list(group) for group in found]
+
+
+def _print(done: "Imported", *, dry_run: bool) -> None:
+    table = Table("entry", "kind", "tensors", "size", box=None, pad_edge=False)
+    for entry in done.entries:
+        table.add_row(Text(entry.name), Text(entry.kind), Text(str(entry.num_tensors)), Text(size(entry.size_bytes)))
+    out.print(table)
+    for note in done.notes:
+        out.print(Text(note))
+    for name in done.left_out:
+        out.print(Text(f"left out: {name}"))
+    where = f"{done.checkpoint} in {done.uri}" if done.checkpoint else f"into {done.uri}"
+    what = "would be imported" if dry_run else "imported" if done.is_new else "was imported before"
+    out.print(Text(f"{done.kind}, step {done.step}, {size(done.size_bytes)}: {what}: {where}"))
+
+
+COMMANDS = (import_,)

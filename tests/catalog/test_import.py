@@ -1,0 +1,542 @@
+"""Imports of what other programs have written, restored into live objects and compared to the last bit."""
+
+import ast
+import io
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.local import LocalStore
+from raycheck.catalog.importing import new_checkpoint, torch_file
+from raycheck.catalog.importing.import_checkpoint import import_checkpoint
+from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
+from raycheck.run import export_hf, open_run
+from tests.support import hf_models
+from tests.support.invariants import assert_invariants
+
+
+class Net(torch.nn.Module):
+    """Has parameters of several shapes, buffers, a tied weight and a frozen one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(4, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.last = torch.nn.Linear(8, 4)
+        self.tied = torch.nn.Linear(8, 4)
+        self.tied.weight = self.last.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))) + self.tied(self.first(x))
+
+
+def trained(seed: int = 0, *, steps: int = 3, split: bool = False) -> tuple[Net, torch.optim.AdamW]:
+    net = Net(seed)
+    groups: Any = net.parameters()
+    if split:
+        named = dict(net.named_parameters())
+        groups = [
+            {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for _ in range(steps):
+        net(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def flat(value: Any, at: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {name: item for key, inner in value.items() for name, item in flat(inner, f"{at}.{key}").items()}
+    if isinstance(value, list | tuple):
+        return {name: item for key, inner in enumerate(value) for name, item in flat(inner, f"{at}.{key}").items()}
+    return {at: value}
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    here, there = flat(found), flat(expected)
+    assert here.keys() == there.keys()
+    for name, value in there.items():
+        if isinstance(value, torch.Tensor):
+            assert here[name].dtype == value.dtype, name
+            assert torch.equal(here[name], value), name
+        else:
+            assert here[name] == value, name
+
+
+def checked(uri: str) -> Any:
+    """Returns the head of an imported run, which must be whole and keep every invariant."""
+    run = open_run(uri)
+    assert run.head is not None
+    assert {finding.problem for finding in run.head.verify()} == {""}
+    assert_invariants(run.store, before=run.latest)
+    return run.head
+
+
+def assert_restores(uri: str, net: Net, optimizer: torch.optim.Optimizer, *, split: bool = False) -> None:
+    live, its_optimizer = trained(9, steps=1, split=split)
+
+    checked(uri).restore(into={"model": live, "optimizer": its_optimizer})
+
+    assert_equal(live.state_dict(), net.state_dict())
+    assert_equal(its_optimizer.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_dict_of_state_dicts_becomes_entries(tmp_path: Path, *, split: bool) -> None:
+    net, optimizer = trained(split=split)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    states = {
+        "model_state_dict": net.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "global_step": 30,
+        "epoch": 2,
+    }
+    torch.save(states, tmp_path / "last.pt")
+
+    done = import_checkpoint(str(tmp_path / "last.pt"), f"file://{tmp_path}/runs/new")
+
+    assert (done.step, done.kind, done.is_new) == (30, "torch", True)
+    assert {e.name: e.kind for e in done.entries} == {
+        "model": "module", "optimizer": "optimizer", "scheduler": "object", "global_step": "value", "epoch": "value"
+    }  # fmt: skip
+    assert_restores(done.uri, net, optimizer, split=split)
+    again = torch.optim.lr_scheduler.StepLR(trained(1, steps=0)[1], 99)
+    checked(done.uri).restore(into={"scheduler": again})
+    assert_equal(again.state_dict(), scheduler.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["named", "numbered", "flat"])
+def test_a_directory_of_stock_dcp_is_imported(tmp_path: Path, form: str) -> None:
+    net, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    own = optimizer.state_dict() if form == "numbered" else get_optimizer_state_dict(net, optimizer, options=options)
+    dcp.save(
+        {"model": get_model_state_dict(net), "optimizer": own, "step": 12},
+        checkpoint_id=str(tmp_path / "dcp"),
+        no_dist=True,
+    )
+
+    done = import_checkpoint(str(tmp_path / "dcp"), f"file://{tmp_path}/runs/new")
+
+    assert (done.kind, done.step) == ("dcp", 12)
+    assert_restores(done.uri, net, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_value_that_only_pickle_could_make_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    net, _ = trained()
+    state = {"model": net.state_dict(), "seen": Path("x")}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dest = f"file://{tmp_path}/runs/new"
+
+    with pytest.raises(ConfigError, match=r"seen holds objects of other kinds .*skip_values=True"):
+        import_checkpoint(str(tmp_path / "dcp"), dest)
+    assert not (tmp_path / "runs/new/latest").exists()
+    done = import_checkpoint(str(tmp_path / "dcp"), dest, skip_values=True)
+
+    assert done.left_out == ("seen",)
+    checked(dest)
+
+
+def test_tensors_are_cut_into_shards_that_memory_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.arange(1000.0).view(100, 10), "b": torch.arange(7)}, tmp_path / "model.pt")
+    monkeypatch.setattr(new_checkpoint, "SHARD_BYTES", 500)
+    dest = f"file://{tmp_path}/runs/new"
+
+    import_checkpoint(str(tmp_path / "model.pt"), dest)
+
+    head = checked(dest)
+    assert len(head.manifest().components[0].shards) > 7
+    live = {"w": torch.zeros(100, 10), "b": torch.zeros(7, dtype=torch.int64)}
+    module = torch.nn.Module()
+    module.register_buffer("w", live["w"])
+    module.register_buffer("b", live["b"])
+    head.restore(into={"model": module})
+    assert torch.equal(live["w"], torch.arange(1000.0).view(100, 10))
+    assert torch.equal(live["b"], torch.arange(7))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "sharded", "bin"])
+def test_a_hugging_face_directory_comes_back_out_of_an_export(tmp_path: Path, form: str) -> None:
+    model = hf_models.llama(seed=3)
+    folder = tmp_path / "hf"
+    if form == "bin":
+        folder.mkdir()
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    else:
+        model.save_pretrained(folder, max_shard_size="20KB" if form == "sharded" else "5GB")
+    hf_models.tokenizer().save_pretrained(folder)
+
+    done = import_checkpoint(str(folder), f"file://{tmp_path}/runs/new")
+
+    live = hf_models.llama(seed=4)
+    checked(done.uri).restore(into={"model": live})
+    assert_equal(live.state_dict(), model.state_dict())
+    export_hf(done.uri, str(tmp_path / "out"))
+    assert torch.equal(hf_models.logits(hf_models.from_pretrained(tmp_path / "out")), hf_models.logits(model))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_the_hubs_cache_is_followed_to_its_blobs_and_nowhere_else(tmp_path: Path) -> None:
+    model = hf_models.llama(seed=3)
+    cache = tmp_path / "models--org--tiny"
+    snapshot = cache / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("a" * 40)
+    model.save_pretrained(tmp_path / "plain")
+    (cache / "blobs").mkdir()
+    for file in (tmp_path / "plain").iterdir():
+        file.rename(cache / "blobs" / f"blob-{file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/blob-{file.name}")
+
+    for number, source in enumerate((cache, snapshot)):
+        done = import_checkpoint(str(source), f"file://{tmp_path}/runs/{number}")
+        live = hf_models.llama(seed=4)
+        checked(done.uri).restore(into={"model": live})
+        assert_equal(live.state_dict(), model.state_dict())
+
+    (tmp_path / "secret.json").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../../secret.json")
+    with pytest.raises(CorruptError, match="leads out of"):
+        import_checkpoint(str(snapshot), f"file://{tmp_path}/runs/other")
+
+
+def test_a_checkpoint_of_the_trainer_of_transformers_in_an_experiment_of_ray(tmp_path: Path) -> None:
+    model = hf_models.llama(seed=3)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+    )
+    model(input_ids=hf_models.IDS, labels=hf_models.IDS).loss.backward()
+    optimizer.step()
+    for number in (8, 10, 9):
+        folder = tmp_path / f"experiment/TorchTrainer_1/checkpoint_{number:06}/checkpoint"
+        model.save_pretrained(folder)
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": 10 * number, "epoch": 1.5}))
+        torch.save({"args": Path("x")}, folder / "training_args.bin")
+
+    done = import_checkpoint(str(tmp_path / "experiment"), f"file://{tmp_path}/runs/new")
+
+    assert done.step == 100
+    assert "checkpoint_000010: the last of 3 by name" in done.notes
+    assert done.left_out == ("training_args.bin",)
+    live = hf_models.llama(seed=4)
+    again = torch.optim.AdamW(
+        [
+            {"params": [p for p in live.parameters() if p.dim() > 1]},
+            {"params": [p for p in live.parameters() if p.dim() == 1]},
+        ]
+    )
+    checked(done.uri).restore(into={"model": live, "optimizer": again})
+    (tmp_path / "experiment/TorchTrainer_1/checkpoint_000010/checkpoint/config.json").unlink()
+    with pytest.raises(ConfigError, match="cannot be concluded"):  # a safetensors file has the names in another order
+        import_checkpoint(str(tmp_path / "experiment"), f"file://{tmp_path}/runs/other")
+    assert_equal(live.state_dict(), model.state_dict())
+    assert_equal(again.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(0)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch).square().sum()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tmp_path, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(20, 4), batch_size=5))
+    folder = tmp_path / "experiment/checkpoint_2026-01-02_03-04-05.678901"
+    trainer.save_checkpoint(folder / "checkpoint.ckpt")
+
+    done = import_checkpoint(str(tmp_path / "experiment"), f"file://{tmp_path}/runs/new")
+
+    assert (done.kind, done.step) == ("lightning", trainer.global_step)
+    live = Module()
+    optimizer = torch.optim.AdamW(live.parameters())
+    checked(done.uri).restore(into={"model": live, "optimizer": optimizer})
+    assert_equal(live.state_dict(), module.state_dict())
+    assert_equal(optimizer.state_dict(), trainer.optimizers[0].state_dict())
+
+
+def _fsdp_rank(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    net, optimizer = sharded_net(mesh)
+    out = Path(folder, "global_step_7/policy")
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(net.state_dict(), out / f"model_world_size_2_rank_{rank}.pt")
+    torch.save(optimizer.state_dict(), out / f"optim_world_size_2_rank_{rank}.pt")
+    full = {name: tensor.full_tensor() for name, tensor in net.state_dict().items()}
+    moments = [slots["exp_avg"].full_tensor() for slots in optimizer.state_dict()["state"].values()]
+    if rank == 0:
+        torch.save({"full": full, "moments": moments}, Path(folder, "expected.pt"))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def sharded_net(mesh: Any) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Linear(7, 3))
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def test_the_files_that_the_ranks_of_fsdp_wrote_one_by_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_fsdp_rank, (str(tmp_path),), nprocs=2)
+    source = tmp_path / "global_step_7/policy"
+
+    done = import_checkpoint(str(source), f"file://{tmp_path}/runs/new")
+
+    assert (done.kind, done.step) == ("fsdp", 7)
+    live = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(live.parameters())
+    checked(done.uri).restore(into={"model": live, "optimizer": optimizer})
+    expected = torch.load(tmp_path / "expected.pt")
+    assert_equal(live.state_dict(), expected["full"])
+    assert_equal([slots["exp_avg"] for slots in optimizer.state_dict()["state"].values()], expected["moments"])
+    (source / "model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(CorruptError, match=r"ranks \[1\] of 2 are missing"):
+        import_checkpoint(str(source), f"file://{tmp_path}/runs/other")
+
+
+def test_a_source_in_a_bucket_and_an_import_that_is_repeated(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    source, dest = "memory://sources/last.pt", "memory://bucket/runs/new"
+    open_store("memory://sources").put("last.pt", (tmp_path / "last.pt").read_bytes())
+    dry = import_checkpoint(source, dest, dry_run=True)
+    assert open_store(dest).list_names("checkpoints/") == []
+
+    first = import_checkpoint(source, dest, step=5)
+    again = import_checkpoint(source, dest, step=5)
+
+    assert (dry.is_new, first.is_new, again.is_new) == (False, True, False)
+    assert dry.entries == first.entries == again.entries
+    assert first.checkpoint == again.checkpoint == "step-000000005-a0-s1"
+    assert_restores(dest, net, optimizer)
+    open_store("memory://sources").put("other.pt", (tmp_path / "last.pt").read_bytes())
+    with pytest.raises(ConfigError, match="there is a run already"):
+        import_checkpoint("memory://sources/other.pt", dest)
+
+
+def test_chosen_entries_and_given_names(tmp_path: Path) -> None:
+    net, _ = trained()
+    optimizer = torch.optim.AdamW(reversed(list(net.parameters())), lr=0.01)
+    net(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save({"app": {"net": net.state_dict(), "opt": optimizer.state_dict()}, "seed": 3}, tmp_path / "x.pt")
+    names = [[name for name, _ in reversed(list(net.named_parameters()))]]
+    entries = {"model": "app.net", "optimizer": "app.opt"}
+
+    with pytest.raises(ConfigError, match="cannot be concluded"):
+        import_checkpoint(str(tmp_path / "x.pt"), f"file://{tmp_path}/runs/new", entries=entries)
+    done = import_checkpoint(str(tmp_path / "x.pt"), f"file://{tmp_path}/runs/new", entries=entries, parameters=names)
+
+    assert done.left_out == ("seed",)
+    live, _ = trained(9)
+    its = torch.optim.AdamW(live.parameters())
+    checked(done.uri).restore(into={"model": live, "optimizer": its})
+    for (name, here), (_, there) in zip(live.named_parameters(), net.named_parameters(), strict=True):
+        assert torch.equal(its.state[here]["exp_avg"], optimizer.state[there]["exp_avg"]), name
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("/tmp/raycheck-import-was-evil"),)
+
+
+def test_foreign_files_are_loaded_by_torchs_restricted_loader_alone() -> None:
+    folder = Path(new_checkpoint.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    loads = [
+        call for call in calls if ast.unparse(call.func) in ("torch.load", "pickle.load", "pickle.loads", "dcp.load")
+    ]
+
+    assert [ast.unparse(call) for call in loads] == [
+        "torch.load(path, map_location='cpu', weights_only=True, mmap=True)"
+    ]
+
+
+def _header(about: Any, data: bytes = b"") -> bytes:
+    text = json.dumps(about).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def hostile_sources(folder: Path) -> dict[str, Path]:
+    """Makes sources that must be refused, by what is wrong with them."""
+    whole = io.BytesIO()
+    torch.save({"w": torch.arange(5000.0), "n": 3}, whole)
+    data = whole.getvalue()
+    flipped = bytearray(data)
+    flipped[data.index(torch.arange(5000.0).numpy().tobytes()[4000:4040])] ^= 1
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
+        for item in old.infolist():
+            new.writestr(item.filename, old.read(item) + b"\0" * (1 << 20 if "data/0" in item.filename else 0))
+    evil = io.BytesIO()
+    torch.save({"w": torch.ones(2), "x": Evil()}, evil)
+    repeated = io.BytesIO()
+    torch.save({"w": torch.ones(1).expand(1 << 40)}, repeated)
+    nested: Any = [1]
+    for _ in range(40):
+        nested = [nested] * 10
+    laughs = io.BytesIO()
+    torch.save({"w": torch.ones(2), "x": nested}, laughs)
+    f32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    files = {
+        "evil.pt": evil.getvalue(),
+        "pickle.pt": pickle.dumps(Evil()),
+        "truncated.pt": data[: len(data) // 2],
+        "flipped.pt": bytes(flipped),
+        "bomb.pt": bomb.getvalue(),
+        "repeated.pt": repeated.getvalue(),
+        "laughs.pt": laughs.getvalue(),
+        "empty.pt": b"",
+        "huge.safetensors": (1 << 62).to_bytes(8, "little") + b"{}",
+        "short.safetensors": _header({"w": f32}, b"1234"),
+        "overflow.safetensors": _header({"w": {**f32, "shape": [1 << 40, 1 << 40]}}, b"12345678"),
+        "negative.safetensors": _header({"w": {**f32, "shape": [-1, -2]}}, b"12345678"),
+        "overlap.safetensors": _header({"w": f32, "v": f32}, b"12345678"),
+        "list.safetensors": _header([1]),
+    }
+    sources = {}
+    for name, body in files.items():
+        sources[name] = folder / name
+        sources[name].write_bytes(body)
+    for name, target in (("up", "../secret.safetensors"), ("absent", "gone.safetensors"), ("number", 3)):
+        sources[name] = folder / f"index-{name}"
+        sources[name].mkdir()
+        index = {"weight_map": {"w": target}}
+        (sources[name] / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "secret.safetensors").write_bytes(_header({"w": f32}, b"12345678"))
+    for name, body in (
+        ("evil", pickle.dumps(Evil())),
+        ("junk", b"junk"),
+        ("odd", pickle.dumps({"a": torch.Size([2])})),
+    ):
+        sources[f"metadata-{name}"] = folder / f"dcp-{name}"
+        sources[f"metadata-{name}"].mkdir()
+        (folder / f"dcp-{name}/.metadata").write_bytes(body)
+    return sources
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hostile_sources_are_refused_by_name_and_nothing_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = Path("/tmp/raycheck-import-was-evil")
+    mark.unlink(missing_ok=True)
+    monkeypatch.setattr(torch_file, "MAX_VALUES", 100_000)
+    dest = f"file://{tmp_path}/runs/new"
+
+    for what, source in hostile_sources(tmp_path).items():
+        with pytest.raises(RaycheckError) as caught:
+            import_checkpoint(str(source), dest)
+        assert source.name in str(caught.value), what
+        assert not isinstance(caught.value, StoreError), what
+
+    assert not (tmp_path / "runs/new/latest").exists()
+    assert not mark.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_metadata_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+    for what, change in (("../secret", None), (None, 1 << 60)):
+        folder = tmp_path / f"dcp{what is None}"
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+        found = pickle.loads((folder / ".metadata").read_bytes())
+        for place in found.storage_data.values():
+            place.relative_path = what or place.relative_path
+            place.offset = change or place.offset
+        (folder / ".metadata").write_bytes(pickle.dumps(found))
+        with pytest.raises(CorruptError, match=r"none of its files|truncated"):
+            import_checkpoint(str(folder), f"file://{tmp_path}/runs/new")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "advice"),
+    [
+        (["zero_to_fp32.py", "global_step1/mp_rank_00_model_states.pt"], "zero_to_fp32"),
+        (["adapter_model.safetensors", "adapter_config.json"], "without its base model"),
+        (["latest", "checkpoints/step-000000001-a1-s1/manifest.json"], "fit\\(resume=\\)"),
+        (["notes.txt"], "nothing that can be imported"),
+        (["a.pt", "b.pt"], "name one"),
+    ],
+)
+def test_what_is_not_imported_is_told_what_to_do_instead(tmp_path: Path, files: list[str], advice: str) -> None:
+    for name in files:
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_bytes(b"{}")
+
+    with pytest.raises(ConfigError, match=advice):
+        import_checkpoint(str(tmp_path / "source"), f"file://{tmp_path}/runs/new")
+
+
+def test_a_crash_at_any_write_leaves_no_run_and_the_next_try_succeeds(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    for at in range(1, 20):
+        dest = f"file://{tmp_path}/runs/{at}"
+        calls = 0
+
+        def crash(self: Any, *args: Any, real: Any, at: int = at) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise KeyboardInterrupt
+            return real(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("put_parts", "put_if_absent"):
+                real = getattr(LocalStore, name)
+                patch.setattr(LocalStore, name, lambda self, *args, real=real: crash(self, *args, real=real))
+            try:
+                import_checkpoint(str(tmp_path / "last.pt"), dest)
+            except KeyboardInterrupt:
+                assert not (tmp_path / f"runs/{at}/latest").exists()
+            else:
+                break
+        import_checkpoint(str(tmp_path / "last.pt"), dest)
+        assert_restores(dest, net, optimizer)
+    else:
+        pytest.fail("the import never came to its end")
+    assert at > 4
