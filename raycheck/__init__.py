@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raycheck.catalog.forks import fork_run
     from raycheck.catalog.importing.import_checkpoint import import_checkpoint
     from raycheck.catalog.listing import RunSummary, list_runs
+    from raycheck.catalog.policy import prune_runs
     from raycheck.errors import (
         ConfigError,
         ConflictError,
@@ -50,6 +51,7 @@ _HOMES = {
     "raycheck.catalog.deletes": ("delete_checkpoint", "delete_run"),
     "raycheck.catalog.forks": ("fork_run",),
     "raycheck.catalog.importing.import_checkpoint": ("import_checkpoint",),
+    "raycheck.catalog.policy": ("prune_runs",),
     "raycheck.catalog.listing": ("RunSummary", "list_runs"),
     "raycheck.catalog.archive.pack": ("pack",),
     "raycheck.catalog.archive.unpack": ("unpack",),
@@ -120,6 +122,7 @@ __all__ = [
     "open_checkpoint",
     "open_run",
     "pack",
+    "prune_runs",
     "start_coordinator",
     "unpack",
 ]

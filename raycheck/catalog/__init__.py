@@ -2,6 +2,7 @@
 
 - listing.py finds the runs below a prefix: `raycheck runs`.
 - forks.py begins a run from another one's checkpoint: `raycheck fork`.
+- policy.py prunes many runs by the rules of a file: `raycheck prune-runs`.
 - deletes.py deletes checkpoints and runs: `raycheck delete`, `raycheck delete-run`.
 - archive/ packs a checkpoint into one tar file, and begins a new run from such a file.
 - download.py fetches a checkpoint into a folder, as stock DCP directories or safetensors files.

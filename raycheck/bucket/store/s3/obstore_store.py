@@ -48,7 +48,7 @@ class FastS3Store(S3Store):
         if client is None:
             return super().get_data(key, max_bytes)
         try:
-            answer = own_obstore().get(client, key)
+            answer = own_obstore().get(client, self._full(key))
             check_whole(self.uri, key, answer.meta["size"], max_bytes)
             return bytes(answer.bytes())
         except _failures() as error:

@@ -1,0 +1,152 @@
+"""Prunes many runs by the rules of a file: the public `prune_runs`.
+
+A rule says which runs it is about, by their state and by how long ago they committed, and what such a run keeps. The
+first rule that fits a run decides; a run that none fits is left alone. Each run is pruned by itself, as `raycheck prune`
+does it: safe beside a training, and to be repeated after a crash.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from raycheck.bucket.protocol.delete import delete_run
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, plan_prune, prune
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.store import open_store
+from raycheck.catalog.listing import DEPTH, RunState, RunSummary, list_runs
+from raycheck.errors import ConfigError, RaycheckError
+from raycheck.settings import Retention
+from raycheck.storage_settings import StorageSettings
+
+DAY_S = 86400.0
+GIB = 1 << 30
+DELETABLE = ("finished", "died", "idle", "silent", "uncommitted")
+_KEEPS = tuple(spec.name for spec in fields(Retention) if spec.name != "expire_after_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Says what runs in certain states keep.
+
+    states: those of `list_runs`; () for all. name: the beginning of the run's path below the prefix. idle_days: only
+    runs whose newest commit is older than this. keep: which checkpoints stay. delete: the whole run goes instead.
+    """
+
+    states: tuple[str, ...] = ()
+    name: str = ""
+    idle_days: float = 0.0
+    keep: Retention = Retention()
+    delete: bool = False
+
+    def fits(self, run: RunSummary) -> bool:
+        """Returns whether the rule is about this run. A run whose age is not known is not old."""
+        is_old = not self.idle_days or (run.age_s is not None and run.age_s >= self.idle_days * DAY_S)
+        return (not self.states or run.state in self.states) and run.name.startswith(self.name) and is_old
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrunedRun:
+    """Says what a policy does, or did, with one run.
+
+    rule: the place of the rule that decided, from 1; None when no rule fits. names: the checkpoints that go, now or
+    after the grace. freed_bytes: what their objects have. is_deleted: the whole run goes. problem: why nothing could be
+    done with it; "" when all is well.
+    """
+
+    uri: str
+    name: str
+    state: str
+    rule: int | None = None
+    names: tuple[str, ...] = ()
+    freed_bytes: int = 0
+    is_deleted: bool = False
+    problem: str = ""
+
+
+def parse_policy(tree: object) -> tuple[Rule, ...]:
+    """Make the rules of a policy file's content. Raises ConfigError, which names the rule and the field.
+
+    tree: {"rules": [...]}; a rule has `states`, `name`, `idle_days`, and either `delete: true` or the settings of
+    SaveSettings that say what stays, such as `keep_last`.
+    """
+    rules = tree.get("rules") if isinstance(tree, Mapping) and set(tree) == {"rules"} else None
+    if not isinstance(rules, Sequence) or isinstance(rules, str) or not rules:
+        raise ConfigError("a policy is a mapping with one entry, `rules`, a list of at least one rule")
+    return tuple(_rule(item, number) for number, item in enumerate(rules, 1))
+
+
+def _rule(item: object, number: int) -> Rule:
+    known = {"states", "name", "idle_days", "delete", *_KEEPS}
+    if not isinstance(item, Mapping) or not set(item) <= known:
+        raise ConfigError(f"rule {number}: give a mapping with some of {', '.join(sorted(known))}")
+    states = item.get("states", [])
+    if not isinstance(states, Sequence) or isinstance(states, str) or not set(states) <= set(get_args(RunState)):
+        raise ConfigError(f"rule {number}: states={states!r}: give a list of {', '.join(get_args(RunState))}")
+    idle_days = item.get("idle_days", 0)
+    if type(idle_days) not in (int, float) or not 0 <= idle_days < float("inf"):
+        raise ConfigError(f"rule {number}: idle_days={idle_days!r}: give a number of days")
+    name, deletes = item.get("name", ""), item.get("delete", False)
+    if not isinstance(name, str) or type(deletes) is not bool:
+        raise ConfigError(f"rule {number}: name is a text, and delete is true or false")
+    keeps: dict[str, Any] = {key: item[key] for key in _KEEPS if key in item}
+    if "keep_best" in keeps and isinstance(keeps["keep_best"], list):
+        keeps["keep_best"] = tuple(keeps["keep_best"])
+    if deletes == bool(keeps):
+        raise ConfigError(f"rule {number}: say either what such a run keeps ({', '.join(_KEEPS)}), or delete: true")
+    if deletes and (not states or not set(states) <= set(DELETABLE) or not idle_days):
+        raise ConfigError(f"rule {number}: to delete runs, give idle_days and states among {', '.join(DELETABLE)}")
+    try:
+        keep = Retention(**keeps)
+    except ConfigError as error:
+        raise ConfigError(f"rule {number}: {error}") from None
+    return Rule(states=tuple(states), name=name, idle_days=float(idle_days), keep=keep, delete=deletes)
+
+
+def prune_runs(
+    prefix: str,
+    policy: Mapping[str, object],
+    *,
+    dry_run: bool = False,
+    depth: int = DEPTH,
+    grace_s: float = GRACE_S,
+    storage: StorageSettings | None = None,
+) -> tuple[PrunedRun, ...]:
+    """Prune every run below `prefix` by the first rule of a policy that fits it.
+
+    policy: see parse_policy. dry_run: only say what would go. depth: how many folders deep runs may lie. grace_s:
+    seconds that readers get before what was dropped is deleted. storage: how the bucket is reached. A run that cannot be
+    pruned is in the result with its problem, and the others are pruned all the same. A run that others use is not
+    deleted. Raises ConfigError for a policy that makes no sense, before anything is read.
+    """
+    rules = parse_policy(policy)
+    return tuple(
+        _pruned(run, rules, dry_run=dry_run, grace_s=grace_s, storage=storage)
+        for run in list_runs(prefix, storage, depth=depth, sort="name")
+    )
+
+
+def _pruned(
+    run: RunSummary, rules: tuple[Rule, ...], *, dry_run: bool, grace_s: float, storage: StorageSettings | None
+) -> PrunedRun:
+    number = next((number for number, rule in enumerate(rules, 1) if rule.fits(run)), None)
+    if number is None:
+        return PrunedRun(uri=run.uri, name=run.name, state=run.state)
+    rule = rules[number - 1]
+    try:
+        store = open_store(run.uri, storage)
+        register = Register(store)
+        if rule.delete:
+            names = tuple(entry.key for entry in register.read_existing()[0].live)
+            freed = sum(item.size_bytes for item in store.list_objects(""))
+            if not dry_run:
+                delete_run(register)
+        else:
+            found = plan_prune(register, rule.keep, grace_s=grace_s)
+            names, freed = tuple(item.name for item in found), sum(item.size_bytes for item in found)
+            if not dry_run:
+                prune(register, rule.keep, grace_s=grace_s)
+    except RaycheckError as error:
+        return PrunedRun(uri=run.uri, name=run.name, state=run.state, rule=number, problem=str(error))
+    return PrunedRun(
+        uri=run.uri, name=run.name, state=run.state, rule=number, names=names, freed_bytes=freed, is_deleted=rule.delete
+    )

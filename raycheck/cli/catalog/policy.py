@@ -1,0 +1,56 @@
+"""The command that prunes many runs by the rules of a file."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.catalog.listing import DEPTH
+from raycheck.catalog.policy import GIB, prune_runs
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size, yaml_of
+
+
+def prune_runs_by_policy(  # noqa: PLR0917  typer makes options of them
+    prefix: Uri,
+    policy: Annotated[Path, typer.Option(help="A YAML file with the rules.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, and what that costs.")] = False,
+    depth: Annotated[int, typer.Option(min=0, help="How many folders deep runs may lie.")] = DEPTH,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that readers get before a delete.")] = GRACE_S,
+    price_per_gib_month: Annotated[float, typer.Option(min=0, help="What a GiB costs in a month.")] = 0.023,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """Prune all runs below a prefix by rules: what finished, failed or abandoned runs keep. Running ones go on.
+
+    Exit code 1: a run could not be pruned; the others were.
+    """
+    rules = yaml_of(policy, option="--policy")
+    found = prune_runs(prefix, rules, dry_run=dry_run, depth=depth, grace_s=grace, storage=settings_of(storage))
+    freed = sum(run.freed_bytes for run in found)
+    cost = freed / GIB * price_per_gib_month
+    if as_json:
+        print_json({"runs": [asdict(run) for run in found], "freed_bytes": freed, "cost_per_month": cost})
+    else:
+        for run in found:
+            out.print(Text(f"{run.name or run.uri} ({run.state}): {_said(run.rule, run)}"))
+        verb = "would be freed" if dry_run else "freed, now or after the grace"
+        out.print(Text(f"{size(freed)} {verb}: {cost:.2f} a month at {price_per_gib_month} per GiB"))
+    if any(run.problem for run in found):
+        raise typer.Exit(1)
+
+
+def _said(rule: int | None, run: object) -> str:
+    problem, names, freed = (getattr(run, name) for name in ("problem", "names", "freed_bytes"))
+    if rule is None:
+        return "no rule, left alone"
+    if problem:
+        return f"rule {rule}: {problem}"
+    if getattr(run, "is_deleted", False):
+        return f"rule {rule}: the whole run, {size(freed)}"
+    return f"rule {rule}: {len(names)} checkpoints, {size(freed)}" if names else f"rule {rule}: nothing to drop"
+
+
+prune_runs_by_policy.__name__ = "prune_runs"
+COMMANDS = (prune_runs_by_policy,)
