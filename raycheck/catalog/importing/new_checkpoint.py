@@ -125,6 +125,7 @@ def write_run(
                 restored_from=restored_from,
             )
         )
+        del staged  # its buffer is given back before the next one is claimed
     try:
         manifest, _ = assemble(register.store, reports)
     except SaveFailedError as error:
