@@ -1,8 +1,8 @@
 """Prunes many runs by the rules of a file: the public `prune_runs`.
 
 A rule says which runs it is about, by their state and by how long ago they committed, and what such a run keeps. The
-first rule that fits a run decides; a run that none fits is left alone. Each run is pruned by itself, as `raycheck prune`
-does it: safe beside a training, and to be repeated after a crash.
+first rule that fits a run decides; a run that none fits is left alone. Each run is pruned by itself, as
+`raycheck prune` does it: safe beside a training, and to be repeated after a crash.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from raycheck.bucket.protocol.delete import delete_run
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, plan_prune, prune
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.catalog.listing import DEPTH, RunState, RunSummary, list_runs
@@ -20,6 +20,7 @@ from raycheck.storage_settings import StorageSettings
 
 DAY_S = 86400.0
 GIB = 1 << 30
+STATES: tuple[str, ...] = tuple(state for kind in get_args(RunState) for state in get_args(kind) or (kind,))
 DELETABLE = ("finished", "died", "idle", "silent", "uncommitted")
 _KEEPS = tuple(spec.name for spec in fields(Retention) if spec.name != "expire_after_s")
 
@@ -35,7 +36,7 @@ class Rule:
     states: tuple[str, ...] = ()
     name: str = ""
     idle_days: float = 0.0
-    keep: Retention = Retention()
+    keep: Retention = NO_RULES
     delete: bool = False
 
     def fits(self, run: RunSummary) -> bool:
@@ -80,8 +81,8 @@ def _rule(item: object, number: int) -> Rule:
     if not isinstance(item, Mapping) or not set(item) <= known:
         raise ConfigError(f"rule {number}: give a mapping with some of {', '.join(sorted(known))}")
     states = item.get("states", [])
-    if not isinstance(states, Sequence) or isinstance(states, str) or not set(states) <= set(get_args(RunState)):
-        raise ConfigError(f"rule {number}: states={states!r}: give a list of {', '.join(get_args(RunState))}")
+    if not isinstance(states, Sequence) or isinstance(states, str) or not set(states) <= set(STATES):
+        raise ConfigError(f"rule {number}: states={states!r}: give a list of {', '.join(STATES)}")
     idle_days = item.get("idle_days", 0)
     if type(idle_days) not in (int, float) or not 0 <= idle_days < float("inf"):
         raise ConfigError(f"rule {number}: idle_days={idle_days!r}: give a number of days")
@@ -114,8 +115,8 @@ def prune_runs(
     """Prune every run below `prefix` by the first rule of a policy that fits it.
 
     policy: see parse_policy. dry_run: only say what would go. depth: how many folders deep runs may lie. grace_s:
-    seconds that readers get before what was dropped is deleted. storage: how the bucket is reached. A run that cannot be
-    pruned is in the result with its problem, and the others are pruned all the same. A run that others use is not
+    seconds that readers get before what was dropped is deleted. storage: how the bucket is reached. A run that cannot
+    be pruned is in the result with its problem, and the others are pruned all the same. A run that others use is not
     deleted. Raises ConfigError for a policy that makes no sense, before anything is read.
     """
     rules = parse_policy(policy)

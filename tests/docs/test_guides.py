@@ -50,7 +50,17 @@ OPERATORS = {"aws", "gcloud", "helm", "kubectl", "ray", "sed", "zip", "export"}
 NOT_RUN = {"bench", "demo", "submit", "watch-node"}
 """Commands that take minutes, or a cluster. What is given to them is parsed."""
 USERS_OWN = {"train.py", "script.py"}
-NOT_OURS = {*USERS_OWN, "storage.yaml", "exports/", "probes/", "checkpoints/", "attempts/", "ray/", "runs/"}
+NOT_OURS = {
+    *USERS_OWN,
+    "storage.yaml",
+    "policy.yaml",
+    "exports/",
+    "probes/",
+    "checkpoints/",
+    "attempts/",
+    "ray/",
+    "runs/",
+}
 """What is named like a path and is the reader's own, or lies in a bucket."""
 OTHER_FLAGS = {"--preemption-notice-duration", "--all", "--quick", "--json", "--clear-soft-delete", "--write-readme"}
 each_text = pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -104,6 +114,9 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     torch.save(
         {"model": model.state_dict(), "optimizer": torch.optim.AdamW(model.parameters()).state_dict()}, "last.pt"
     )
+    guide = next(path for path in GUIDES if path.stem == "catalog")
+    policy = next(block.text for block in blocks(guide) if block.text.startswith("rules:"))
+    Path("policy.yaml").write_text(policy)
     monkeypatch.setattr(raycheck.Group, "of_ray_train", lambda: group_of(f"{uri}/runs/my-run")[0])
     return uri
 

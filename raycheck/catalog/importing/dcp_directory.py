@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raycheck.catalog.importing.dcp_metadata_reading import DcpContents, Place, read_dcp_metadata
+from raycheck.catalog.importing.dcp_metadata_reading import DcpContents, ValuePlace, read_dcp_metadata
 from raycheck.catalog.importing.source_files import BLOCK_BYTES, SourceFiles
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors, with_ties
 from raycheck.catalog.importing.state_in_source import ReadSettings, SourceState, count_in
@@ -84,7 +84,7 @@ def _tensor(files: SourceFiles, contents: DcpContents, name: str, settings: Read
     )
 
 
-def _value(files: SourceFiles, place: Place, name: str, settings: ReadSettings, tensors: SourceTensors) -> Any:
+def _value(files: SourceFiles, place: ValuePlace, name: str, settings: ReadSettings, tensors: SourceTensors) -> Any:
     _check_place(files, place, name)
     if place.size_bytes > MAX_VALUE_BYTES:
         raise ConfigError(f"{files.what(place.file)}: the value {name} has {place.size_bytes} bytes.")
@@ -95,7 +95,7 @@ def _value(files: SourceFiles, place: Place, name: str, settings: ReadSettings, 
     return represented(_load(files, place, name, settings), represent, name)
 
 
-def _load(files: SourceFiles, place: Place, name: str, settings: ReadSettings) -> Any:
+def _load(files: SourceFiles, place: ValuePlace, name: str, settings: ReadSettings) -> Any:
     """Load one record by torch's restricted loader, from a file of its own, which the loader can map."""
     with tempfile.TemporaryDirectory(prefix="raycheck-import-") as folder:
         path = Path(folder) / "record"
@@ -105,7 +105,7 @@ def _load(files: SourceFiles, place: Place, name: str, settings: ReadSettings) -
         return load_restricted(path, f"{files.what(place.file)}: {name}", verify=settings.verify)
 
 
-def _check_place(files: SourceFiles, place: Place, name: str) -> None:
+def _check_place(files: SourceFiles, place: ValuePlace, name: str) -> None:
     size = files.check(place.file)
     is_span = type(place.start) is int and type(place.size_bytes) is int and place.start >= 0 < place.size_bytes
     if not is_span or place.start + place.size_bytes > size:

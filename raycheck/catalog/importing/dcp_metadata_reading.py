@@ -43,7 +43,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ValuePlace:
     """Says where a torch.save record lies: file, first byte and size in bytes."""
 
     file: str
@@ -57,7 +57,7 @@ class DcpTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], Place], ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], ValuePlace], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class DcpContents:
     """Holds what a DCP directory consists of. paths: the place of each name in the nested state, where it is known."""
 
     tensors: dict[str, DcpTensor]
-    values: dict[str, Place]
+    values: dict[str, ValuePlace]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -99,7 +99,7 @@ class _Reader(pickle.Unpickler):
 def _contents(found: Any, what: str) -> DcpContents:
     if type(found) is not metadata.Metadata or type(found.state_dict_metadata) is not dict:
         raise CorruptError(f"{what} is no metadata of DCP")
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], ValuePlace] = {}
     for key, info in (found.storage_data or {}).items():
         offset = None if key.offset is None else tuple(key.offset)
         if getattr(info, "transform_descriptors", None):
@@ -107,7 +107,7 @@ def _contents(found: Any, what: str) -> DcpContents:
                 f"{what}: {key.fqn} was written by a stream extension ({info.transform_descriptors}); load it with "
                 "torch and save it without extensions"
             )
-        places[key.fqn, offset] = Place(file=info.relative_path, start=info.offset, size_bytes=info.length)
+        places[key.fqn, offset] = ValuePlace(file=info.relative_path, start=info.offset, size_bytes=info.length)
     tensors, values = {}, {}
     for name, about in found.state_dict_metadata.items():
         if type(name) is not str:
@@ -124,7 +124,7 @@ def _contents(found: Any, what: str) -> DcpContents:
     return DcpContents(tensors=tensors, values=values, paths=paths)
 
 
-def _tensor(name: str, about: Any, places: dict[Any, Place], what: str) -> DcpTensor:
+def _tensor(name: str, about: Any, places: dict[Any, ValuePlace], what: str) -> DcpTensor:
     dtype = about.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise CorruptError(f"{what}: {name} has no dtype")
