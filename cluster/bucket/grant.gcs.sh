@@ -27,7 +27,8 @@ grant reader lister
 for file in latest raycheck.json; do # swaps, and records of exports
     grant sweeper writer "resource.name.startsWith('$objects/$prefix/') && resource.name.endsWith('/$file')" "$file"
 done
-for folder in checkpoints exports; do
+for folder in checkpoints exports holds; do
     grant sweeper deleter "resource.name.extract('$objects/$prefix/{run}/$folder/') != ''" "$folder"
 done
+grant sweeper reader "resource.name.extract('$objects/$prefix/{run}/holds/') != ''" holds
 grant sweeper lister

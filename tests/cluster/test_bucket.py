@@ -26,7 +26,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
 from raycheck.bucket.store import open_store
-from tests.bucket.protocol.test_iam_policy import reads, sweeps
+from tests.bucket.protocol.test_iam_policy import leave_holds, reads, sweeps
 from tests.support.cluster_files import CLUSTER
 from tests.support.http_fault_proxy import FaultProxy, fault_proxy
 from tests.support.sample_checkpoints import Driver, write_export
@@ -224,6 +224,7 @@ def a_run(proxy: FaultProxy, name: str) -> None:
         write_export(store, object_keys.exports_prefix(entry.key), entry.key)
     store.put(object_keys.shard_key("step-000000040-a1-s4", "train", 0), b"torn")
     driver.claim("g2")
+    leave_holds(store)
 
 
 @pytest.mark.parametrize(

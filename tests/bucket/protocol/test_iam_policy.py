@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.preflight import probe, probe_node
 from raycheck.bucket.protocol.prune_and_sweep import prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
@@ -26,7 +27,7 @@ from raycheck.errors import StoreError
 from raycheck.settings import Retention
 from tests.bucket.store.test_conformance import begin_upload
 from tests.support.s3_engines import by_s3fs_alone
-from tests.support.sample_checkpoints import Driver, write_export
+from tests.support.sample_checkpoints import Driver, sealed, write_export
 
 POLICY = json.loads((Path(__file__).parents[3] / "cluster/bucket/policy.json").read_text())
 NEVER_ASKED = {"ReaderListings"}
@@ -136,6 +137,19 @@ def a_run(uri: str) -> None:
     store.put(object_keys.shard_key("step-000000040-a1-s4", "train", 0), b"torn")
     begin_upload(store, object_keys.shard_key("step-000000050-a1-s5", "train", 1))
     ann.claim("g2")
+    leave_holds(store)
+
+
+def leave_holds(store: Store) -> None:
+    """Leave the hold of a fork that somebody has deleted, and records of others that are long gone."""
+    for run_id in ("forked", "broken-off"):
+        fork(store, store.beside("../fork"), run_id=run_id)
+        for item in list(store.beside("../fork").list_objects("")):
+            store.beside("../fork").delete(item.key)
+    age = {"at": 1.0}
+    record = next(iter(store.list_objects("holds/broken-off/")))
+    store.put(record.key, sealed(json.loads(store.get(record.key).data) | age))
+    store.put(record.key.replace("broken-off", "another"), sealed(json.loads(store.get(record.key).data)))
 
 
 @pytest.mark.parametrize(
