@@ -53,6 +53,8 @@ def verify(
             found, problem = _compare(store, key, record.size_bytes, record.crc32 if reads else None)
         except CorruptError as error:  # no file, or one that has shrunk meanwhile
             found, problem = None, str(error)
+        except NotFoundError:  # it was deleted between two requests
+            found, problem = None, "missing"
         where: tuple[str, ...] = ()
         if problem and isinstance(record, ShardRecord):
             where = _where(store, index, key, record, found or 0)

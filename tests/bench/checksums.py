@@ -29,7 +29,7 @@ def _measured(bench: Bench, name: str) -> Spread:
     state = make_state(name, bench.scale.state_bytes)
     careful = Ours(open_with("fast", new_folder(bench.uri)), state)
     bare = Ours(open_with("fast", new_folder(bench.uri)), state)
-    bare.store._without_retries = bare.store._with_retries = raw_client(bare.store.uri)
+    bare.store._without_retries = bare.store._with_retries = raw_client(bare.store.uri, of_raycheck=True)
 
     def turn(ours: Ours) -> Measured:
         bench.server.settle()

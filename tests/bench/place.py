@@ -8,6 +8,7 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import Address, join_uri, parse_uri
 from raycheck.bucket.store.client_options import obstore_options
 from raycheck.bucket.store.s3.obstore_store import FastS3Store
+from raycheck.bucket.store.s3.private_obstore import own_obstore
 from raycheck.bucket.store.s3.s3fs_store import S3Store
 
 ENGINES = {"fast": FastS3Store, "fsspec": S3Store}
@@ -23,14 +24,20 @@ def open_with(engine: str, uri: str) -> Store:
     return ENGINES[engine](uri, bucket=at.bucket, prefix=at.prefix, settings=at.settings)
 
 
-def raw_client(uri: str) -> Any:
-    """obstore as fast as it goes: payloads neither signed nor checksummed."""
+def raw_client(uri: str, *, of_raycheck: bool = False) -> Any:
+    """obstore as fast as it goes: payloads neither signed nor checksummed.
+
+    of_raycheck: made by raycheck's own copy of obstore, for the whole bucket, to be put into a FastS3Store.
+    """
     from obstore.store import S3Store as Client
 
     at = parse_uri(uri)
     options = obstore_options(at.settings, at.bucket) | {"unsigned_payload": True}
     options.pop("checksum_algorithm", None)
-    return Client(at.bucket, prefix=at.prefix, access_key_id=_key(), secret_access_key=_secret(), **options)
+    keys = {"access_key_id": _key(), "secret_access_key": _secret()}
+    if of_raycheck:
+        return own_obstore()._store.S3Store(at.bucket, **keys, **options)
+    return Client(at.bucket, prefix=at.prefix, **keys, **options)
 
 
 def s3fs_options(uri: str) -> dict[str, Any]:
