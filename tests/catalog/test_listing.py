@@ -103,7 +103,7 @@ def test_a_run_is_summed_up_as_its_latest_says(mixed) -> None:
     assert (run.step, run.run_id, run.num_checkpoints) == (20, opened.latest.run_id, 2)
     assert run.metrics == opened.head.metrics
     assert run.committed_at == max(item.entry.committed_at for item in opened.checkpoints)
-    assert run.age_s == pytest.approx(86400, abs=600)
+    assert run.age_s == pytest.approx(86400, abs=7200)  # the bucket is made when the tests are collected
     assert run.size_bytes == run.max_size_bytes == sum(item.entry.size_bytes for item in opened.checkpoints)
 
 

@@ -53,6 +53,7 @@ USERS_OWN = {"train.py", "script.py"}
 NOT_OURS = {
     *USERS_OWN,
     "storage.yaml",
+    "holds/",
     "policy.yaml",
     "exports/",
     "probes/",
