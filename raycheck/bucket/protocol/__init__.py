@@ -10,6 +10,7 @@
 - pin_and_evict.py: pin, unpin, evict and forget, steps 19, 21 and 29.
 - prune_and_sweep.py: the only deletes of checkpoints, steps 19 to 23.
 - damage.py: going back from a damaged checkpoint, step 26.
+- new_run.py: a new run from a checkpoint of elsewhere, step 30.
 - fork.py, rewind.py, repair.py: a new run from another's head, step 30; going back by hand, step 31; rebuilding a lost
   `latest`, step 32.
 - exported_directories.py: which exported directories are the run's own, and their deletion, step 34.

@@ -6,15 +6,14 @@ a run that does not exist yet, and the next try takes the next save number.
 
 from dataclasses import replace
 
-from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.latest import Attempt, Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.protocol.new_run import begin_run, first_manifest, look_at_place
+from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import copy_object
-from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
+from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError
 
@@ -27,15 +26,7 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
     ConfigError when the new run has begun without a checkpoint.
     """
     register = Register(target)
-
-    def look() -> tuple[Latest | None, list[CheckpointName]]:
-        existing = register.read()
-        ours = list_directories(target)
-        if existing is None and ours and ours[-1].attempt > 0:
-            raise lost_error(target.uri, f"is gone, but there is {ours[-1]}")
-        return (existing[0] if existing else None), ours
-
-    existing, ours = again_if_corrupt(look)
+    existing, save = look_at_place(register)
     if existing is not None and existing.head is None:
         raise ConfigError(f"{target.uri}: the run has begun already, without a checkpoint. Give it another name")
     if existing is not None:
@@ -44,60 +35,25 @@ def fork(source: Store, target: Store, *, run_id: str) -> None:
     entry = None if body.head is None else body.entry(body.head)
     if entry is None:
         raise NotFoundError(f"{source.uri}: the run has no committed checkpoint to begin from")
-    save = 1 + max((name.save for name in ours), default=0)
-    manifest = _copy(Checkpoint(source, entry), target, CheckpointName(step=entry.step, attempt=0, save=save))
+    name = CheckpointName(step=entry.step, attempt=0, save=save)
+    manifest = _copy(Checkpoint(source, entry), target, name)
     data = write_manifest(target, manifest)
-
-    def create(existing: Latest | None, now: float) -> Latest | None:
-        if existing is not None:
-            return None
-        copied = replace(
-            entry,
-            key=manifest.key,
-            refs=(),
-            manifest_crc32=crc32(data),
-            committed_at=now,
-            pinned=False,
-            expires_at=None,
-            damaged=None,
-            rolling=False,
-        )
-        return _first_body(copied, manifest, run_id=run_id, now=now)
-
-    register.swap(create, what=f"fork of {source.uri}")
-
-
-def _first_body(entry: Entry, manifest: Manifest, *, run_id: str, now: float) -> Latest:
-    owner = f"fork-{run_id[:11]}"
-    attempt = Attempt(
-        number=0,
-        owner=owner,
-        coordinator=owner,
-        group=owner,
-        world_size=manifest.world_size,
-        restore_key=None,
-        last_save=manifest.save,
-        claimed_at=now,
+    copied = replace(
+        entry,
+        key=manifest.key,
+        refs=(),
+        manifest_crc32=crc32(data),
+        pinned=False,
+        expires_at=None,
+        damaged=None,
+        rolling=False,
     )
-    return Latest(
-        run_id=run_id, counter=0, proven=0, owners=(owner,), attempts=(attempt,), head=entry.key, live=(entry,)
-    )
+    begin_run(register, copied, manifest, run_id=run_id, verb="fork")
 
 
 def _copy(checkpoint: Checkpoint, target: Store, name: CheckpointName) -> Manifest:
     old = checkpoint.read_manifest()
-    new = replace(
-        old,
-        key=str(name),
-        attempt=0,
-        save=name.save,
-        restored_from=f"{checkpoint.store.uri} {old.key}",
-        partial=(),
-        trained_s=0.0,
-        began_at=None,
-        rolling=False,
-        components=tuple(replace(component, checkpoint=str(name)) for component in old.components),
-    )
+    new = first_manifest(old, name, restored_from=f"{checkpoint.store.uri} {old.key}")
     for (old_key, record), (new_key, _) in zip(old.objects(), new.objects(), strict=True):
         copy_object(checkpoint.store, old_key, record, target, new_key)
     return new
