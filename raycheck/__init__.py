@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raycheck.catalog.copy import CopiedRun, copy_run
+    from raycheck.catalog.follow import follow_run
+
     __version__: str
     from raycheck.errors import (
         ConfigError,
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from raycheck.train.worker.periodic import Periodic
 
 _HOMES = {
+    "raycheck.catalog.copy": ("CopiedRun", "copy_run"),
+    "raycheck.catalog.follow": ("follow_run",),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -71,6 +76,7 @@ __all__ = [
     "Checkpointer",
     "ConfigError",
     "ConflictError",
+    "CopiedRun",
     "CorruptError",
     "DamagedError",
     "DeniedError",
@@ -88,8 +94,10 @@ __all__ = [
     "StorageSettings",
     "StoreError",
     "SupersededError",
+    "copy_run",
     "export_hf",
     "fit",
+    "follow_run",
     "open_checkpoint",
     "open_run",
     "start_coordinator",

@@ -20,6 +20,7 @@ RINGS = (
     ("shards",),
     ("train",),
     ("run",),
+    ("catalog",),
     ("__init__",),  # the public names, loaded on first use
     ("cli", "demo"),
     ("__main__",),

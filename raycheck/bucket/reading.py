@@ -75,13 +75,17 @@ class Checkpoint:
 
         Raises DamagedError, or NotFoundError when the checkpoint was evicted.
         """
+        return self.read_manifest_bytes()[0]
+
+    def read_manifest_bytes(self) -> tuple[Manifest, bytes]:
+        """Read the manifest like `read_manifest`. Returns it with its bytes as they lie in the bucket."""
         key = object_keys.manifest_key(self.entry.key)
         given = self.documents.manifest if self.documents else None
         data = self._checked(key, given, size=None, crc=self.entry.manifest_crc32, said_by="latest")
         manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
         if manifest.key != self.entry.key:
             raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
-        return manifest
+        return manifest, data
 
     def read_index(self, manifest: Manifest, *, values: bool = True) -> Index:
         """Read the index and check it against size and checksum in the manifest.

@@ -2,6 +2,7 @@
 
 - browse.py shows and verifies what is in a run's bucket: `ls`, `show`, `verify`.
 - manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
+- catalog/ acts on whole runs: `cp`.
 - bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
   export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
 - options.py has the arguments that commands share, and everything that prints.
@@ -24,6 +25,7 @@ import typer
 import raycheck
 from raycheck.cli import browse, demo, docs, export, manage, submit, watch_node
 from raycheck.cli.bench import command as bench
+from raycheck.cli.catalog import copy as copies
 from raycheck.cli.options import Text, out, with_flags
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
@@ -34,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for topic in (browse, manage, bench, submit, watch_node, export, demo, docs):
+for topic in (browse, manage, copies, bench, submit, watch_node, export, demo, docs):
     for command in topic.COMMANDS:
         app.command()(with_flags(command))
 

@@ -13,6 +13,7 @@
 - new_run.py: a new run from a checkpoint of elsewhere, step 30.
 - fork.py, rewind.py, repair.py: a new run from another's head, step 30; going back by hand, step 31; rebuilding a lost
   `latest`, step 32.
+- mirror.py: `latest` of a copy that follows a run in another place, step 35.
 - exported_directories.py: which exported directories are the run's own, and their deletion, step 34.
 
 Other modules take steps 7, 13 to 15 and 18 (train/coordinator/), 16 (assembly/), 24, 25 and 27 (reading.py, train/).

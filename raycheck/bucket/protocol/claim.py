@@ -11,7 +11,7 @@ from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, L
 from raycheck.bucket.protocol.resume import Resume, key_to_restore
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
-from raycheck.errors import FencedError, SupersededError
+from raycheck.errors import ConfigError, FencedError, SupersededError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +52,7 @@ def claim(
             return _with_coordinator(body, me)
         if any(known.group == group for known in body.attempts):
             raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
+        refuse_unfinished_copy(register.store.uri, body)
         new_owner = me.owner not in body.owners
         head = key_to_restore(register.store.uri, body, resume) if new_owner else body.head
         return replace(
@@ -59,6 +60,7 @@ def claim(
             owners=(*body.owners, me.owner) if new_owner else body.owners,
             head=head,
             finished=body.finished if head == body.head else None,
+            mirror=None,
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
@@ -78,6 +80,15 @@ def claim(
         if entry is None:
             raise lost_error(register.store.uri, f"restores {key}, which it does not list")
     return body.attempt, entry  # 11
+
+
+def refuse_unfinished_copy(uri: str, body: Latest) -> None:
+    """Raise ConfigError for a mirror that has no checkpoint yet: to begin with it would be to start from zero (I7)."""
+    if body.is_mirror and body.head is None:
+        raise ConfigError(
+            f"{uri}: 'raycheck cp' has begun to copy a run to this place, and no checkpoint is whole here yet. Let it "
+            "come to its end, or give another run name"
+        )
 
 
 def take_over(register: Register, me: Identity, *, group: str) -> Attempt:

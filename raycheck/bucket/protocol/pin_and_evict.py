@@ -10,18 +10,20 @@ from dataclasses import replace
 from raycheck.bucket.format.latest import Evicted, Latest
 from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.swap import Register
-from raycheck.errors import NotFoundError
+from raycheck.errors import ConfigError, NotFoundError
 from raycheck.settings import Retention
 
 
 def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
     """Keep the live checkpoint `key` whatever retention and expiry say. pinned=False ends that.
 
-    Raises NotFoundError when it is not live.
+    Raises NotFoundError when it is not live, ConfigError in a mirror, which has the pins of the run that it follows.
     """
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
+        if body.is_mirror:
+            raise ConfigError(f"{register.store.uri}: a mirror keeps what its source keeps; pin the checkpoint there")
         entry = body.entry(key)
         if entry is None:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")

@@ -1,0 +1,1 @@
+"""Holds the commands over whole runs, one file per topic."""
