@@ -203,4 +203,5 @@ def check_places(source: Store, target: Store) -> None:
 
 def _head_first(body: Latest) -> list[Entry]:
     """Return the live entries: the head, then the others from the newest on."""
-    return sorted(body.live[::-1], key=lambda entry: entry.key != body.head)
+    others = [entry for entry in body.live if entry.key != body.head]
+    return [entry for entry in body.live if entry.key == body.head] + others[::-1]
