@@ -155,7 +155,8 @@ def test_a_store_that_fails_for_a_while_ends_nothing(source: Driver, target: str
     stop.set()
     thread.join(DEADLINE_S)
 
-    assert [item.is_trouble for item in news] == [True, True, True, False]
+    assert [item.is_trouble for item in news] == [*[True] * (len(news) - 1), False]
+    assert len(news) > 1
     assert "out of order; trying again" in news[0].text
     assert news[-1].lag_s is not None
     assert_invariants(open_store(target))
