@@ -104,7 +104,8 @@ def test_a_node_with_notice_loses_at_most_what_was_trained_since(nodes: Arena, d
     assert last - at < (last - noticed) / 2, "a second save came late"
 
 
-@pytest.mark.parametrize(("few", "many"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("few", "many"), [(1, 2), (2, 4)])
 def test_nodes_that_come_make_the_group_larger_and_lose_nothing(
     nodes: Arena, drive: Drive, row: Row, few: int, many: int
 ) -> None:
@@ -365,6 +366,7 @@ def test_rays_own_record_that_cannot_be_written_ends_nothing(
     assert "own record of checkpoints was not written" in driver.log
 
 
+@pytest.mark.slow
 def test_of_two_drivers_on_one_name_the_second_goes_on_and_the_first_ends(nodes: Arena, drive: Drive, row: Row) -> None:
     nodes.add(4)
     settings = {"every_steps": EVERY}

@@ -25,6 +25,10 @@ def cluster(s3: str) -> Iterator[None]:
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5")
     os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_SESSION_TOKEN"] = SECRETS
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # Ray's own watcher of preempted nodes is one more process in each fit. raycheck asks for notices by itself, and the
+    # tests on a Ray of several nodes have the watcher.
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # eight processes that no test may come to use
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.cloudpickle.register_pickle_by_value(tests.support.ray_jobs)
     yield

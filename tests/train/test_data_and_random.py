@@ -42,6 +42,7 @@ def train_on_ray_data(config: dict[str, Any]) -> None:
     ckpt.close()
 
 
+@pytest.mark.slow
 def test_a_cut_off_epoch_of_ray_data_is_warned_of_at_first_and_when_it_happens(cluster: None, tmp_path: Path):
     def run(life: int, stop: int) -> list[str]:
         trainer = ray.train.torch.TorchTrainer(

@@ -133,6 +133,7 @@ def test_a_mistake_after_a_step_and_an_error_of_the_network_before_it_are_retrie
         assert (status.state, status.is_final) == ("died", False), name
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_before_the_first_step_is_no_mistake_of_the_program(job, tmp_path: Path) -> None:
     raycheck.fit(job(f"file://{tmp_path}/runs", "run", train=train_badly, dies=True, after=2, max_failures=2))
 
@@ -140,6 +141,7 @@ def test_a_worker_that_dies_before_the_first_step_is_no_mistake_of_the_program(j
     assert read_status(open_store(f"file://{tmp_path}/runs/run")).state == "finished"
 
 
+@pytest.mark.slow
 def test_a_controller_that_died_where_no_dashboard_runs_leaves_no_node_taken(job, tmp_path: Path) -> None:
     """The workers take every CPU of this Ray: with the dead controller's placement group nothing could start."""
     uri, seen = f"file://{tmp_path}/runs/run", tmp_path / "enough"

@@ -117,6 +117,7 @@ def test_a_validation_that_nobody_would_do_is_refused_at_once(cluster: None, tmp
         raycheck.fit(trainer_of(train_fn, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_script_is_told_when_rays_own_checkpoint_is_of_another_step_than_the_restored_one(
     cluster: None, tmp_path: Path
 ) -> None:
