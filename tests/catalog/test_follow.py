@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections.abc import Iterable
 from threading import Event
 from uuid import uuid4
 
@@ -20,7 +21,7 @@ from raycheck.catalog.copier import MirrorCopier
 from raycheck.catalog.follow import Follower, FollowNews, follow_run
 from raycheck.errors import CorruptError, NotFoundError, StoreError
 from tests.support.invariants import assert_invariants
-from tests.support.sample_checkpoints import Around, Driver, everything
+from tests.support.sample_checkpoints import Around, Driver, everything, write_checkpoint
 
 DEADLINE_S = 60.0
 
@@ -260,3 +261,41 @@ def test_two_copiers_at_once_leave_a_whole_mirror(source: Driver, target: str) -
 
     assert assert_invariants(store).head == "step-000000020-a1-s2"
     assert Register(store).read() is not None
+
+
+def test_what_another_copier_has_begun_of_a_later_commit_is_not_evicted(source: Driver, target: str) -> None:
+    store = open_store(target)
+    MirrorCopier(source.store, store, stop=Event()).run()
+    manifest = write_checkpoint(source.store, attempt=1, save=3)
+    key = object_keys.shard_key(manifest.key, "train", 0)
+    source.save(1, 2)  # the state that this copier reads; the other one has read the next
+    store.put(key, source.store.get(key).data)
+
+    MirrorCopier(source.store, store, stop=Event()).run()
+
+    assert read_latest(store).evicted == ()
+    assert source.commit(manifest)
+    assert MirrorCopier(source.store, store, stop=Event()).run().head == manifest.key
+    assert_invariants(store)
+
+
+def test_bytes_that_change_on_their_way_to_the_target_are_not_believed(source: Driver, target: str) -> None:
+    store = open_store(target)
+
+    class Changing(Around):
+        is_first = True
+
+        def put_parts(self, key: str, parts: Iterable[memoryview], size_bytes: int) -> None:
+            data = bytearray(b"".join(parts))
+            if key.endswith(".distcp") and self.is_first:
+                self.is_first, data[3] = False, data[3] ^ 1
+            self.inner.put_parts(key, [memoryview(data)], size_bytes)
+
+    changing = Changing(store)
+    with pytest.raises(StoreError, match="does not have the bytes"):
+        MirrorCopier(source.store, changing, stop=Event()).run()
+    assert read_latest(store).live == ()
+
+    MirrorCopier(source.store, changing, stop=Event()).run()
+
+    assert assert_invariants(store).head == "step-000000010-a1-s1"

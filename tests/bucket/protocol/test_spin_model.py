@@ -64,6 +64,7 @@ NOT_MODELLED = {
     32: "repair",
     33: "moves neither head nor attempt; test_crashes and test_interleavings enumerate it",
     34: "exports, which nothing restores",
+    35: "mirrors: tests/catalog enumerates the crashes of a copy",
 }
 SEARCH_TIMEOUT_S = 200
 MEMORY_MIB = 6000
