@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from raycheck.bucket.protocol.fork import Forked
     from raycheck.catalog.archive.pack import pack
     from raycheck.catalog.archive.unpack import unpack
+    from raycheck.catalog.copy import CopiedRun, copy_run
     from raycheck.catalog.deletes import delete_checkpoint, delete_run
     from raycheck.catalog.download import download
+    from raycheck.catalog.follow import follow_run
     from raycheck.catalog.forks import fork_run
     from raycheck.catalog.importing.import_checkpoint import import_checkpoint
     from raycheck.catalog.listing import RunSummary, list_runs
@@ -56,6 +58,8 @@ _HOMES = {
     "raycheck.catalog.archive.pack": ("pack",),
     "raycheck.catalog.archive.unpack": ("unpack",),
     "raycheck.catalog.download": ("download",),
+    "raycheck.catalog.copy": ("CopiedRun", "copy_run"),
+    "raycheck.catalog.follow": ("follow_run",),
     "raycheck.errors": (
         "ConfigError",
         "ConflictError",
@@ -91,6 +95,7 @@ __all__ = [
     "Checkpointer",
     "ConfigError",
     "ConflictError",
+    "CopiedRun",
     "CorruptError",
     "DamagedError",
     "DeletedRun",
@@ -111,11 +116,13 @@ __all__ = [
     "StorageSettings",
     "StoreError",
     "SupersededError",
+    "copy_run",
     "delete_checkpoint",
     "delete_run",
     "download",
     "export_hf",
     "fit",
+    "follow_run",
     "fork_run",
     "import_checkpoint",
     "list_runs",

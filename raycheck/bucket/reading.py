@@ -85,8 +85,12 @@ class Checkpoint:
 
         Raises DamagedError, or NotFoundError when the checkpoint was evicted.
         """
+        return self.parse_manifest(self.read_manifest_bytes())
+
+    def parse_manifest(self, data: bytes) -> Manifest:
+        """Parse what `read_manifest_bytes` has read. Raises CorruptError when it is another checkpoint's manifest."""
         key = object_keys.manifest_key(self.entry.key)
-        manifest = load_manifest(self.read_manifest_bytes(), what=f"{self.store.uri}: {key}")
+        manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
         if manifest.key != self.entry.key:
             raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
         return manifest

@@ -56,6 +56,10 @@ def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Stat
         what = f"at step {head.step}" if head else "with nothing committed"
         text = f"finished {what}, {ago(now - body.finished.at)} ago"
         return Status(state="finished", text=text, at=body.finished.at, now=now)
+    if body.mirror is not None and body.is_mirror:
+        missing = f"; {body.mirror.missing} checkpoints are still to come" if body.mirror.missing else ""
+        text = f"a mirror of {body.mirror.source}, as of write {body.mirror.counter} there{missing}"
+        return Status(state="idle", text=text, at=attempt.claimed_at, now=now)
     if not attempt.world_size or not attempt.number:
         text = "idle: nobody has started it since it was rewound, repaired or copied"
         return Status(state="idle", text=text, at=attempt.claimed_at, now=now)

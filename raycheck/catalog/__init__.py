@@ -11,4 +11,8 @@
 - stored_objects.py finds a checkpoint and its objects, wherever they lie.
 - read_ahead.py streams bytes from and to stores, in bounded memory.
 - importing/ makes a run of a checkpoint that something else has written: `raycheck import`.
+- copy.py copies a run, or one checkpoint into a new run, to another place: `raycheck cp`.
+- follow.py keeps a copy of a run up to date while it is trained.
+- copier.py makes a mirror show what its source has; both of the above use it.
+- object_copy.py moves the bytes of a checkpoint, several objects at a time, verified on both sides.
 """

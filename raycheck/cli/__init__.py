@@ -6,7 +6,7 @@
 - bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
   export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
-  `import`, `prune-runs`.
+  `import`, `prune-runs`, `cp`.
 - options.py has the arguments that commands share, and everything that prints.
 
 To add a command, write a function in the file of its topic and put it into that file's COMMANDS. The function's name,
@@ -28,6 +28,7 @@ import raycheck
 from raycheck.cli import browse, demo, docs, export, manage, names, submit, watch_node
 from raycheck.cli.bench import command as bench
 from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
+from raycheck.cli.catalog import copy as copies
 from raycheck.cli.options import Text, out, with_flags
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
@@ -50,6 +51,7 @@ for topic in (
     submit,
     watch_node,
     export,
+    copies,
     archives,
     import_command,
     demo,

@@ -96,7 +96,9 @@ def _assert_swap(world: World) -> None:
     if len(world.bodies) > 1:
         before = load(world.bodies[-2])
         assert_went_on(before, body)
-        if not body.attempt.owner.startswith("repair-"):
+        if body.is_mirror:
+            assert_mirror_follows(before, body)
+        elif not body.attempt.owner.startswith("repair-"):
             assert_follows(before, body)
     back = {entry.key for entry in body.live} & set().union(*map(_evicted, world.bodies))
     assert not back, f"I4: {back} came back"
@@ -184,6 +186,20 @@ def assert_follows(before: Latest | None, after: Latest) -> None:
         assert not new, "a claim commits nothing"
         assert not gone, "a claim evicts nothing"
         _assert_next_attempt(before, after)
+
+
+def assert_mirror_follows(before: Latest, after: Latest) -> None:
+    """Assert step 38 on two successive bodies of a mirror: it went forward, and forgot nothing that may be deleted."""
+    assert before.is_mirror, "a run that was trained on became a mirror"
+    assert (after.run_id, after.mirror.owner) == (before.run_id, before.mirror.owner)
+    assert after.counter == before.counter + 1, "every swap counts one"
+    assert after.mirror.counter >= before.mirror.counter, "a mirror went back"
+    assert after.attempt.number > max(attempt.number for attempt in after.attempts[:-1]), "a mirror's attempt is above"
+    assert after.attempt.restore_key == after.head, "an attempt restores the head"
+    assert before.head is None or after.head is not None, "a mirror lost its head"
+    dropped = {name for name in before.held() | {item.key for item in before.evicted} if name not in after.held()}
+    if before.live != after.live:
+        assert dropped <= {item.key for item in after.evicted}, "what leaves a mirror is evicted"
 
 
 def _assert_finished_or_moved(before: Latest, after: Latest) -> None:

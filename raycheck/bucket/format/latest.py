@@ -129,6 +129,21 @@ class Finished(Document):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mirror(Document):
+    """Says that the run is a copy of one that is trained elsewhere, and still follows it (step 38).
+
+    source: where that run is, for people. counter: the write of its `latest` that this body shows, 0 for none yet.
+    missing: how many of its checkpoints are still to come. owner: the owner of the live attempt for as long as the copy
+    is a mirror. Whoever claims or rewinds the copy is another owner, and makes it a run of its own.
+    """
+
+    source: str
+    counter: int
+    missing: int
+    owner: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Latest(Document):
     """Holds the body of `latest`.
 
@@ -137,9 +152,10 @@ class Latest(Document):
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
     of training, until the run goes on or back (step 33). holds, loans: what other runs use of this one, and what this
     one uses of others (step 30). deleted_at: when somebody deleted the run, whose objects may still be there (step 37).
+    mirror: what the run is a copy of; see is_mirror.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at", "mirror"})
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -154,6 +170,7 @@ class Latest(Document):
     holds: tuple[Hold, ...] = ()
     loans: tuple[Loan, ...] = ()
     deleted_at: float | None = None
+    mirror: Mirror | None = None
 
     def __post_init__(self) -> None:
         keys = [entry.key for entry in self.live]
@@ -189,15 +206,23 @@ class Latest(Document):
             raise CorruptError(f"latest has head {self.head}, which it says is damaged")
         if not self.attempts:
             raise CorruptError("latest names no attempt")
+        if self.is_mirror and len(self.attempts) == 1:
+            raise CorruptError("latest is that of a mirror, and names no attempt of the run that it follows")
 
     @property
     def attempt(self) -> Attempt:
         return self.attempts[-1]
 
     @property
+    def is_mirror(self) -> bool:
+        """Returns whether the run only follows another one. `mirror` alone does not say so: it may be claimed since."""
+        return self.mirror is not None and self.mirror.owner == self.attempt.owner
+
+    @property
     def is_finished(self) -> bool:
         """Returns whether the live attempt came to the end of training. A later claim begins the run again."""
-        return self.finished is not None and self.finished.attempt == self.attempt.number and self.ends_with(self.head)
+        last = self.attempts[-2] if self.is_mirror else self.attempt
+        return self.finished is not None and self.finished.attempt == last.number and self.ends_with(self.head)
 
     def ends_with(self, key: str | None) -> bool:
         """Return whether an attempt came to the end of training with `key`, and nothing was committed or decided since.

@@ -18,6 +18,7 @@ ATTEMPTS_PREFIX = "attempts/"
 _NAME = re.compile(r"step-(\d{9,18})-a(\d{1,9})-s(\d{1,9})")
 _ATTEMPT = re.compile(r"attempts/\d{6,9}\.json")
 _WAY = re.compile(r"(?:\.\./)+([^\0]{1,900})")
+_RECORD = re.compile(r"attempts/(\d{6,9})(?:\.start)?\.json")
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -142,6 +143,12 @@ def attempt_key(number: int) -> str:
 def is_attempt_key(key: str) -> bool:
     """Return whether an object below `attempts/` says how an attempt ended."""
     return bool(_ATTEMPT.fullmatch(key))
+
+
+def attempt_of(key: str) -> int | None:
+    """Return the attempt of which an object below `attempts/` is a record; None when it is none."""
+    match = _RECORD.fullmatch(key)
+    return None if match is None else int(match[1])
 
 
 def resume_key(number: int) -> str:

@@ -16,6 +16,7 @@
   `latest`, step 32.
 - holds.py: what one run uses of another in its bucket, step 30.
 - delete.py: the delete of a checkpoint or run by hand, step 37.
+- mirror.py: `latest` of a copy that follows a run in another place, step 38.
 - exported_directories.py: which exported directories are the run's own, and their deletion, step 34.
 
 Other modules take steps 7, 13 to 15 and 18 (train/coordinator/), 16 (assembly/), 24, 25 and 27 (reading.py, train/).

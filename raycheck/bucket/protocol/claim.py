@@ -53,6 +53,7 @@ def claim(
             return _with_coordinator(body, me)
         if any(known.group == group for known in body.attempts):
             raise SupersededError(f"group {group} was replaced by attempt {current.number} of the same driver")
+        refuse_unfinished_copy(register.store.uri, body)
         new_owner = me.owner not in body.owners
         head = key_to_restore(register.store.uri, body, resume) if new_owner else body.head
         return replace(
@@ -60,6 +61,7 @@ def claim(
             owners=(*body.owners, me.owner) if new_owner else body.owners,
             head=head,
             finished=body.finished if head == body.head else None,
+            mirror=None,
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
@@ -87,6 +89,15 @@ def _refuse_deleted(uri: str, body: Latest) -> None:
         raise ConfigError(
             f"{uri}: this run was deleted. 'raycheck delete-run {uri}' deletes what is left, or says who uses it; "
             "give the new run another name"
+        )
+
+
+def refuse_unfinished_copy(uri: str, body: Latest) -> None:
+    """Raise ConfigError for a mirror that has no checkpoint yet: to begin with it would be to start from zero (I7)."""
+    if body.is_mirror and body.head is None:
+        raise ConfigError(
+            f"{uri}: 'raycheck cp' has begun to copy a run to this place, and no checkpoint is whole here yet. Let it "
+            "come to its end, or give another run name"
         )
 
 

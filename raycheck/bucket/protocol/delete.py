@@ -14,7 +14,7 @@ from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Hold, Latest
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
-from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError
 
@@ -36,10 +36,11 @@ class DeletedRun:
 def delete_checkpoint(register: Register, key: str) -> Latest:
     """Evict the live checkpoint `key`, whatever keeps it. Returns the new body. A prune deletes its objects.
 
-    Raises ConfigError for the head, and NotFoundError when the checkpoint was never there.
+    Raises ConfigError for the head and in a mirror, and NotFoundError when the checkpoint was never there.
     """
 
     def change(body: Latest, now: float) -> Latest | None:
+        refuse_mirror(register.store.uri, body, "delete the checkpoint")
         if any(item.key == key for item in body.evicted):
             return None
         if body.entry(key) is None:
@@ -84,6 +85,7 @@ def delete_run(register: Register, *, keeps_shared: bool = False, keeps_exports:
             owners=(*body.owners, owner),
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
             head=None,
+            mirror=None,
             finished=None,
         )
         return with_evicted(marked, tuple(entry.key for entry in body.live), now=now)

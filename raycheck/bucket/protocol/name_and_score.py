@@ -3,7 +3,8 @@
 Like a pin, each change is a swap that keeps owner, attempt, coordinator, head and last save as it finds them, so it may
 be made beside a running training, whose next commit is computed afresh from the changed body. A name belongs to one
 live entry of a run. It never moves to a checkpoint of another step unless somebody says so; but training that repeats a
-step takes over the name that it gave that step before. The functions `with_...` change nothing but the body given.
+step takes over the name that it gave that step before. A mirror has the names and scores of the run that it follows,
+and no others. The functions `with_...` change nothing but the body given.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 from raycheck.bucket.format.label import MAX_SCORES, Label, check_name, check_scores
 from raycheck.bucket.format.latest import Entry, Latest, check_room
-from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.errors import ConfigError, NotFoundError
 
 
@@ -24,6 +25,7 @@ def name(register: Register, key: str, label: Label) -> Latest:
     until: list[float] = []  # counted from the first reading: a repeated swap must know its own effect
 
     def change(body: Latest, now: float) -> Latest | None:
+        refuse_mirror(register.store.uri, body, "name the checkpoint")
         until.append(now)
         return _unless_equal(with_name(register.store.uri, body, key, label, now=until[0]), body)
 
@@ -35,6 +37,7 @@ def rename(register: Register, old: str, new: str) -> Latest:
     holder: list[str] = []
 
     def change(body: Latest, now: float) -> Latest | None:
+        refuse_mirror(register.store.uri, body, "rename the checkpoint")
         if not holder:
             holder.append(named_entry(register.store.uri, body, old).key)
         entry = body.entry(holder[0])
@@ -55,6 +58,7 @@ def unname(register: Register, old: str) -> Latest:
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
+        refuse_mirror(register.store.uri, body, "take the name off")
         if not holder:
             holder.append(named_entry(register.store.uri, body, old).key)
         entry = body.entry(holder[0])
@@ -71,6 +75,7 @@ def score(register: Register, key: str, scores: Mapping[str, float]) -> Latest:
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
+        refuse_mirror(register.store.uri, body, "score the checkpoint")
         return _unless_equal(with_scores(register.store.uri, body, key, scores), body)
 
     return register.edit(change, what=f"scores of {key}")

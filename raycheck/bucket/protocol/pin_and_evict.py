@@ -10,7 +10,7 @@ from dataclasses import replace
 from raycheck.bucket.format.latest import Evicted, Latest
 from raycheck.bucket.format.object_keys import split_directory
 from raycheck.bucket.protocol.retention import dropped_keys
-from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.errors import NotFoundError
 from raycheck.settings import Retention
 
@@ -18,11 +18,12 @@ from raycheck.settings import Retention
 def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
     """Keep the live checkpoint `key` whatever retention and expiry say. pinned=False ends that.
 
-    Raises NotFoundError when it is not live.
+    Raises NotFoundError when it is not live, ConfigError in a mirror, which has the pins of the run that it follows.
     """
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
+        refuse_mirror(register.store.uri, body, "pin the checkpoint")
         entry = body.entry(key)
         if entry is None:
             raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")

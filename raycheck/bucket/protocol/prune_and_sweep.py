@@ -138,7 +138,8 @@ def _waits(body: Latest, now: float, grace_s: float, crowded: set[str]) -> Itera
 def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Upload]]:
     """Find the directories and uploads to sweep.
 
-    `latest` is read after the listing: else a claim in between would look like a lost `latest`.
+    `latest` is read after the listing: else a claim in between would look like a lost `latest`. A mirror has none: what
+    it does not list may be on its way there.
     """
     uploads = _uploads(store)
 
@@ -150,6 +151,8 @@ def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Up
         return names, body
 
     names, body = again_if_corrupt(look)
+    if body.is_mirror:
+        return [], []
     number = body.attempt.number
     named = body.held() | {item.key for item in body.evicted}
     found = []

@@ -27,8 +27,11 @@ class KeepDecision:
 def decide_retention(body: Latest, rules: Retention, *, now: float) -> tuple[KeepDecision, ...]:
     """Decide on each live entry, in their order.
 
-    Damaged entries stay while they are pinned or named, and no rule counts them. now: the bucket's time, for expiry.
+    Damaged entries stay while they are pinned or named, and no rule counts them. A mirror keeps what its source keeps.
+    now: the bucket's time, for expiry.
     """
+    if body.is_mirror:
+        return tuple(KeepDecision(entry=entry, is_kept=True, reason="its source keeps it") for entry in body.live)
     protected = dict(_protected(body, now))
     whole = [entry for entry in body.live if not entry.damaged]
     kept = dict(_kept([entry for entry in whole if not entry.rolling], _left_behind(body), rules))

@@ -38,6 +38,7 @@ def rewind(register: Register, key: str) -> Latest:
             body.with_entry(replace(entry, damaged=None)),
             owners=(*body.owners, owner),
             head=key,
+            mirror=None,
             finished=None,  # a rewind means to train on from there, even from the run's end
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
         )

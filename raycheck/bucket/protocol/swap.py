@@ -15,7 +15,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
 from raycheck.bucket.reading import get_latest, no_run_error
 from raycheck.bucket.store import Got, Store
-from raycheck.errors import ConflictError, CorruptError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 
 SWAP_DEADLINE_S = 60.0
 Decide = Callable[[Latest | None, float], Latest | None]
@@ -131,3 +131,9 @@ def lost_error(uri: str, what: str) -> CorruptError:
         "checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck repair'; "
         "to start anew, move the run's folder away"
     )
+
+
+def refuse_mirror(uri: str, body: Latest, what: str) -> None:
+    """Raise ConfigError when `body` is a mirror's, which `what` would make differ from its source."""
+    if body.mirror is not None and body.is_mirror:
+        raise ConfigError(f"{uri}: a mirror keeps what its source keeps; {what} in {body.mirror.source}")

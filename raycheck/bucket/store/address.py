@@ -143,6 +143,31 @@ def uri_beside(uri: str, way: str) -> str:
     return base[:start] + located(root, quote(way)) + mark + query
 
 
+def bucket_root(uri: str) -> tuple[str, str]:
+    """Returns the URI of the bucket itself, with the settings of `uri`, and the prefix of `uri` in it ("" or "x/")."""
+    at = parse_uri(uri)
+    base, mark, query = uri.partition("?")
+    scheme, _, rest = base.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}{mark}{query}", f"{at.prefix}/" if at.prefix else ""
+
+
+def bare_uri(uri: str) -> str:
+    """Returns `uri` without the settings in its query, of which some are not for others to read."""
+    at = parse_uri(uri)
+    base = uri.partition("?")[0]
+    return f"{base}?{_ACCOUNT}={at.account}" if at.kind == "az" and kind_of(base) == "az" and "@" not in base else base
+
+
+def overlap(one: str, other: str) -> bool:
+    """Returns whether two URIs name one place, or one lies inside the other. Other endpoints are other places."""
+    a, b = parse_uri(one), parse_uri(other)
+    if (a.kind, a.account, a.bucket, a.settings.endpoint) != (b.kind, b.account, b.bucket, b.settings.endpoint):
+        return False
+    paths = [os.path.realpath(at.prefix) if at.kind == "file" else at.prefix for at in (a, b)]
+    first, second = sorted(f"{path.strip('/')}/" for path in paths)
+    return first == "/" or second.startswith(first)
+
+
 def _place(uri: str) -> tuple[str, str, str, str]:
     at = parse_uri(uri)
     return at.kind, at.account, at.bucket, at.prefix.rstrip("/")

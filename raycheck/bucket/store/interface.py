@@ -45,12 +45,12 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Describes the bytes start..stop of an object, with their CRC-32."""
+    """Describes the bytes start..stop of an object, with their CRC-32; None where only that of a whole is known."""
 
     key: str
     start: int
     stop: int
-    crc: int
+    crc: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +150,25 @@ class Store(ABC):
     def part_bytes(self, size_bytes: int) -> int:
         """Returns how long the parts of an object of this size should be, in bytes."""
 
-    def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
+    def put_assembled(
+        self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None
+    ) -> bool:
         """Writes one object from ranges of others, which the store copies itself, and from parts that are sent to it;
         all but the last have at least MIN_PART_BYTES.
 
-        Returns False when it has written nothing: the store cannot copy, or does not prove by a CRC-32 which bytes it
-        has copied, or something else has failed.
+        crc: the CRC-32 of the whole object, with which that of the parts is compared before the object appears; needed
+        where a range has none. Returns False when it has written nothing: the store cannot copy, or does not prove by a
+        CRC-32 which bytes it has copied, or something else has failed.
         """
-        del key, parts, size_bytes
+        del key, parts, size_bytes, crc
+        return False
+
+    def states_checksum(self, key: str) -> bool:
+        """Returns whether the store has compared the whole object, as it came, with a checksum that was sent along.
+
+        Raises NotFoundError.
+        """
+        del key
         return False
 
     @abstractmethod

@@ -52,9 +52,14 @@ class Subfolder(Store):
     def part_bytes(self, size_bytes: int) -> int:
         return self._store.part_bytes(size_bytes)
 
-    def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
+    def put_assembled(
+        self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None
+    ) -> bool:
         placed = (replace(part, key=self._prefix + part.key) if isinstance(part, Range) else part for part in parts)
-        return self._store.put_assembled(self._prefix + key, placed, size_bytes)
+        return self._store.put_assembled(self._prefix + key, placed, size_bytes, crc)
+
+    def states_checksum(self, key: str) -> bool:
+        return self._store.states_checksum(self._prefix + key)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._store.put_if_absent(self._prefix + key, data)

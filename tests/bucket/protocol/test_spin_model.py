@@ -67,6 +67,7 @@ NOT_MODELLED = {
     35: "archives, which are no part of a run",
     36: "unpacking, a fork from outside",
     37: "a delete by hand; test_delete enumerates it",
+    38: "mirrors: tests/catalog enumerates the crashes of a copy",
 }
 SEARCH_TIMEOUT_S = 200
 MEMORY_MIB = 6000

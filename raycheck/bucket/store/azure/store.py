@@ -105,6 +105,13 @@ class AzStore(RemoteStore):
 
         return self._run(key, call)
 
+    def states_checksum(self, key: str) -> bool:
+        async def call(client: Any) -> bool:
+            found = await self._blob(client, key).get_blob_properties(**self._options)
+            return bool(found.content_settings.content_md5)  # there for what one request has put, and compared then
+
+        return self._run(key, call)
+
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         where = {"name_starts_with": self._full(prefix), "include": ["metadata"]}
         for item in self._listed(prefix, lambda client: client.list_blobs(**where, **self._options)):

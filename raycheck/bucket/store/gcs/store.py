@@ -93,6 +93,10 @@ class GsStore(RemoteStore):
 
         return self._run(key, call)
 
+    def states_checksum(self, key: str) -> bool:
+        del key
+        return True  # every write sends the CRC-32C of the whole object, and GCS refuses other bytes
+
     def list_objects(self, prefix: str) -> Iterator[Listed]:
         start = len(self._full(prefix))
         for page in self._pages(prefix, fields="items(name,size),nextPageToken"):

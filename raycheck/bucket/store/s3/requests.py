@@ -1,10 +1,10 @@
 """Makes single requests of S3 through a botocore client: bodies, parts of an upload, pages of a listing."""
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.checksum import combined, crc32
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.bucket.store.upload_parts import PIECE_BYTES, RequestBody
 from raycheck.errors import StoreError
@@ -52,10 +52,21 @@ async def copy_part(
         CopySource={"Bucket": source["Bucket"], "Key": source["Key"]},
         CopySourceRange=f"bytes={part.start}-{part.stop - 1}",
     )
-    result, crc = answer["CopyPartResult"], _in_header(part.crc)
-    if result.get("ChecksumCRC32") != crc:
+    result = answer["CopyPartResult"]
+    crc = result.get("ChecksumCRC32")
+    if crc is None or (part.crc is not None and crc != _in_header(part.crc)):
         raise StoreError(f"{part.key}: the store does not prove what it has copied")
     return {"PartNumber": number, "ETag": result["ETag"], "ChecksumCRC32": crc}
+
+
+def check_assembled(key: str, done: Iterable[Mapping[str, Any]], lengths: Iterable[int], crc: int) -> None:
+    """Raises StoreError when the parts of an upload in a row do not have this CRC-32.
+
+    done: what upload_part and copy_part returned.
+    """
+    crcs = (int.from_bytes(base64.b64decode(part["ChecksumCRC32"]), "big") for part in done)
+    if combined(zip(crcs, lengths, strict=True)) != crc:
+        raise StoreError(f"{key}: its parts have another checksum than the whole should have")
 
 
 async def list_uploads_page(where: Mapping[str, str], client: Any) -> Mapping[str, Any]:

@@ -33,6 +33,7 @@ from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
 from raycheck.bucket.store.s3.requests import (
     SeekableBody,
+    check_assembled,
     copy_part,
     crc_header,
     list_parts_page,
@@ -133,29 +134,43 @@ class S3Store(RemoteStore):
             return
         self._put_each(key, parts, size_bytes)
 
-    def put_assembled(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> bool:
+    def put_assembled(
+        self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None
+    ) -> bool:
         if not self._proves_copies:
             return False
         try:
-            self._put_each(key, parts, size_bytes)
+            self._put_each(key, parts, size_bytes, crc)
         except RaycheckError:
             self._proves_copies = False  # give up server-side copies for good; the caller uploads the bytes instead
             return False
         return True
 
-    def _put_each(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int) -> None:
+    def states_checksum(self, key: str) -> bool:
+        async def call(client: Any) -> bool:
+            answer = await client.head_object(**self._at(key), ChecksumMode="ENABLED")
+            return any(name.startswith("Checksum") and name != "ChecksumType" for name in answer)
+
+        return self._run(key, call)
+
+    def _put_each(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None) -> None:
         where = self._at(key)
         begin = where | self._on_write | {"ChecksumAlgorithm": "CRC32"}
         created = self._run(key, lambda client: client.create_multipart_upload(**begin))
         where["UploadId"] = created["UploadId"]
 
+        lengths: list[int] = []
+
         def start(number: int, part: Range | memoryview) -> Future[dict[str, Any]]:
+            lengths.append(part.stop - part.start if isinstance(part, Range) else len(part))
             if isinstance(part, Range):
                 return self._start(key, partial(copy_part, where, number, part, self._at(part.key)))
             return self._start(key, partial(upload_part, where, number, part))
 
         try:
             done = send_parts(parts, start, in_flight=PART_SIZES["s3"].in_flight)
+            if crc is not None:
+                check_assembled(key, done, lengths, crc)
             self._complete(key, where, done, size_bytes)
         except BaseException:
             self._abandon(key, where)

@@ -1,0 +1,217 @@
+"""Makes a mirror show what its source has: copies what is missing, swaps the mirror's `latest`, deletes what is gone.
+
+One round reads the mirror, then the source; opens the mirror for the source's newest attempt; copies the head first, so
+that there is soon something to restore, then the other checkpoints, each when it is not there yet; and shows the source
+as it was read. Whatever fails, the mirror still shows an earlier state, whole. The next round goes on from there.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event
+
+from raycheck.bucket.attempt_records import MAX_BYTES as MAX_RECORD
+from raycheck.bucket.attempt_records import load_record, load_resume
+from raycheck.bucket.document_reading import read_document
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.protocol.mirror import check_forward, check_mirror, look_at_mirror, open_mirror, original, show
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import bare_uri, overlap
+from raycheck.catalog.object_copy import DroppedError, ObjectCopier, StoppedError, check_own_directories
+from raycheck.errors import ConfigError, ConflictError, CorruptError, DamagedError, NotFoundError
+
+_ROUNDS = 20
+"""How often a copy begins anew since the source has dropped its head meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceBody:
+    """Holds the source's body as its training wrote it, and the time of the answer: by its store, and by this host's
+    monotonic clock."""
+
+    body: Latest
+    at: float
+    read_at: float
+
+
+@dataclass(kw_only=True, slots=True)
+class RoundReport:
+    """Says what the rounds of one copier did, checkpoint by checkpoint.
+
+    present: was there already. dropped: left the source while it was copied. damaged: what is wrong with it. deleted:
+    gone from the mirror.
+    """
+
+    copied: list[str] = field(default_factory=list)
+    present: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
+
+
+class MirrorCopier:
+    """Copies one run to one place, round by round."""
+
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        *,
+        stop: Event,
+        progress: Callable[[int], None] = lambda _: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_places(source, target)
+        self.report = RoundReport()
+        self.objects = ObjectCopier(source, target, stop=stop, progress=progress)
+        self._source, self._target = Register(source), Register(target)
+        self._uri = bare_uri(source.uri) if "://" in source.uri else source.uri
+        self._stop, self._monotonic = stop, monotonic
+        self._done: set[str] = set()  # keys of objects that are whole in the target
+        self._begun: set[str] = set()  # directories in the target that may hold a part of a checkpoint
+        self._records: set[str] = set()  # keys of attempts' records that are in the target or cannot be read
+
+    def read_source(self) -> SourceBody:
+        """Read the source. Raises NotFoundError without a run, ConfigError for one that cannot be copied: a mirror that
+        is not complete, a run that was deleted, or one that uses directories of others."""
+        read_at = self._monotonic()
+        body, got = self._source.read_existing()
+        check_source(self.objects.source.uri, body)
+        for entry in body.live:
+            check_own_directories(self.objects.source.uri, entry.key, entry.refs)
+        if body.mirror is not None and body.is_mirror and (body.mirror.missing or body.head is None):
+            raise ConfigError(
+                f"{self.objects.source.uri}: this copy of {body.mirror.source} is not complete; repeat 'raycheck cp' "
+                "into it first, or copy from there"
+            )
+        return SourceBody(body=original(body), at=got.at, read_at=read_at)
+
+    def missing(self) -> tuple[Latest, list[Entry]]:
+        """Return the source's body, and its checkpoints that the mirror does not list. Writes nothing.
+
+        Raises ConfigError when the target is not a place for this mirror.
+        """
+        mine, _ = look_at_mirror(self._target)
+        body = self.read_source().body
+        if mine is not None:
+            check_mirror(self.objects.target.uri, mine, body)
+            check_forward(self.objects.target.uri, mine, body)
+        return body, [entry for entry in _head_first(body) if mine is None or mine.entry(entry.key) is None]
+
+    def run(self) -> Latest:
+        """Go through rounds until the mirror shows a state of the source. Returns the mirror's body.
+
+        Raises DamagedError when the source's head is damaged; damage of other checkpoints is only reported.
+        """
+        for _ in range(_ROUNDS):
+            mine, state = self._begin()
+            shown = self._copy_round(mine, state.body)
+            if shown is not None:
+                self.copy_records()
+                return shown
+        raise ConflictError(f"{self.objects.source.uri}: its head was dropped {_ROUNDS} times while it was copied")
+
+    def _begin(self) -> tuple[Latest, SourceBody]:
+        """Read mirror and source, and open the mirror."""
+        mine, names = look_at_mirror(self._target)  # before the source, which can then not be older
+        state = self.read_source()
+        if mine is not None:
+            check_mirror(self.objects.target.uri, mine, state.body)
+            check_forward(self.objects.target.uri, mine, state.body)
+        elif state.body.head is None:
+            raise NotFoundError(f"{self.objects.source.uri}: the run has no committed checkpoint to copy")
+        self._begun |= {str(name) for name in names}
+        return open_mirror(self._target, state.body, uri=self._uri), state
+
+    def _copy_round(self, mine: Latest, body: Latest) -> Latest | None:
+        """Copy what the mirror lacks of `body`. Returns the mirror's body; None when the source's head is gone."""
+        listed = {entry.key for entry in mine.live}
+        wanted = [entry for entry in _head_first(body) if entry.key not in listed and not self._is_bad(entry)]
+        for number, entry in enumerate(wanted):
+            if not self._copy(entry) and entry.key == body.head:
+                self._refuse_damaged_head(entry.key)
+                return None
+            if entry.key == body.head and number < len(wanted) - 1:
+                self._show(body, coming={entry.key for entry in wanted})
+        if body.head not in listed and body.head is not None:
+            self._refuse_damaged_head(body.head)
+        return self._show(body, coming=())
+
+    def _is_bad(self, entry: Entry) -> bool:
+        return bool(entry.damaged) or entry.key in self.report.damaged
+
+    def _refuse_damaged_head(self, key: str) -> None:
+        if key in self.report.damaged:
+            raise DamagedError(f"the head {key} cannot be copied: {self.report.damaged[key]}")
+
+    def _copy(self, entry: Entry) -> bool:
+        """Copy a checkpoint, and note what came of it. Returns whether it is whole in the target."""
+        if self._stop.is_set():
+            raise StoppedError
+        self._begun.add(entry.key)
+        self._begun.update(entry.refs)
+        before = self.objects.sent_bytes + self.objects.in_store_bytes
+        try:
+            self.objects.copy_checkpoint(Checkpoint(self.objects.source, entry), self._done)
+        except DroppedError:
+            self.report.dropped.append(entry.key)
+            return False
+        except DamagedError as error:
+            self.report.damaged[entry.key] = str(error)
+            return False
+        was_there = before == self.objects.sent_bytes + self.objects.in_store_bytes
+        (self.report.present if was_there else self.report.copied).append(entry.key)
+        return True
+
+    def _show(self, body: Latest, *, coming: set[str] | tuple[()]) -> Latest:
+        whole = {*self.report.copied, *self.report.present}
+        shown = show(self._target, body, uri=self._uri, whole=whole, coming=coming, directories=self._begun)
+        self._begun -= {item.key for item in shown.evicted}
+        return shown
+
+    def copy_records(self) -> None:
+        """Copy the records of attempts that are not in the mirror yet. Those that cannot be read are left out."""
+        source, target = self.objects.source, self.objects.target
+        number = self._target.read_existing()[0].attempt.number
+        wanted = {item.key for item in source.list_objects(object_keys.ATTEMPTS_PREFIX)} - self._records
+        if not wanted:
+            return
+        self._records |= {item.key for item in target.list_objects(object_keys.ATTEMPTS_PREFIX)}
+        for key in sorted(wanted - self._records):
+            of = object_keys.attempt_of(key)
+            if of is None or of >= number:  # such a number may be that of an attempt on the mirror
+                continue
+            try:
+                load = load_record if object_keys.is_attempt_key(key) else load_resume
+                _, got = read_document(source, key, load, max_bytes=MAX_RECORD)
+                target.put_if_absent(key, got.data)
+            except (NotFoundError, CorruptError, ConflictError):
+                continue
+            finally:
+                self._records.add(key)
+
+    def delete_dropped(self, *, grace_s: float = GRACE_S) -> None:
+        """Delete from the mirror what its source has dropped, after the grace for readers."""
+        self.report.deleted.extend(prune(self._target, grace_s=grace_s))
+
+
+def check_source(uri: str, body: Latest) -> None:
+    """Raise ConfigError when the run at `uri`, with this body, was deleted."""
+    if body.deleted_at is not None:
+        raise ConfigError(f"{uri}: this run was deleted; there is nothing to copy. Its mirrors stay as they are")
+
+
+def check_places(source: Store, target: Store) -> None:
+    """Raise ConfigError when source and target are one place, or one lies inside the other."""
+    if overlap(source.uri, target.uri):
+        raise ConfigError(f"{target.uri} is {source.uri} itself, or one of them lies inside the other")
+
+
+def _head_first(body: Latest) -> list[Entry]:
+    """Return the live entries: the head, then the others from the newest on."""
+    others = [entry for entry in body.live if entry.key != body.head]
+    return [entry for entry in body.live if entry.key == body.head] + others[::-1]

@@ -1,0 +1,250 @@
+"""Copies a run, or one of its checkpoints, to another place: the public `copy_run`.
+
+The copy of a run is the same run in another place. It is a mirror: it follows its source whenever the copy is repeated,
+until somebody trains on it (step 38). The copy of one checkpoint is a new run that begins with it, as a fork does
+(step 30). Either may stop anywhere, and be repeated: only what is not there is copied.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from threading import Event
+from uuid import uuid4
+
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.commit import write_manifest
+from raycheck.bucket.protocol.new_run import begin_run, first_manifest, look_at_place
+from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import bare_uri
+from raycheck.catalog.copier import MirrorCopier, check_places, check_source
+from raycheck.catalog.object_copy import DroppedError, Job, ObjectCopier, check_own_directories
+from raycheck.errors import ConfigError, DamagedError, NotFoundError
+from raycheck.storage_settings import StorageSettings
+
+ShowProgress = Callable[[int, int], None]
+"""Called with the bytes that are done, and those of the whole copy, from several threads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiedRun:
+    """Says what a copy did.
+
+    uri, run_id, head: of the copy. copied: the checkpoints that were copied now, by name. present: those that were
+    there. dropped: those that the source has dropped meanwhile. sent_bytes: what went through this process.
+    in_store_bytes: what the store has copied by itself. found_bytes: what was there already.
+    """
+
+    uri: str
+    run_id: str
+    head: str | None
+    copied: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    sent_bytes: int = 0
+    in_store_bytes: int = 0
+    found_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCopy:
+    """Says what a copy would do: the checkpoints that it would copy, with their sizes in bytes, the head first.
+
+    A checkpoint of which a part is there already is listed with all of its size.
+    """
+
+    uri: str
+    run_id: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+def copy_run(
+    source: str,
+    dest: str,
+    *,
+    step: int | str | None = None,
+    from_storage: StorageSettings | None = None,
+    to_storage: StorageSettings | None = None,
+    progress: ShowProgress | None = None,
+    stop: Event | None = None,
+) -> CopiedRun:
+    """Copy a run, or one of its checkpoints, to another place, in any two of the stores.
+
+    It takes a bounded amount of memory, about 400 MB. Repeat it to go on with a copy that was broken off, or to bring
+    one up to date.
+
+    source, dest: URIs of runs. dest must be free, or an earlier copy of this run on which nobody has trained.
+    step: copy only the newest checkpoint of this step, or that of this name or key, into a new run. None: the run.
+    from_storage, to_storage: how the two buckets are reached.
+    progress: called with the bytes that are done, and those of the whole copy.
+    stop: when it is set, the copy ends soon with StoppedError.
+
+    Raises ConfigError when dest is no place for the copy, NotFoundError when there is nothing to copy, and DamagedError
+    for a checkpoint of the source that is damaged; all others are copied before.
+    """
+    one, other = open_store(source, from_storage), open_store(dest, to_storage)
+    stop = Event() if stop is None else stop
+    if step is not None:
+        return _copy_checkpoint(one, other, step, _Counter(progress), stop)
+    counter = _Counter(progress)
+    copier = MirrorCopier(one, other, stop=stop, progress=counter.add)
+    counter.total = sum(entry.size_bytes for entry in copier.missing()[1])
+    body = copier.run()
+    copier.delete_dropped()
+    return result_of(copier, body)
+
+
+def plan_copy(
+    source: str,
+    dest: str,
+    *,
+    step: int | str | None = None,
+    from_storage: StorageSettings | None = None,
+    to_storage: StorageSettings | None = None,
+) -> PlannedCopy:
+    """Say what `copy_run` would copy. Writes nothing, and raises what `copy_run` would raise before its first write."""
+    one, other = open_store(source, from_storage), open_store(dest, to_storage)
+    if step is None:
+        body, entries = MirrorCopier(one, other, stop=Event()).missing()
+        if body.head is None:
+            raise NotFoundError(f"{one.uri}: the run has no committed checkpoint to copy")
+        return PlannedCopy(uri=other.uri, run_id=body.run_id, sizes={it.key: it.size_bytes for it in entries})
+    check_places(one, other)
+    entry = _chosen(one, read_latest(one), step)
+    existing, _ = look_at_place(Register(other))
+    if existing is not None and _was_copied(Checkpoint(other, _head(existing, other)), one, entry):
+        return PlannedCopy(uri=other.uri, run_id=existing.run_id)
+    return PlannedCopy(uri=other.uri, run_id="", sizes={entry.key: entry.size_bytes})
+
+
+def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
+    """Return what a copier did. Raises DamagedError, which names them, when it had to leave out checkpoints."""
+    report, objects = copier.report, copier.objects
+    if report.damaged:
+        said = "".join(f"\n  {why}" for why in report.damaged.values())
+        raise DamagedError(f"{objects.source.uri}: {len(report.damaged)} damaged checkpoints were not copied:{said}")
+    return CopiedRun(
+        uri=objects.target.uri,
+        run_id=body.run_id,
+        head=body.head,
+        copied=tuple(report.copied),
+        present=tuple(report.present),
+        dropped=tuple(report.dropped),
+        sent_bytes=objects.sent_bytes,
+        in_store_bytes=objects.in_store_bytes,
+        found_bytes=objects.found_bytes,
+    )
+
+
+class _Counter:
+    """Adds up the bytes that are done."""
+
+    def __init__(self, show: ShowProgress | None) -> None:
+        self.total = self.done = 0
+        self._show = show
+
+    def add(self, size_bytes: int) -> None:
+        self.done += size_bytes
+        if self._show is not None:
+            self._show(self.done, max(self.done, self.total))
+
+
+def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Counter, stop: Event) -> CopiedRun:
+    """Begin a new run at the target with a copy of one checkpoint. Step 30."""
+    check_places(source, target)
+    entry = _chosen(source, read_latest(source), step)
+    counter.total = entry.size_bytes
+    checkpoint, register = Checkpoint(source, entry), Register(target)
+    existing, save = look_at_place(register)
+    if existing is not None:
+        head = _head(existing, target)
+        if not _was_copied(Checkpoint(target, head), source, entry):
+            raise ConfigError(f"{target.uri}: there is another run already ({existing.run_id}); give a free place")
+        return CopiedRun(uri=target.uri, run_id=existing.run_id, head=head.key, present=(head.key,))
+    old = checkpoint.read_manifest()
+    check_own_directories(source.uri, old.key, old.refs)
+    objects = ObjectCopier(source, target, stop=stop, progress=counter.add)
+    new, there = _name_for(objects, old, _origin(source, entry), save)
+    pairs = zip(old.objects(), new.objects(), strict=True)
+    jobs = [Job(key=key, new_key=new_key, record=record) for (key, record), (new_key, _) in pairs]
+    try:
+        objects.copy_objects(old.key, jobs, there, trusts=False)
+    except DroppedError:
+        raise NotFoundError(f"{source.uri}: checkpoint {old.key} was dropped while it was copied") from None
+    data = write_manifest(target, new)
+    copied = replace(
+        entry,
+        key=new.key,
+        refs=(),
+        manifest_crc32=crc32(data),
+        pinned=False,
+        expires_at=None,
+        damaged=None,
+        rolling=False,
+        name=None,
+    )
+    body = begin_run(register, copied, new, run_id=uuid4().hex, verb="copy")
+    if body.head != new.key or not _was_copied(Checkpoint(target, _head(body, target)), source, entry):
+        raise ConfigError(f"{target.uri}: another run was begun there meanwhile; give a free place")
+    return CopiedRun(
+        uri=target.uri,
+        run_id=body.run_id,
+        head=body.head,
+        copied=(new.key,),
+        sent_bytes=objects.sent_bytes,
+        in_store_bytes=objects.in_store_bytes,
+        found_bytes=objects.found_bytes,
+    )
+
+
+def _name_for(objects: ObjectCopier, old: Manifest, origin: str, save: int) -> tuple[Manifest, dict[str, int]]:
+    """Return the new checkpoint's manifest, and the sizes of its objects that an earlier try has left.
+
+    The last try's name is used again, unless something else lies there: an object with other bytes, or a manifest.
+    save: the lowest save number that no directory has.
+    """
+    for number in (save - 1, save):
+        name = CheckpointName(step=old.step, attempt=0, save=number)
+        new = first_manifest(old, name, restored_from=origin)
+        prefix = object_keys.checkpoint_prefix(str(name))
+        there = {item.key: item.size_bytes for item in objects.target.list_objects(prefix)} if number else {}
+        records = dict(new.objects())
+        if number == save or (there and all(key in records and objects.is_right(key, records[key]) for key in there)):
+            return new, there
+    raise AssertionError("unreachable: the last name is free")
+
+
+def _chosen(source: Store, body: Latest, step: int | str) -> Entry:
+    check_source(source.uri, body)
+    entries = [entry for entry in body.live if step in (entry.step, str(entry.step), entry.key, entry.name)]
+    if not entries:
+        known = ", ".join(str(entry.step) for entry in body.live) or "none"
+        raise NotFoundError(f"{source.uri}: no checkpoint {step}; there are those of the steps: {known}")
+    if entries[-1].damaged:
+        raise DamagedError(f"{source.uri}: {entries[-1].key} is damaged: {entries[-1].damaged}")
+    check_own_directories(source.uri, entries[-1].key, entries[-1].refs)
+    return entries[-1]
+
+
+def _head(body: Latest, target: Store) -> Entry:
+    entry = None if body.head is None else body.entry(body.head)
+    if entry is None:
+        raise ConfigError(f"{target.uri}: a run has begun there, without a checkpoint. Give a free place")
+    return entry
+
+
+def _was_copied(copy: Checkpoint, source: Store, entry: Entry) -> bool:
+    return copy.read_manifest().restored_from == _origin(source, entry)
+
+
+def _origin(source: Store, entry: Entry) -> str:
+    uri = bare_uri(source.uri)
+    return f"{uri} {entry.key} {entry.manifest_crc32:08x}"

@@ -1,0 +1,254 @@
+"""Moves the objects of checkpoints from one store to another: verified on both sides, several at a time, in bounded
+memory.
+
+Bytes are compared with the manifest's checksum while they stream, and the last part of an object is sent only when all
+of them were right. So an object that exists in the target has the right bytes, as far as they arrived unchanged. That
+is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last: one
+that is there proves that its objects are there too (I1). Within one S3 bucket the store copies by itself, and proves it
+by CRC-32.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from threading import Event, Lock
+
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.format.checksum import READS, crc32
+from raycheck.bucket.format.manifest import Blob, Manifest, ShardRecord
+from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.write_once import put_once
+from raycheck.bucket.reading import Checkpoint, missing_error
+from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import bucket_root
+from raycheck.bucket.store.interface import Buffer, Range
+from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
+from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
+
+AT_ONCE = 4
+"""How many objects are copied at a time. Each has at most about six parts of 16 MiB in memory."""
+_LOOK_EVERY_S = 0.2
+"""How soon the main thread, which alone hears of Ctrl-C, wakes while other threads copy."""
+
+
+class StoppedError(Exception):
+    """Signals that the copy was asked to stop. What is whole in the target stays there."""
+
+
+class DroppedError(Exception):
+    """Signals that the source has dropped the checkpoint while it was being copied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Describes one object to copy. key, new_key: its keys in the source and in the target."""
+
+    key: str
+    new_key: str
+    record: Blob | ShardRecord
+
+
+class ObjectCopier:
+    """Copies objects between two stores, and counts.
+
+    sent_bytes: what went through this process. in_store_bytes: what the store has copied by itself. found_bytes: what
+    was there already, and right. progress: called with each number of bytes that are done, from several threads.
+    """
+
+    def __init__(
+        self, source: Store, target: Store, *, stop: Event, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self.source, self.target = source, target
+        self.sent_bytes = self.in_store_bytes = self.found_bytes = 0
+        self._stop, self._progress, self._lock = stop, progress, Lock()
+        self._shared = _one_bucket(source, target)
+
+    def copy_checkpoint(self, checkpoint: Checkpoint, done: set[str]) -> None:
+        """Copy a checkpoint under its own name, its manifest last and byte for byte.
+
+        done: the keys that are known to be whole in the target, to which this adds. Raises DroppedError, DamagedError
+        (which names the object), StoreError, StoppedError.
+        """
+        try:
+            data = checkpoint.read_manifest_bytes()
+        except NotFoundError:
+            raise DroppedError from None
+        manifest = checkpoint.parse_manifest(data)
+        check_own_directories(checkpoint.store.uri, manifest.key, manifest.refs)
+        there = self._sizes(manifest)
+        key = object_keys.manifest_key(manifest.key)
+        if key in there and self._holds(key, data):
+            found = {key for key, _ in manifest.objects()} - done
+            self._count(found=sum(record.size_bytes for key, record in manifest.objects() if key in found))
+            done.update(found)
+            return
+        jobs = [Job(key=key, new_key=key, record=record) for key, record in manifest.objects() if key not in done]
+        self.copy_objects(manifest.key, jobs, there)
+        done.update(job.key for job in jobs)
+        try:
+            put_once(self.target, key, data)
+        except SaveFailedError as error:
+            raise CorruptError(f"{error}. Another run's manifest lies there: copy to a free place") from None
+
+    def copy_objects(self, name: str, jobs: list[Job], there: Mapping[str, int], *, trusts: bool = True) -> None:
+        """Copy the objects of checkpoint `name`, but for those that are in the target and right.
+
+        there: the sizes of what is in the target. trusts: believe a checksum that the target states; False where an
+        object there may be another source's. Then it is read.
+        """
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-copy")
+        gives_up = Event()
+        try:
+            running = [pool.submit(self._copy, name, job, there.get(job.new_key), trusts, gives_up) for job in jobs]
+            _wait(running)
+        except BaseException:  # an interrupt, too: no thread outlives this call
+            gives_up.set()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def is_right(self, key: str, record: Blob | ShardRecord) -> bool:
+        """Read an object of the target. Return whether it has the size and checksum of `record`."""
+        try:
+            return any(self._crc_of(key, record) == record.crc32 for _ in range(READS))
+        except (NotFoundError, CorruptError):
+            return False
+
+    def _copy(self, name: str, job: Job, size_there: int | None, trusts: bool, gives_up: Event) -> None:
+        size = job.record.size_bytes
+        if size < 0:
+            raise DamagedError(f"{self.source.uri}: the manifest of {name} gives {job.key} a size of {size} bytes")
+        if size_there == size and ((trusts and self._is_proven(job)) or self.is_right(job.new_key, job.record)):
+            self._count(found=size)
+            return
+        if size >= MIN_PART_BYTES and self._copied_in_store(job, gives_up):
+            self._count(in_store=size)
+            return
+        try:
+            again_if_corrupt(lambda: self._stream(name, job, gives_up))
+        except CorruptError as error:
+            raise DamagedError(str(error)) from None
+        if not (self._is_proven(job) or self.is_right(job.new_key, job.record)):
+            raise StoreError(f"{self.target.uri}: {job.new_key} does not have the bytes that were written; try again")
+        with self._lock:
+            self.sent_bytes += size
+
+    def _stream(self, name: str, job: Job, gives_up: Event) -> None:
+        record = job.record
+        step = self.target.part_bytes(record.size_bytes)
+        if record.size_bytes == 0 and record.crc32:
+            raise CorruptError(f"{self.source.uri}: {job.key} is empty, its manifest says {record.crc32:08x}")
+        shown = 0
+
+        def parts() -> Iterator[memoryview]:
+            nonlocal shown
+            crc = 0
+            for start in range(0, record.size_bytes, step):
+                if gives_up.is_set() or self._stop.is_set():
+                    raise StoppedError
+                stop = min(start + step, record.size_bytes)
+                data = self._read(name, job.key, start, stop)
+                crc = crc32(data, crc)
+                if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
+                    raise CorruptError(
+                        f"{self.source.uri}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
+                    )
+                if stop > shown:  # a second reading is no progress
+                    self._progress(stop - shown)
+                    shown = stop
+                yield memoryview(data)
+
+        self.target.put_parts(job.new_key, parts(), record.size_bytes)
+
+    def _read(self, name: str, key: str, start: int, stop: int) -> Buffer:
+        try:
+            return self.source.get_range(key, start, stop)
+        except NotFoundError:
+            error = missing_error(self.source, name, key)
+            raise DroppedError if isinstance(error, NotFoundError) else error from None
+
+    def _copied_in_store(self, job: Job, gives_up: Event) -> bool:
+        if self._shared is None:
+            return False
+        store, source_prefix, target_prefix = self._shared
+        size = job.record.size_bytes
+
+        def ranges() -> Iterator[Range]:
+            start = 0
+            while start < size:
+                if gives_up.is_set() or self._stop.is_set():
+                    raise StoppedError
+                left = size - start
+                stop = size if left < MAX_COPIED_BYTES + MIN_PART_BYTES else start + MAX_COPIED_BYTES
+                yield Range(source_prefix + job.key, start, stop, None)
+                start = stop
+
+        return store.put_assembled(target_prefix + job.new_key, ranges(), size, job.record.crc32)
+
+    def _is_proven(self, job: Job) -> bool:
+        try:
+            return self.target.states_checksum(job.new_key)
+        except NotFoundError:
+            return False
+
+    def _crc_of(self, key: str, record: Blob | ShardRecord) -> int:
+        if self.target.head(key) != record.size_bytes:
+            return -1
+        crc, step = 0, min(16 * 1024 * 1024, max(record.size_bytes, 1))
+        for start in range(0, record.size_bytes, step):
+            if self._stop.is_set():
+                raise StoppedError
+            crc = crc32(self.target.get_range(key, start, min(start + step, record.size_bytes)), crc)
+        return crc
+
+    def _sizes(self, manifest: Manifest) -> dict[str, int]:
+        """List the objects that the target has of a checkpoint, also in the directories that it refers to."""
+        found: dict[str, int] = {}
+        for name in (manifest.key, *manifest.refs):
+            prefix = object_keys.checkpoint_prefix(name)
+            found |= {item.key: item.size_bytes for item in self.target.list_objects(prefix)}
+        return found
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.target.get(key, len(data)).data == data
+        except (NotFoundError, CorruptError):
+            return False
+
+    def _count(self, *, found: int = 0, in_store: int = 0) -> None:
+        with self._lock:
+            self.found_bytes += found
+            self.in_store_bytes += in_store
+        self._progress(found + in_store)
+
+
+def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> None:
+    """Raise ConfigError when checkpoint `name` uses directories of other runs.
+
+    A copy has no such neighbours: what lies there has to be written into a directory of the copy, under a manifest of
+    other bytes, as a fork does.
+    """
+    foreign = [directory for directory in directories if CheckpointName.parse(directory) is None]
+    if foreign:
+        raise ConfigError(
+            f"{uri}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
+            "'raycheck fork --copy' makes a run of its own from it, in any place; copy that one"
+        )
+
+
+def _wait(running: list[Future[None]]) -> None:
+    left = set(running)
+    while left:
+        done, left = wait(left, timeout=_LOOK_EVERY_S, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+
+
+def _one_bucket(source: Store, target: Store) -> tuple[Store, str, str] | None:
+    """Return the store of the bucket that has both roots, with their prefixes in it. None when there is no such, or it
+    cannot copy by itself."""
+    if not source.uri.startswith("s3://") or not target.uri.startswith("s3://"):
+        return None
+    (one, source_prefix), (other, target_prefix) = bucket_root(source.uri), bucket_root(target.uri)
+    return (open_store(other), source_prefix, target_prefix) if one == other else None

@@ -1,0 +1,142 @@
+"""`raycheck cp`: copies a run or a checkpoint to another place, once or for as long as it is trained."""
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
+from raycheck.catalog.follow import FollowNews, follow_run
+from raycheck.catalog.object_copy import StoppedError
+from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of, size
+from raycheck.errors import ConfigError
+
+Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings, for this side.")]
+
+
+def cp(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    dest: Annotated[str, typer.Argument(help="A free place, or an earlier copy of this run that nobody has trained.")],
+    step: Annotated[
+        str | None, typer.Option(help="Copy only this step, or the checkpoint of this name, into a new run.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on, and copy what is committed from now on.")] = False,
+    every: Annotated[float, typer.Option(help="With --follow: seconds between two looks at the source.")] = 5.0,
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="With --follow: end when the run has come to its end.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
+    as_json: Json = False,
+    from_storage: Storage = None,
+    to_storage: Storage = None,
+) -> None:
+    """Copy a run, or one checkpoint, to another bucket or place.
+
+    The copy of a run is the same run. Repeat the command to bring it up to date, or to go on after it was broken off.
+    Once somebody trains on the copy it is a run of its own, and is not copied to any more.
+    """
+    one, other = settings_of(from_storage), settings_of(to_storage)
+    if follow and (step is not None or dry_run):
+        raise ConfigError("--follow goes with neither --step nor --dry-run")
+    if until_finished and not follow:
+        raise ConfigError("--until-finished goes with --follow")
+    if dry_run:
+        plan = plan_copy(uri, dest, step=step, from_storage=one, to_storage=other)
+        if as_json:
+            print_json({"uri": plan.uri, "checkpoints": dict(plan.sizes), "size_bytes": plan.size_bytes})
+            return
+        for name, count in plan.sizes.items():
+            out.print(Text(f"{name}  {size(count)}"))
+        out.print(Text(f"{len(plan.sizes)} checkpoints, at most {size(plan.size_bytes)}, would be copied"))
+        return
+    with _stopped_by_signals() as stop, _progress_bar() as show:
+        if follow:
+            try:
+                follow_run(
+                    uri,
+                    dest,
+                    every_s=every,
+                    until_finished=until_finished,
+                    from_storage=one,
+                    to_storage=other,
+                    news=_print_json_line if as_json else _print_news,
+                    stop=stop,
+                )
+            except StoppedError as error:
+                raise ConfigError(str(error)) from None
+            return
+        try:
+            done = copy_run(uri, dest, step=step, from_storage=one, to_storage=other, progress=show, stop=stop)
+        except StoppedError:
+            raise ConfigError("the copy was stopped; repeat the command to go on with it") from None
+    _print_done(done, as_json=as_json)
+
+
+def _print_done(done: CopiedRun, *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(done))
+        return
+    there = f"{len(done.present)} were there, " if done.present else ""
+    in_store = f", {size(done.in_store_bytes)} by the store itself" if done.in_store_bytes else ""
+    dropped = f", {len(done.dropped)} were dropped meanwhile" if done.dropped else ""
+    out.print(
+        Text(
+            f"{there}{len(done.copied)} checkpoints copied{dropped} "
+            f"({size(done.sent_bytes + done.in_store_bytes)}{in_store}); head of {done.uri} is {done.head}"
+        )
+    )
+
+
+def _print_news(news: FollowNews) -> None:
+    out.print(Text(news.text))
+
+
+def _print_json_line(news: FollowNews) -> None:
+    print(json.dumps(asdict(news)).replace("\x7f", "\\u007f"), flush=True)  # noqa: T201
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """Yields an event that the first Ctrl-C or SIGTERM sets. The second one ends the process."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: object) -> None:
+        del frame
+        stop.set()
+        signal.signal(number, before[number])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """Yields what shows progress on stderr, with rate and time left; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("time left"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("copy", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+COMMANDS = (cp,)
