@@ -6,17 +6,16 @@ until somebody trains on it (step 38). The copy of one checkpoint is a new run t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event
 from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import begin_run, first_manifest, look_at_place
+from raycheck.bucket.protocol.new_run import begin_run, first_entry, first_manifest, look_at_place
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
@@ -180,18 +179,7 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Co
     except DroppedError:
         raise NotFoundError(f"{source.uri}: checkpoint {old.key} was dropped while it was copied") from None
     data = write_manifest(target, new)
-    copied = replace(
-        entry,
-        key=new.key,
-        refs=(),
-        manifest_crc32=crc32(data),
-        pinned=False,
-        expires_at=None,
-        damaged=None,
-        rolling=False,
-        name=None,
-    )
-    body = begin_run(register, copied, new, run_id=uuid4().hex, verb="copy")
+    body = begin_run(register, first_entry(new, data, of=entry), new, run_id=uuid4().hex, verb="copy")
     if body.head != new.key or not _was_copied(Checkpoint(target, _head(body, target)), source, entry):
         raise ConfigError(f"{target.uri}: another run was begun there meanwhile; give a free place")
     return CopiedRun(

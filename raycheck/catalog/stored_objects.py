@@ -26,15 +26,8 @@ class StoredObject:
 
 
 def checkpoint_at(run: Run, step: int | str | None) -> Checkpoint:
-    """Return a checkpoint by its step, given as a number or in digits, or by its name; the head for None or "HEAD".
-
-    Raises NotFoundError, which says what there is.
-    """
-    if step is None or step == "HEAD":
-        return run.head_or(None)
-    if isinstance(step, int) or step.isdecimal():
-        return run.at_step(int(step))
-    return run.checkpoint(step)
+    """Return a checkpoint by its step, name or key; the head for None or "HEAD". Raises NotFoundError."""
+    return run.head_or(None if step == "HEAD" else step)
 
 
 def stored_objects(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[StoredObject]:

@@ -5,20 +5,18 @@ of evicted checkpoints do. After a crash anywhere a repetition goes on.
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Hold, Latest
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError
 
-AT_ONCE = 8
 OWN_FOLDERS = frozenset({"checkpoints", "attempts", "holds", "probes", "ray", "exports"})
 
 
@@ -95,8 +93,7 @@ def delete_run(register: Register, *, keeps_shared: bool = False, keeps_exports:
     body = register.read_existing()[0]
     if body.holds:
         return DeletedRun(is_gone=False, holds=body.holds)
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-delete") as pool:
-        list(pool.map(store.delete, _others(store, keeps_exports=keeps_exports)))
+    delete_objects(store, list(_others(store, keeps_exports=keeps_exports)))
     for upload in list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX)):
         store.abort_upload(upload)
     store.delete(object_keys.LATEST_KEY)
@@ -104,7 +101,7 @@ def delete_run(register: Register, *, keeps_shared: bool = False, keeps_exports:
 
 
 def _others(store: Store, *, keeps_exports: bool) -> Iterator[str]:
-    for item in list(store.list_objects("")):
+    for item in store.list_objects(""):
         is_kept = keeps_exports and item.key.startswith(object_keys.EXPORTS_PREFIX)
         if item.key != object_keys.LATEST_KEY and not is_kept:
             yield item.key

@@ -6,17 +6,16 @@ Within one bucket no byte of a tensor moves: the new run uses the directories of
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raycheck.bucket.document_reading import read_quickly
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.latest import Entry, Latest, Loan
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.holds import borrow, confirm, directory_from, is_readable_from
-from raycheck.bucket.protocol.new_run import NOTHING_BORROWED, begin_run, first_manifest, look_at_place
+from raycheck.bucket.protocol.new_run import NOTHING_BORROWED, begin_run, first_entry, first_manifest, look_at_place
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
@@ -73,18 +72,7 @@ def fork(source: Store, target: Store, *, run_id: str, key: str | None = None, c
     manifest = first_manifest(old, name, restored_from=f"{source.uri} {old.key}", borrowed=borrowed)
     copied_bytes = _copy(checkpoint, old, target, manifest, borrowed)
     data = write_manifest(target, manifest)
-    first = replace(
-        entry,
-        key=manifest.key,
-        refs=manifest.refs,
-        manifest_crc32=crc32(data),
-        pinned=False,
-        expires_at=None,
-        damaged=None,
-        rolling=False,
-        name=None,
-    )
-    made = begin_run(register, first, manifest, run_id=run_id, verb="fork", loans=loans)
+    made = begin_run(register, first_entry(manifest, data, of=entry), manifest, run_id=run_id, verb="fork", loans=loans)
     confirm(target, made)
     if made.run_id != run_id:
         return Forked(key=str(made.head), is_new=False)

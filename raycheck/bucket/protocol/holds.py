@@ -93,9 +93,7 @@ def _way_over(store: Store, way: str, further: str) -> str:
 
 def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str) -> str:
     """Have the run at `way` hold these directories for the run at `store`. Returns its run id."""
-    source = store.beside(way)
-    holder = source.way_to(store)
-    assert holder is not None, "a run beside this one has a way back"
+    source, holder = _lender(store, way)
 
     def change(body: Latest, now: float) -> Latest | None:
         before = _hold_of(body, holder)
@@ -116,14 +114,21 @@ def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str) -
     return register.edit(change, what=f"hold for {store.uri}").run_id
 
 
+def _lender(store: Store, way: str) -> tuple[Store, str]:
+    """Return the store of the run at `way`, and the way from there back to `store`, which is its holder's name."""
+    source = store.beside(way)
+    holder = source.way_to(store)
+    assert holder is not None, "a run beside this one has a way back"
+    return source, holder
+
+
 def confirm(store: Store, body: Latest) -> None:
     """Confirm the holds that the run at `store` was created with, and give back what it does not use.
 
     body: its `latest`. Raises CorruptError when a hold is gone: more than a day has passed, and it was swept.
     """
     for loan in body.loans:
-        source = store.beside(loan.source)
-        _reduce(source, source.way_to(store), frozenset(loan.directories), run_id=body.run_id, must_exist=True)
+        _reduce(store, loan.source, frozenset(loan.directories), run_id=body.run_id, must_exist=True)
 
 
 def settle(register: Register) -> None:
@@ -138,8 +143,7 @@ def settle(register: Register) -> None:
         needed = body.borrowed(loan.source)
         if needed >= set(loan.directories):
             continue
-        source = store.beside(loan.source)
-        _reduce(source, source.way_to(store), frozenset(needed), run_id=body.run_id)
+        _reduce(store, loan.source, frozenset(needed), run_id=body.run_id)
         _end_loan(register, loan.source, needed)
 
 
@@ -158,11 +162,12 @@ def _end_loan(register: Register, source: str, needed: set[str]) -> None:
     register.edit(change, what="end of a loan")
 
 
-def _reduce(
-    source: Store, holder: str | None, directories: frozenset[str], *, run_id: str, must_exist: bool = False
-) -> None:
-    """Reduce a hold to `directories`, or remove it when it has none left. A source that is gone holds nothing."""
-    assert holder is not None
+def _reduce(store: Store, way: str, directories: frozenset[str], *, run_id: str, must_exist: bool = False) -> None:
+    """Reduce what the run at `way` holds for the run at `store` to `directories`, or remove a hold that has none left.
+
+    A run that is gone holds nothing.
+    """
+    source, holder = _lender(store, way)
 
     def change(body: Latest, now: float) -> Latest | None:
         del now

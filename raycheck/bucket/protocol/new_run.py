@@ -9,7 +9,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from raycheck.bucket.document_reading import again_if_corrupt
-from raycheck.bucket.format.latest import Attempt, Entry, Latest, Loan
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.latest import Attempt, Entry, Latest, Loan, listed_metrics
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.swap import Register, lost_error
@@ -60,6 +61,24 @@ def first_manifest(
             replace(component, checkpoint=borrowed.get(component.checkpoint, str(name))) for component in old.components
         ),
     )
+
+
+def first_entry(manifest: Manifest, data: bytes, *, of: Entry | None = None) -> Entry:
+    """Return the entry of a new run's checkpoint, which nothing pins, names or lets expire.
+
+    data: the manifest's bytes as they lie in the bucket. of: the entry of the checkpoint that it was made of, whose
+    metrics and scores it keeps.
+    """
+    entry = Entry(
+        key=manifest.key,
+        refs=manifest.refs,
+        step=manifest.step,
+        committed_at=0.0,  # begin_run has the bucket's time
+        size_bytes=manifest.size_bytes,
+        metrics=listed_metrics(manifest.metrics, needed=None),
+        manifest_crc32=crc32(data),
+    )
+    return entry if of is None else replace(entry, metrics=of.metrics, scores=of.scores, unknown=of.unknown)
 
 
 def begin_run(

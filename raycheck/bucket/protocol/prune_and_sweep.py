@@ -9,7 +9,7 @@ cannot commit (I4).
 Nothing outside `checkpoints/` is ever touched, and nothing whose name is not exactly a checkpoint's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -209,7 +209,11 @@ def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:
     store.delete(object_keys.manifest_key(name))
     if is_held:
         return
-    keys = list(_sizes(store, name))
+    delete_objects(store, list(_sizes(store, name)))
+
+
+def delete_objects(store: Store, keys: Sequence[str]) -> None:
+    """Delete objects, several at a time. Raises the first error when all have been tried."""
     if not keys:
         return
     with ThreadPoolExecutor(min(AT_ONCE, len(keys)), thread_name_prefix="raycheck-delete") as pool:

@@ -16,12 +16,11 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.index_codec import load_index
-from raycheck.bucket.format.latest import Entry, listed_metrics
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import begin_run, first_manifest, look_at_place
+from raycheck.bucket.protocol.new_run import begin_run, first_entry, first_manifest, look_at_place
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.store import Store, open_store
@@ -110,23 +109,11 @@ def unpack_into(
     done, manifest = again_if_corrupt(once) if isinstance(source, Place) else once()
     if target is None:
         return done
-    body = begin_run(
-        register, _entry_of(manifest, write_manifest(store, manifest)), manifest, run_id=run_id, verb="unpack"
-    )
+    entry = first_entry(manifest, write_manifest(store, manifest))
+    body = begin_run(register, entry, manifest, run_id=run_id, verb="unpack")
     if body.run_id != run_id:
         raise ConfigError(f"{store.uri}: another run has begun there meanwhile. Name a free place for the new one")
     return done
-
-
-def _entry_of(manifest: Manifest, data: bytes) -> Entry:
-    return Entry(
-        key=manifest.key,
-        step=manifest.step,
-        committed_at=0.0,  # begin_run has the bucket's time
-        size_bytes=manifest.size_bytes,
-        metrics=listed_metrics(manifest.metrics, needed=None),
-        manifest_crc32=crc32(data),
-    )
 
 
 class _Target:

@@ -15,12 +15,11 @@ import torch
 from raycheck.bucket.assembly.assemble import assemble
 from raycheck.bucket.assembly.plan_cache import Section
 from raycheck.bucket.assembly.save_report import Report
-from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import begin_run
+from raycheck.bucket.protocol.new_run import begin_run, first_entry
 from raycheck.bucket.protocol.swap import Register
 from raycheck.catalog.importing.entries import ImportedState
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors
@@ -131,15 +130,7 @@ def write_run(
     except SaveFailedError as error:
         raise CorruptError(f"{restored_from}: {error}") from None
     data = write_manifest(register.store, manifest)
-    entry = Entry(
-        key=manifest.key,
-        step=manifest.step,
-        committed_at=0.0,  # becomes the bucket's time
-        size_bytes=manifest.size_bytes,
-        metrics={},
-        manifest_crc32=crc32(data),
-    )
-    body = begin_run(register, entry, manifest, run_id=uuid4().hex, verb="import")
+    body = begin_run(register, first_entry(manifest, data), manifest, run_id=uuid4().hex, verb="import")
     told(sum(sizes), sum(sizes))
     return body
 

@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.catalog import policy as policies
 from raycheck.catalog.listing import DEPTH
-from raycheck.catalog.policy import GIB, prune_runs
+from raycheck.catalog.policy import GIB, PrunedRun
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size, yaml_of
 
 
-def prune_runs_by_policy(  # noqa: PLR0917  typer makes options of them
+def prune_runs(  # noqa: PLR0917  typer makes options of them
     prefix: Uri,
     policy: Annotated[Path, typer.Option(help="A YAML file with the rules.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, and what that costs.")] = False,
@@ -27,30 +28,32 @@ def prune_runs_by_policy(  # noqa: PLR0917  typer makes options of them
     Exit code 1: a run could not be pruned; the others were.
     """
     rules = yaml_of(policy, option="--policy")
-    found = prune_runs(prefix, rules, dry_run=dry_run, depth=depth, grace_s=grace, storage=settings_of(storage))
+    found = policies.prune_runs(
+        prefix, rules, dry_run=dry_run, depth=depth, grace_s=grace, storage=settings_of(storage)
+    )
     freed = sum(run.freed_bytes for run in found)
     cost = freed / GIB * price_per_gib_month
     if as_json:
         print_json({"runs": [asdict(run) for run in found], "freed_bytes": freed, "cost_per_month": cost})
     else:
         for run in found:
-            out.print(Text(f"{run.name or run.uri} ({run.state}): {_said(run.rule, run)}"))
+            out.print(Text(f"{run.name or run.uri} ({run.state}): {_said(run)}"))
         verb = "would be freed" if dry_run else "freed, now or after the grace"
         out.print(Text(f"{size(freed)} {verb}: {cost:.2f} a month at {price_per_gib_month} per GiB"))
     if any(run.problem for run in found):
         raise typer.Exit(1)
 
 
-def _said(rule: int | None, run: object) -> str:
-    problem, names, freed = (getattr(run, name) for name in ("problem", "names", "freed_bytes"))
-    if rule is None:
+def _said(run: PrunedRun) -> str:
+    if run.rule is None:
         return "no rule, left alone"
-    if problem:
-        return f"rule {rule}: {problem}"
-    if getattr(run, "is_deleted", False):
-        return f"rule {rule}: the whole run, {size(freed)}"
-    return f"rule {rule}: {len(names)} checkpoints, {size(freed)}" if names else f"rule {rule}: nothing to drop"
+    if run.problem:
+        return f"rule {run.rule}: {run.problem}"
+    if run.is_deleted:
+        return f"rule {run.rule}: the whole run, {size(run.freed_bytes)}"
+    if not run.names:
+        return f"rule {run.rule}: nothing to drop"
+    return f"rule {run.rule}: {len(run.names)} checkpoints, {size(run.freed_bytes)}"
 
 
-prune_runs_by_policy.__name__ = "prune_runs"
-COMMANDS = (prune_runs_by_policy,)
+COMMANDS = (prune_runs,)
