@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     import torch
 
     from raycheck.shards.huggingface.export import Exported
+    from raycheck.views.difference import CheckpointDifference
+    from raycheck.views.history import RunHistory
+    from raycheck.views.tensor_sample import TensorSample
+    from raycheck.views.tensors import TensorSummary
 
 
 MAX_DIGITS = 18
@@ -67,6 +71,41 @@ class CommittedCheckpoint(Checkpoint):
     def index(self, manifest: Manifest, *, values: bool = True) -> Index:
         """Read the checkpoint's index from the bucket. See Checkpoint.read_index."""
         return self.read_index(manifest, values=values)
+
+    def tensors(self) -> "tuple[TensorSummary, ...]":
+        """List the checkpoint's tensors: form, place, and which parameter a moment belongs to. Reads no tensor.
+
+        Raises NotFoundError when retention has dropped the checkpoint, DamagedError.
+        """
+        from raycheck.views.tensors import summarize_tensors
+
+        manifest = self.read_manifest()
+        return summarize_tensors(manifest, self.read_index(manifest, values=False))
+
+    def diff(self, other: "Checkpoint") -> "CheckpointDifference":
+        """Compare this checkpoint with a later one (`other`) by checksums alone. Reads no tensor.
+
+        Raises NotFoundError when retention has dropped one of them, DamagedError.
+        """
+        from raycheck.views.difference import compare_indexes
+
+        ours, theirs = (item.read_index(item.read_manifest()) for item in (self, other))
+        return compare_indexes(ours, theirs, names=(self.entry.key, other.entry.key))
+
+    def sample(self, tensor: str, *, max_bytes: int | None = None) -> "TensorSample":
+        """Read at most `max_bytes` (4 MiB by default) of a tensor's values, and describe them. This needs NumPy.
+
+        tensor: its name, as `tensors` has it. Raises NotFoundError when there is no such tensor or retention has
+        dropped the checkpoint, ConfigError for a type that cannot be shown, DamagedError.
+        """
+        try:
+            from raycheck.views.tensor_sample import MAX_BYTES, sample_tensor
+        except ImportError:
+            raise ConfigError("looking at values needs NumPy, which is not installed: pip install numpy") from None
+        manifest = self.read_manifest()
+        index = self.read_index(manifest, values=False)
+        most = MAX_BYTES if max_bytes is None else max_bytes
+        return sample_tensor(self.store, manifest, index, tensor, max_bytes=most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +192,15 @@ class Run:
         if checkpoint is None:
             raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
         return checkpoint
+
+    def history(self) -> "RunHistory":
+        """Read what happened to the run until now: its attempts, why each ended, its commits, and its goodput.
+
+        Raises NotFoundError when the run was removed since it was opened.
+        """
+        from raycheck.views.history import read_history
+
+        return read_history(self.store)
 
     def pin(self, at: int | str) -> "Run":
         """Keep a checkpoint, whatever retention says, until `unpin`. Raises NotFoundError."""

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 RINGS = (
     ("terminal", "errors", "settings", "storage_settings"),
     ("nodes", "bucket"),
+    ("views",),
     ("shards",),
     ("train",),
     ("run",),

@@ -1,0 +1,117 @@
+"""`raycheck tensors` and `raycheck diff`: what a checkpoint holds, and what changed between two."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from raycheck.cli.options import At, Json, Step, Storage, Text, Uri, out, print_json, settings_of, short_number, size
+from raycheck.run import open_run
+from raycheck.views.difference import CheckpointDifference
+
+if TYPE_CHECKING:
+    from raycheck.views.tensor_sample import TensorSample  # loads NumPy
+
+Search = Annotated[str, typer.Option(help="Show only the tensors whose name has this text in it.")]
+Values = Annotated[str | None, typer.Option(metavar="TENSOR", help="Read values of this tensor and describe them.")]
+MaxBytes = Annotated[int | None, typer.Option(help="How many bytes of the tensor to read; 4 MiB by default.")]
+All = Annotated[bool, typer.Option("--all", help="Show equal tensors too.")]
+
+
+def tensors(  # noqa: PLR0917  typer makes options of them
+    uri: Uri,
+    step: Step = None,
+    search: Search = "",
+    values: Values = None,
+    max_bytes: MaxBytes = None,
+    as_json: Json = False,
+    storage: Storage = None,
+) -> None:
+    """List a checkpoint's tensors: shape, type, size, ranks, and the moments of each parameter under it.
+
+    The checkpoint is the head, or that of --step. No tensor is read. With --values TENSOR some of its values are.
+    """
+    checkpoint = open_run(uri, settings_of(storage)).head_or(step)
+    if values is not None:
+        _print_sample(checkpoint.sample(values, max_bytes=max_bytes), as_json=as_json)
+        return
+    found = [item for item in checkpoint.tensors() if search in item.name]
+    if as_json:
+        print_json([asdict(item) for item in found])
+        return
+    names = {item.name for item in found}
+    moments: dict[str, list[Any]] = {}
+    for item in found:
+        if item.parameter in names:
+            moments.setdefault(item.parameter, []).append(item)
+    table = Table("tensor", "type", "shape", "size", "boxes", "ranks", "lies in", box=None, pad_edge=False)
+    for item in found:
+        if item.parameter in names:
+            continue
+        for indent, row in [("", item), *(("  ", moment) for moment in moments.get(item.name, ()))]:
+            places = ", ".join("here" if place == checkpoint.entry.key else place for place in row.directories)
+            ranks = ", ".join(map(str, row.ranks[:8])) + (", ..." if len(row.ranks) > 8 else "")
+            cells = (indent + row.name, row.dtype, str(list(row.shape)), size(row.size_bytes), str(row.boxes))
+            table.add_row(*map(Text, (*cells, ranks, places)))
+    out.print(table)
+    total = size(sum(item.size_bytes for item in found))
+    out.print(Text(f"\n{len(found)} tensors, {total}, of {checkpoint.entry.key}"))
+
+
+def _print_sample(found: "TensorSample", *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(found))
+        return
+    share = "all" if found.sampled == found.count else "a sample"
+    proof = ", checksums compared" if found.is_verified else ", checksums not compared"
+    out.print(Text(f"{found.name} {found.dtype} {list(found.shape)}"))
+    out.print(Text(f"{found.sampled} of {found.count} values ({share}), {size(found.bytes_read)} read{proof}\n"))
+    for label, value in (("min", found.minimum), ("max", found.maximum), ("mean", found.mean), ("std", found.std)):
+        out.print(Text(f"  {label:<12} {'-' if value is None else short_number(value)}"))
+    for label, count in (("zeros", found.zeros), ("NaN", found.nans), ("infinite", found.infinities)):
+        out.print(Text(f"  {label:<12} {count}"))
+    most = max(found.counts, default=0)
+    if most:
+        out.print(Text(""))
+    for start, count in zip(found.edges, found.counts, strict=False):
+        out.print(Text(f"  {short_number(start):>12}  {'#' * round(40 * count / most)}"))
+
+
+def diff(
+    uri: Uri, before: At, after: At, as_json: Json = False, show_all: All = False, storage: Storage = None
+) -> None:
+    """Compare two checkpoints by their checksums alone: which tensors changed. No tensor is read."""
+    run = open_run(uri, settings_of(storage))
+    found = run.at(before).diff(run.at(after))
+    if as_json:
+        print_json(asdict(found) | {"counts": dict(found.counts)})
+        return
+    _print_difference(found, show_all=show_all)
+
+
+def _print_difference(found: CheckpointDifference, *, show_all: bool) -> None:
+    out.print(Text(f"from {found.before}\nto   {found.after}\n"))
+    shown = [item for item in found.tensors if show_all or item.change != "equal"]
+    if shown:
+        table = Table("", "tensor", "form", "size", "in blocks that changed", box=None, pad_edge=False)
+        for item in shown:
+            form = item.after or item.before or ""
+            if item.change == "reformed":
+                form = f"{item.before} -> {item.after}"
+            part = "-" if item.changed_bytes is None else size(item.changed_bytes)
+            table.add_row(*map(Text, (item.change, item.name, form, size(item.size_bytes), part)))
+        out.print(table)
+        out.print(Text(""))
+    counts = ", ".join(f"{count} {change}" for change, count in sorted(found.counts.items()))
+    out.print(Text(f"tensors: {counts or 'none'}; no tensor was read"))
+    for label, names in (
+        ("values changed", found.values_changed),
+        ("values added", found.values_added),
+        ("values removed", found.values_removed),
+    ):
+        if names:
+            out.print(Text(f"{label}: {', '.join(names)}"))
+
+
+COMMANDS = (tensors, diff)

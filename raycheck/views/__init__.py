@@ -1,0 +1,10 @@
+"""Describes what lies in a run, for people: plain values that the command line, a page and a notebook all show.
+
+- history.py tells what happened to a run: its attempts, why each ended, its commits, its goodput.
+- tensors.py lists a checkpoint's tensors, with the moments of each parameter under it.
+- difference.py compares two checkpoints by their checksums, without reading a tensor.
+- tensor_sample.py reads some of a tensor's values within a byte budget, and describes them.
+- element_types.py turns a tensor's bytes into numbers without torch.
+
+Nothing here writes (I8), or imports torch or ray.
+"""

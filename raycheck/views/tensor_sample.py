@@ -1,0 +1,170 @@
+"""Reads some of a tensor's values by ranges, within a budget of bytes, and describes them: statistics, histogram, map.
+
+A tensor within the budget is read whole, and its checksums are compared. Of a larger one equally long runs are read,
+spread evenly over its bytes; a run is shorter than the 4 MiB under one checksum, so that it is not compared with any.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raycheck.bucket.format.checksum import sub_block_crcs
+from raycheck.bucket.format.index import Chunk, Index
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import shard_key
+from raycheck.bucket.store import Store
+from raycheck.errors import ConfigError, DamagedError, NotFoundError
+from raycheck.views.element_types import decode, item_bytes
+
+MAX_BYTES = 4 * 1024 * 1024
+RUN_BYTES = 64 * 1024
+AT_ONCE = 16
+BINS = 40
+MAP_ROWS, MAP_COLUMNS = 24, 48
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSample:
+    """Describes the values of one tensor, or of a sample of them.
+
+    name, dtype, shape: of the whole tensor. count: its number of elements. sampled: how many of them were read.
+    bytes_read: bytes fetched from the bucket. is_verified: whether all of it was read and its checksums are right.
+    minimum, maximum, mean, std: of the finite values read, None when there is none; std is that of the population.
+    zeros, nans, infinities: how many of the values read are that. edges, counts: a histogram of the finite values:
+    one edge more than there are counts; empty without finite values. heat: mean absolute values over a grid of the
+    tensor's first dimension (rows) and all its others together (columns), None for a cell of which nothing was read.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    sampled: int
+    bytes_read: int
+    is_verified: bool
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    zeros: int
+    nans: int
+    infinities: int
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    heat: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Holds some elements of a chunk to read: from element `start` to `stop` of the chunk, in row-major order."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+
+
+def sample_tensor(
+    store: Store, manifest: Manifest, index: Index, name: str, *, max_bytes: int = MAX_BYTES
+) -> TensorSample:
+    """Read values of the tensor `name`, at most `max_bytes` bytes of them.
+
+    Raises NotFoundError when there is no such tensor, or its object is gone; ConfigError for a type that cannot be
+    shown; DamagedError when the whole tensor was read and a checksum differs.
+    """
+    number = next((n for n, tensor in enumerate(index.tensors) if tensor.name == name), None)
+    if number is None:
+        raise NotFoundError(f"{store.uri}: {manifest.key} has no tensor {name!r}; see raycheck tensors '{store.uri}'")
+    if max_bytes < 1:
+        raise ConfigError(f"max_bytes={max_bytes}: give at least 1")
+    tensor = index.tensors[number]
+    width = item_bytes(tensor.dtype)
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
+    for chunk in index.chunks_of(number):
+        boxes.setdefault((chunk.offsets, chunk.sizes), chunk)
+    total = sum(chunk.payload_size for chunk in boxes.values())
+    is_whole = total <= max_bytes
+    runs = list(_whole(boxes.values(), width) if is_whole else _spread(list(boxes.values()), width, total, max_bytes))
+    directory = {part.name: part.checkpoint for part in manifest.components}
+
+    def read(run: _Run) -> bytes:
+        key = shard_key(directory[run.chunk.component], run.chunk.component, run.chunk.rank)
+        at = run.chunk.payload_offset
+        data = bytes(store.get_range(key, at + run.start * width, at + run.stop * width))
+        if is_whole and tuple(sub_block_crcs(memoryview(data))) != run.chunk.crcs:
+            raise DamagedError(f"{store.uri}: {name} in {key} has another checksum than the index says")
+        return data
+
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:
+        parts = list(pool.map(read, runs))
+    values = [decode(part, tensor.dtype) for part in parts]
+    flat = np.concatenate(values) if values else np.zeros(0)
+    finite = flat[np.isfinite(flat)]
+    counts, edges = np.histogram(finite, bins=BINS) if finite.size else (np.zeros(0, int), np.zeros(0))
+    return TensorSample(
+        name=name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        count=total // width,
+        sampled=int(flat.size),
+        bytes_read=sum(map(len, parts)),
+        is_verified=is_whole,
+        minimum=float(finite.min()) if finite.size else None,
+        maximum=float(finite.max()) if finite.size else None,
+        mean=float(finite.mean()) if finite.size else None,
+        std=float(finite.std()) if finite.size else None,
+        zeros=int((flat == 0).sum()),
+        nans=int(np.isnan(flat).sum()),
+        infinities=int(np.isinf(flat).sum()),
+        edges=tuple(map(float, edges)),
+        counts=tuple(map(int, counts)),
+        heat=_heat(tensor.shape, runs, values),
+    )
+
+
+def _whole(chunks: "Sequence[Chunk] | Any", width: int) -> Iterator[_Run]:
+    for chunk in chunks:
+        if chunk.payload_size:
+            yield _Run(chunk, 0, chunk.payload_size // width)
+
+
+def _spread(chunks: Sequence[Chunk], width: int, total: int, max_bytes: int) -> Iterator[_Run]:
+    """Yield runs of equal length whose starts are evenly spaced over the tensor's bytes, each inside one chunk."""
+    length = max(1, min(RUN_BYTES, max_bytes) // width)
+    num_runs = max(1, max_bytes // (length * width))
+    ends = np.cumsum([chunk.payload_size // width for chunk in chunks])
+    for place in range(num_runs):
+        at = place * (total // width) // num_runs
+        which = int(np.searchsorted(ends, at, side="right"))
+        count = chunks[which].payload_size // width
+        start = at - (int(ends[which]) - count)
+        yield _Run(chunks[which], start, min(start + length, count))
+
+
+def _heat(shape: tuple[int, ...], runs: Sequence[_Run], values: Sequence[Any]) -> tuple[tuple[float | None, ...], ...]:
+    """Return the mean absolute value of each cell of a grid over the tensor."""
+    rows = shape[0] if shape else 1
+    columns = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
+    if len(shape) == 1:
+        rows, columns = 1, shape[0]  # a vector is one row
+    if not rows or not columns:
+        return ()
+    grid = min(rows, MAP_ROWS), min(columns, MAP_COLUMNS)
+    sums, counts = np.zeros(grid), np.zeros(grid, np.int64)
+    for run, found in zip(runs, values, strict=True):
+        place = np.zeros(len(found), np.int64)
+        if shape:
+            local = np.unravel_index(np.arange(run.start, run.stop), run.chunk.sizes)
+            place = np.ravel_multi_index([a + b for a, b in zip(local, run.chunk.offsets, strict=True)], shape)
+        is_finite = np.isfinite(found)
+        row, column = place[is_finite] // columns, place[is_finite] % columns
+        cell = row * grid[0] // rows, column * grid[1] // columns
+        np.add.at(sums, cell, np.abs(found[is_finite]))
+        np.add.at(counts, cell, 1)
+    means = np.divide(sums, counts, out=np.zeros(grid), where=counts > 0)
+    return tuple(
+        tuple(float(value) if count else None for value, count in zip(*line, strict=True))
+        for line in zip(means, counts, strict=True)
+    )

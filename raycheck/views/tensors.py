@@ -1,0 +1,74 @@
+"""Lists the tensors of a checkpoint from its index: form, place, and which parameter a moment belongs to."""
+
+from dataclasses import dataclass
+
+from raycheck.bucket.format.index import Index, Tensor
+from raycheck.bucket.format.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSummary:
+    """Describes one tensor of a checkpoint.
+
+    name: as stock DCP knows it. entry: the entry of the state that it belongs to. dtype: torch's name without "torch.".
+    shape: the whole tensor's, in elements. size_bytes: bytes of its values; those of a replica count once.
+    boxes: how many boxes it was split into; 1 for a tensor that is not sharded. ranks: the ranks that wrote it.
+    directories: the checkpoints' directories that hold it: this one's own, or an earlier one's by reference.
+    parameter: the name of the parameter that this is a moment of, None for anything but an optimizer's state.
+    """
+
+    name: str
+    entry: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    boxes: int
+    ranks: tuple[int, ...]
+    directories: tuple[str, ...]
+    parameter: str | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Returns whether the tensor was split into several boxes."""
+        return self.boxes > 1
+
+
+def summarize_tensors(manifest: Manifest, index: Index) -> tuple[TensorSummary, ...]:
+    """Return all tensors of a checkpoint, in the order of its index: parameters first, as their modules have them."""
+    directory = {part.name: part.checkpoint for part in manifest.components}
+    parameters = _parameters(index.tensors)
+    found = []
+    for number, tensor in enumerate(index.tensors):
+        chunks = index.chunks_of(number)
+        boxes = {(chunk.offsets, chunk.sizes): chunk.payload_size for chunk in chunks}
+        found.append(
+            TensorSummary(
+                name=tensor.name,
+                entry=str(tensor.path[0]),
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                size_bytes=sum(boxes.values()),
+                boxes=len(boxes),
+                ranks=tuple(sorted({chunk.rank for chunk in chunks})),
+                directories=tuple(sorted({directory.get(chunk.component, "?") for chunk in chunks})),
+                parameter=parameters.get(tensor.path),
+            )
+        )
+    return tuple(found)
+
+
+def _parameters(tensors: tuple[Tensor, ...]) -> dict[tuple[str | int, ...], str]:
+    """Return, by the path of each tensor of an optimizer's state, the name of the parameter that it belongs to.
+
+    An optimizer's entry has the paths (entry, "state", the parameter's name in its module, the slot); a module's has
+    (entry, the parameter's name). Of several modules with such a parameter, the first one's is meant.
+    """
+    owners: dict[object, str] = {}
+    for tensor in tensors:
+        if len(tensor.path) == 2:
+            owners.setdefault(tensor.path[1], tensor.name)
+    return {
+        tensor.path: owners[tensor.path[2]]
+        for tensor in tensors
+        if len(tensor.path) >= 4 and tensor.path[1] == "state" and tensor.path[2] in owners
+    }

@@ -1,0 +1,144 @@
+"""The history of a run, from the documents that its drivers wrote."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_resume
+from raycheck.bucket.format.latest import Attempt
+from raycheck.bucket.protocol.rewind import rewind
+from raycheck.errors import DeniedError
+from raycheck.train.coordinator.lost_work import LostWork
+from raycheck.views.history import AttemptHistory, read_history
+from tests.support.many_runs import a_run
+from tests.support.memory_store import DictStore
+from tests.support.sample_checkpoints import Around, Driver
+
+
+def attempt_of(number: int, *, owner: str = "ann", world_size: int = 2) -> Attempt:
+    return Attempt(
+        number=number,
+        owner=owner,
+        coordinator=owner,
+        group=f"g{number}",
+        world_size=world_size,
+        restore_key=None,
+        claimed_at=0.0,
+    )
+
+
+def told(before: Attempt, after: Attempt, *, failures: tuple[str, ...] = (), had_finished: bool = False) -> str:
+    """The cause that the coordinator writes when `after` follows `before`."""
+    work = LostWork()
+    work.claimed(None, before, now=0.0)
+    work.group_failed(failures)
+    work.claimed(before, after, now=1.0, had_finished=had_finished)
+    return work.cause
+
+
+def two_attempts(cause: str) -> list[AttemptHistory]:
+    store = DictStore(at=time.time())
+    driver = Driver(store)
+    first, _ = driver.claim("g1", world_size=2)
+    driver.save(1, 1, world_size=2)
+    second, _ = driver.claim("g2", world_size=2)
+    assert record_end(store, first, by=second, cause=cause)
+    driver.save(2, 1, world_size=2)
+    return list(read_history(store).attempts)
+
+
+@pytest.mark.parametrize(
+    ("cause", "ending"),
+    [
+        (lambda: told(attempt_of(1), attempt_of(2), failures=("rank 1: its node was taken away",)), "preempted"),
+        (lambda: told(attempt_of(1), attempt_of(2), failures=("rank 1: its process died",)), "failed"),
+        (lambda: told(attempt_of(1), attempt_of(2), failures=("rank 0: ValueError: a resized head",)), "failed"),
+        (lambda: told(attempt_of(1), attempt_of(2, world_size=3)), "resized"),
+        (lambda: told(attempt_of(1), attempt_of(2)), "restarted"),
+        (lambda: told(attempt_of(1), attempt_of(2, owner="bob")), "driver lost"),
+        (lambda: told(attempt_of(1), attempt_of(2), had_finished=True), "finished"),
+        (lambda: told(attempt_of(1, world_size=0), attempt_of(2, owner="bob")), "by hand"),
+        (lambda: "words of a later raycheck", "unknown"),
+    ],
+)
+def test_why_an_attempt_ended_is_told_from_what_the_coordinator_writes(cause: Callable[[], str], ending: str) -> None:
+    text = cause()
+    assert text
+
+    first, second = two_attempts(text)
+
+    assert (first.ending, first.cause) == (ending, text)
+    assert (second.ending, second.cause, second.ended_at) == ("live", "", None)
+    assert first.ended_at == second.began_at
+    assert [commit.key for commit in first.commits] == ["step-000000010-a1-s1"]
+    assert [commit.is_head for commit in second.commits] == [True]
+
+
+def test_what_a_restart_cost_is_told() -> None:
+    store = DictStore(at=time.time())
+    driver = Driver(store)
+    driver.claim("g1")
+    driver.save(1, 1, began_at=store.at - 100, trained_s=60.0)
+    driver.claim("g2")
+    resume = ResumeRecord(
+        attempt=2,
+        after=1,
+        cause="rank 0: its process died",
+        restored="step-000000010-a1-s1",
+        step=10,
+        world_size_before=1,
+        world_size=1,
+        lost_steps=4,
+        lost_s=2.5,
+        since_commit_s=9.0,
+        restore_s=1.5,
+        restore_bytes=64,
+        what="everything",
+    )
+    assert record_resume(store, resume)
+
+    found = read_history(store)
+
+    second = found.attempts[-1]
+    assert (second.start_step, second.restored) == (10, "step-000000010-a1-s1")
+    assert (second.lost_steps, second.lost_s, second.restore_s) == (4, 2.5, 1.5)
+    assert found.trained_s == 60.0
+    assert found.goodput == pytest.approx(0.6, rel=0.05)
+
+
+def test_a_finished_run_a_run_given_up_and_a_rewound_one() -> None:
+    for state, ending in (("finished", "finished"), ("died", "gave up")):
+        store = DictStore(at=time.time())
+        for key, data in a_run(state=state).items():
+            store.put(key, data)
+        last = read_history(store).attempts[-1]
+        assert last.ending == ending
+        assert last.ended_at is not None
+    store = DictStore(at=time.time())
+    driver = Driver(store)
+    driver.claim("g")
+    driver.save(1, 1)
+    driver.save(1, 2)
+    rewind(driver.register, "step-000000010-a1-s1")
+
+    first, by_hand = read_history(store).attempts
+
+    assert (first.ending, by_hand.ending, by_hand.world_size) == ("by hand", "by hand", 0)
+    assert [commit.step for commit in first.commits if commit.is_head] == [10]
+
+
+def test_a_run_without_a_commit_and_a_reader_without_rights_to_the_records_have_a_history() -> None:
+    store = DictStore(at=time.time())
+    Driver(store).claim("g")
+
+    class Denying(Around):
+        def get(self, key: str, *bound: int) -> object:
+            if key.startswith("attempts/"):
+                raise DeniedError(key)
+            return self.inner.get(key, *bound)
+
+    found = read_history(Denying(store))
+
+    assert (found.goodput, found.trained_s, found.commits) == (None, None, ())
+    assert found.attempts[-1].ending == "live"
