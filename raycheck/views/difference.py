@@ -7,6 +7,7 @@ have equal checksums with a probability of 1 in 4 thousand million; a change of 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -55,10 +56,7 @@ class CheckpointDifference:
     @property
     def counts(self) -> Mapping[Change, int]:
         """Returns how many tensors there are of each kind of change, kinds without any left out."""
-        found: dict[Change, int] = {}
-        for item in self.tensors:
-            found[item.change] = found.get(item.change, 0) + 1
-        return found
+        return Counter(item.change for item in self.tensors)
 
 
 def compare_indexes(before: Index, after: Index, *, names: tuple[str, str]) -> CheckpointDifference:

@@ -52,10 +52,11 @@ class AttemptHistory:
 
     number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair). began_at, ended_at:
     unix seconds by the bucket's clock; ended_at is None while nothing says that it has ended. ending: why it ended, in
-    a word or two ("driver lost": killed, or replaced by another driver); cause: in the words of its record. restored: the checkpoint with which it began, None for a fresh start.
-    restore_s: seconds that its slowest rank took to restore. start_step: the step with which it went on. lost_steps,
-    lost_s: steps and seconds of training that the end of the attempt before lost; None where that is not known.
-    commits: those of its commits that are still there, in their order.
+    a word or two ("driver lost": killed, or replaced by another driver); cause: in the words of its record. restored:
+    the checkpoint with which it began, None for a fresh start. restore_s: seconds that its slowest rank took to
+    restore. start_step: the step with which it went on. lost_steps, lost_s: steps and seconds of training that the end
+    of the attempt before lost. These four are None where they are not known. commits: those of its commits that are
+    still there, in their order.
     """
 
     number: int

@@ -78,7 +78,7 @@ def _print_sample(found: "TensorSample", *, as_json: bool) -> None:
         out.print(Text(f"  {short_number(start):>12}  {'#' * round(40 * count / most)}"))
 
 
-def diff(
+def diff(  # noqa: PLR0917  typer makes options of them
     uri: Uri, before: At, after: At, as_json: Json = False, show_all: All = False, storage: Storage = None
 ) -> None:
     """Compare two checkpoints by their checksums alone: which tensors changed. No tensor is read."""
