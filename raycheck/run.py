@@ -14,7 +14,7 @@ from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.manifest import Manifest
-from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.format.object_keys import LATEST_KEY, CheckpointName
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from raycheck.shards.huggingface.export import Exported
     from raycheck.views.difference import CheckpointDifference
     from raycheck.views.history import RunHistory
+    from raycheck.views.kept import KeptCheckpoints
     from raycheck.views.tensor_sample import TensorSample
     from raycheck.views.tensors import TensorSummary
 
@@ -201,6 +202,16 @@ class Run:
         from raycheck.views.history import read_history
 
         return read_history(self.store)
+
+    def kept(self) -> "KeptCheckpoints":
+        """Say why each checkpoint stays, by the rules that the training had at its newest commit. Changes nothing.
+
+        Raises NotFoundError when the head was dropped since the run was opened.
+        """
+        from raycheck.views.kept import why_kept
+
+        settings = () if self.head is None else self.head.read_manifest().settings
+        return why_kept(self.latest, settings, now=self.store.get(LATEST_KEY).at)
 
     def pin(self, at: int | str) -> "Run":
         """Keep a checkpoint, whatever retention says, until `unpin`. Raises NotFoundError."""

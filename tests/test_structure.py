@@ -24,6 +24,7 @@ RINGS = (
     ("catalog",),
     ("frameworks",),
     ("__init__",),  # the public names, loaded on first use
+    ("page",),
     ("cli", "demo"),
     ("__main__",),
 )

@@ -7,7 +7,7 @@
   export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
   `import`, `prune-runs`, `cp`.
-- views/ looks into checkpoints: `tensors`, `diff`.
+- views/ looks into checkpoints: `tensors`, `diff`; and serves the `page`.
 - options.py has the arguments that commands share, and everything that prints.
 
 To add a command, write a function in the file of its topic and put it into that file's COMMANDS. The function's name,
@@ -31,7 +31,7 @@ from raycheck.cli.bench import command as bench
 from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.options import Text, out, with_flags
-from raycheck.cli.views import tensors
+from raycheck.cli.views import page, tensors
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
 
@@ -44,6 +44,7 @@ app = typer.Typer(
 for topic in (
     browse,
     tensors,
+    page,
     manage,
     names,
     runs,

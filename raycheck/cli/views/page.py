@@ -1,0 +1,59 @@
+"""`raycheck page`: a web page over the runs below a prefix."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycheck.cli.options import Storage, Text, out, settings_of
+from raycheck.errors import ConfigError
+
+Prefix = Annotated[str, typer.Argument(help="The folder whose runs are shown, or one run, e.g. s3://bucket/runs")]
+Host = Annotated[str, typer.Option(help="Where to listen. Others than this machine's own addresses need a token.")]
+Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
+Token = Annotated[str | None, typer.Option(help="What a browser must show; by default a random one. '' asks for none.")]
+AllowHost = Annotated[list[str] | None, typer.Option(help="Another name under which the page is reached. Repeatable.")]
+Price = Annotated[float, typer.Option("--price-per-gib-month", help="Dollars for a GiB and month.", min=0)]
+SaveTo = Annotated[Path | None, typer.Option("--save", help="Write the view of one run into this file, and end.")]
+
+
+def page(  # noqa: PLR0917  typer makes options of them
+    prefix: Prefix,
+    host: Host = "127.0.0.1",
+    port: Port = 8766,
+    token: Token = None,
+    allow_host: AllowHost = None,
+    price_per_gib_month: Price = 0.023,
+    save_to: SaveTo = None,
+    storage: Storage = None,
+) -> None:
+    """Serve a web page over all runs below a prefix, or over one run. It changes nothing.
+
+    It shows each run's attempts and why they ended, its commits and metrics, why each checkpoint is kept, every tensor
+    with its statistics, and what changed between two checkpoints. Open the address that it prints.
+    """
+    try:
+        from raycheck.page.pages import Place
+        from raycheck.page.saved_page import save_run
+        from raycheck.page.server import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"the page needs {error.name}, which is not installed: pip install 'raycheck[page]'"
+        ) from None
+    where = prefix if "://" in prefix else Path(prefix).absolute().as_uri()
+    place = Place(prefix=where, storage=settings_of(storage), price=price_per_gib_month)
+    if save_to is not None:
+        save_run(place, save_to)
+        out.print(Text(f"wrote {save_to}"))
+        return
+    serve(
+        place,
+        host=host,
+        port=port,
+        token=token,
+        allow_hosts=allow_host or (),
+        on_start=lambda address: out.print(Text(f"Open {address}  (Ctrl-C ends it)")),
+    )
+
+
+COMMANDS = (page,)

@@ -1,0 +1,55 @@
+"""Makes HTML from a template and values. Every text is escaped, and made fit to be looked at, unless it is markup.
+
+Names of runs and tensors come from a bucket: whoever may write there chooses them.
+"""
+
+import json
+import shlex
+from functools import cache
+from typing import Any
+from urllib.parse import urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from raycheck.cli.options import age, short_number, size, time_of
+from raycheck.page.charts import CHART_HEIGHT, LEFT, ROW, WIDTH
+from raycheck.page.pages import Place, version
+from raycheck.terminal import printable_lines
+
+
+@cache
+def _environment() -> Environment:
+    env = Environment(
+        loader=PackageLoader("raycheck", "page/templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_fit,
+    )
+    env.filters |= {"size": size, "date": time_of, "number": short_number}
+    env.filters |= {"pystring": json.dumps, "shell": shlex.quote, "markup": Markup}
+    env.globals |= {
+        "age": age,
+        "link": _link,
+        "chart": {"width": WIDTH, "height": CHART_HEIGHT, "left": LEFT, "row": ROW},
+        "version": version(),
+    }
+    return env
+
+
+def _fit(value: Any) -> Any:
+    """Returns a text as it may be shown: with direction marks and control characters written out."""
+    return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _link(page: str, **arguments: object) -> str:
+    """Returns a relative link to a view. All views lie side by side, so that it holds below any path."""
+    query = urlencode({name: value for name, value in arguments.items() if value != ""})
+    return f"{page}?{query}" if query else page
+
+
+def render(template: str, place: Place, **values: Any) -> str:
+    """Returns the HTML of a view."""
+    return _environment().get_template(template).render(place=place, prefix=place.prefix.partition("?")[0], **values)

@@ -1,0 +1,16 @@
+"""Writes the view of one run as a single file, for a pull request or a colleague: it needs no server and no network."""
+
+from pathlib import Path
+
+from raycheck.page.pages import Place, run_view
+from raycheck.page.rendering import render
+from raycheck.page.server import static_text
+
+
+def save_run(place: Place, path: Path) -> None:
+    """Write the run at the place's prefix into `path`, with the style sheet inside.
+
+    Raises NotFoundError when no run lies there.
+    """
+    html = render("saved_run.html", place, style=static_text("page.css"), **run_view(place, ""))
+    path.write_text(html, encoding="utf-8")

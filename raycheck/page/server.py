@@ -1,0 +1,142 @@
+"""Answers the page's requests: one handler per view. What a view shows is read in a thread, within a time limit."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+
+from raycheck import ConfigError, NotFoundError, RaycheckError
+from raycheck.page import pages
+from raycheck.page.guard import Guard, is_local
+from raycheck.page.pages import Place
+from raycheck.page.rendering import render
+
+TIMEOUT_S = 60.0
+"""How long one view may read from the bucket."""
+STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
+
+
+def make_app(place: Place, *, token: str, allow_hosts: Collection[str] = ()) -> web.Application:
+    """Returns the application that serves the page. token: see Guard."""
+    app = web.Application(middlewares=[Guard(token, allow_hosts).middleware()])
+    views = _Views(place)
+    app.router.add_get("/", views.runs)
+    app.router.add_get("/run", views.run)
+    app.router.add_get("/live", views.live)
+    app.router.add_get("/checkpoint", views.checkpoint)
+    app.router.add_get("/tensor", views.tensor)
+    app.router.add_get("/diff", views.diff)
+    app.router.add_get("/static/{file}", _static)
+    return app
+
+
+def serve(
+    place: Place,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    allow_hosts: Collection[str] = (),
+    on_start: Callable[[str], None],
+) -> None:
+    """Serves the page until the process is interrupted.
+
+    host, port: where to bind; port 0 takes a free one. token: None makes a random one; "" asks for none. on_start:
+    called with the address to open. Raises ConfigError for another host than this machine's without a token.
+    """
+    if not token and token is not None and not is_local(host):
+        raise ConfigError(
+            f"host={host}: others can reach this address, so it needs a token; leave token out to get one"
+        )
+    chosen = secrets.token_urlsafe(24) if token is None else token
+    hosts = {*allow_hosts, host} - {"0.0.0.0", "::"}  # noqa: S104  compared, not bound
+    asyncio.run(_serve(make_app(place, token=chosen, allow_hosts=hosts), host, port, chosen, on_start))
+
+
+async def _serve(app: web.Application, host: str, port: int, token: str, on_start: Callable[[str], None]) -> None:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(f"host={host} port={port}: {error.strerror or error}") from None
+        address = runner.addresses[0]
+        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+        on_start(f"http://{shown}:{address[1]}/" + (f"?token={token}" if token else ""))
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+class _Views:
+    """Has one handler per view."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    async def runs(self, request: web.Request) -> web.Response:
+        return await self._shown(request, "runs.html", pages.runs_view)
+
+    async def run(self, request: web.Request) -> web.Response:
+        return await self._shown(request, "run.html", pages.run_view, _asked(request, "name"))
+
+    async def live(self, request: web.Request) -> web.Response:
+        """Answers with the number of writes of `latest`, for a page that asks whether it is out of date."""
+        version = await asyncio.wait_for(
+            asyncio.to_thread(pages.live_version, self._place, _asked(request, "name")), TIMEOUT_S
+        )
+        return web.json_response({"version": version})
+
+    async def checkpoint(self, request: web.Request) -> web.Response:
+        view = partial(pages.checkpoint_view, search=request.query.get("search", ""))
+        return await self._shown(request, "checkpoint.html", view, _asked(request, "name"), _asked(request, "at"))
+
+    async def tensor(self, request: web.Request) -> web.Response:
+        asked = request.query.get("max_bytes", "")
+        view = partial(pages.tensor_view, max_bytes=int(asked) if asked.isdecimal() and len(asked) < 12 else None)
+        names = [_asked(request, name) for name in ("name", "at", "tensor")]
+        return await self._shown(request, "tensor.html", view, *names)
+
+    async def diff(self, request: web.Request) -> web.Response:
+        names = [_asked(request, name) for name in ("name", "before", "after")]
+        return await self._shown(request, "diff.html", pages.diff_view, *names)
+
+    async def _shown(
+        self, request: web.Request, template: str, view: Callable[..., dict[str, Any]], *arguments: str
+    ) -> web.Response:
+        """Returns the HTML of a view, or of the error that kept it from being read."""
+        status = 200
+        try:
+            values = await asyncio.wait_for(asyncio.to_thread(view, self._place, *arguments), TIMEOUT_S)
+            html = render(template, self._place, **values)
+        except NotFoundError as error:
+            status, html = 404, render("error.html", self._place, error=str(error))
+        except RaycheckError as error:
+            status, html = 502, render("error.html", self._place, error=str(error))
+        except TimeoutError:
+            text = f"the bucket did not answer within {TIMEOUT_S:.0f} s"
+            status, html = 504, render("error.html", self._place, error=text)
+        del request
+        return web.Response(status=status, text=html, content_type="text/html")
+
+
+def _asked(request: web.Request, name: str) -> str:
+    """Returns an argument of the URL; what is missing is empty."""
+    return request.query.get(name, "")
+
+
+async def _static(request: web.Request) -> web.Response:
+    name = request.match_info["file"]
+    if name not in STATIC:
+        raise web.HTTPNotFound
+    return web.Response(text=static_text(name), content_type=STATIC[name])
+
+
+def static_text(name: str) -> str:
+    """Returns the text of a file in static/."""
+    return files("raycheck").joinpath("page", "static", name).read_text(encoding="utf-8")
