@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from raycheck.frameworks import transformers as transformers
     from raycheck.bucket.protocol.delete import DeletedRun
     from raycheck.bucket.protocol.fork import Forked
     from raycheck.catalog.archive.pack import pack
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     )
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
-    from raycheck.shards.entries.per_rank_entries import PerRank
+    from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
     from raycheck.storage_settings import StorageSettings
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
@@ -76,7 +77,7 @@ _HOMES = {
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("ExportSettings", "SaveSettings"),
-    "raycheck.shards.entries.per_rank_entries": ("PerRank",),
+    "raycheck.shards.entries.per_rank_entries": ("PerRank", "RankZero"),
     "raycheck.storage_settings": ("StorageSettings",),
     "raycheck.train.actors.actor_state": ("ActorState",),
     "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
@@ -87,7 +88,7 @@ _HOMES = {
     "raycheck.train.worker.checkpointer": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_FRAMEWORKS: dict[str, str] = {}
+_FRAMEWORKS: dict[str, str] = {"transformers": "raycheck.frameworks.transformers"}
 """The modules of adapters by the name under which they are reached: raycheck.NAME."""
 
 __all__ = [
@@ -109,6 +110,7 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "Periodic",
+    "RankZero",
     "RaycheckError",
     "Run",
     "RunSummary",

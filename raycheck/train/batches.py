@@ -6,7 +6,7 @@ it gave its first one: a loader that was made before a restore follows it, one t
 No global random state is touched: without a generator of its own `iter(DataLoader)` draws from it, even unshuffled.
 """
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.random_generators import generators_in, kind_of_generator
 from raycheck.train.data.batch_loader import BatchLoader
-from raycheck.train.data.epoch_order import epoch_order, rank_share
+from raycheck.train.data.epoch_order import epoch_order, order_digest, own_order, rank_share
 from raycheck.train.data.sample_seeding import SeededPerSample
 from raycheck.train.data.stream_position import StreamPosition
 from raycheck.train.log import event, logger
@@ -33,8 +33,11 @@ class Batches:
     dataset: has `__len__` and `__getitem__`. global_batch: samples per batch, over all ranks together; each rank takes
     a nearly equal share of each batch (shares differ by at most one sample). The last len(dataset) % global_batch
     samples of an epoch's order are left out of that epoch. seed: what the order depends on, together with the epoch.
-    shuffle: whether each epoch has a random order of its own, or the dataset's. rank, world_size: this rank and the
-    number of ranks; by default those of Ray Train, else of torch.distributed, else 0 and 1.
+    shuffle: whether each epoch has a random order of its own, or the dataset's. order: an order of your own, such as one
+    by length: a function that is called with an epoch's number and returns the indices of its samples, equal on all
+    ranks and after every restart, and equally many in each epoch; an index may come more than once. It takes the place
+    of shuffle, and of the dataset's length in what is said above. rank, world_size: this rank and the number of ranks;
+    by default those of Ray Train, else of torch.distributed, else 0 and 1.
 
     Random augmentation in loader workers is seeded per sample from (seed, epoch, position): it depends neither on the
     world size nor on a restart. This holds for the global generators, and for those in the dataset's attributes. With
@@ -51,6 +54,7 @@ class Batches:
         global_batch: int,
         seed: int = 0,
         shuffle: bool = True,
+        order: Callable[[int], Sequence[int]] | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -58,7 +62,11 @@ class Batches:
         self._rank = here[0] if rank is None else rank
         self._world_size = here[1] if world_size is None else world_size
         self._dataset = dataset
-        self._length = _length_of(dataset)
+        samples = _length_of(dataset)
+        self._order = own_order(order, samples) if order is not None else None
+        first = self._order(0) if self._order is not None else None
+        self._length = samples if first is None else len(first)
+        self._digest = {} if first is None else {"order": order_digest(first)}  # of the first epoch, which is enough
         self._global_batch = _whole("global_batch", global_batch)
         if not self._world_size <= self._global_batch <= self._length:
             raise ConfigError(
@@ -122,7 +130,10 @@ class Batches:
         self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]
     ) -> tuple[int, Iterable[Any]]:
         """Returns how many batches of this rank are left of an epoch, and these. Puts random state back before them."""
-        order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        if self._order is not None:
+            order = self._order(epoch)
+        else:
+            order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         start = self._position.consumed
         share = rank_share(order, self._global_batch, self._rank, self._world_size, start=start)
         if not options.get("num_workers"):
@@ -177,6 +188,7 @@ class Batches:
             "shuffle": self._shuffle,
             "global_batch": self._global_batch,
             "length": self._length,
+            **self._digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,9 +201,9 @@ class Batches:
         """Raises StateMismatchError when a saved position would mean other samples here; changes nothing."""
         mine = self.state_dict()
         other = [
-            f"{name}: saved {state[name]!r}, here {mine[name]!r}"
-            for name in ("seed", "shuffle", "global_batch", "length")
-            if state[name] != mine[name]
+            f"{name}: saved {state.get(name)!r}, here {mine.get(name)!r}"
+            for name in ("seed", "shuffle", "global_batch", "length", "order")
+            if state.get(name) != mine.get(name)
         ]
         if other:
             raise StateMismatchError(

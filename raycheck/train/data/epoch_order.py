@@ -1,6 +1,11 @@
 """Computes the order of samples in an epoch, and each rank's share of its batches, by pure functions."""
 
+import zlib
+from collections.abc import Callable, Sequence
+
 import torch
+
+from raycheck.errors import ConfigError
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -10,6 +15,36 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[in
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     order: list[int] = torch.randperm(length, generator=generator).tolist()
     return order
+
+
+def own_order(order: Callable[[int], Sequence[int]], samples: int) -> Callable[[int], list[int]]:
+    """Returns a user's order as a function that checks what it is given. It raises ConfigError then.
+
+    samples: the dataset's length.
+    """
+    lengths: set[int] = set()
+
+    def checked(epoch: int) -> list[int]:
+        indices = [*map(int, order(epoch))]
+        lengths.add(len(indices))
+        if len(lengths) > 1:
+            raise ConfigError(
+                f"Batches(order=): epochs of {' and '.join(map(str, sorted(lengths)))} samples; a position needs "
+                "equally many in each epoch"
+            )
+        if indices and not 0 <= min(indices) <= max(indices) < samples:
+            raise ConfigError(
+                f"Batches(order=): epoch {epoch} has indices from {min(indices)} to {max(indices)}, and the dataset has "
+                f"{samples} samples"
+            )
+        return indices
+
+    return checked
+
+
+def order_digest(indices: Sequence[int]) -> int:
+    """Returns a number by which two orders are told apart."""
+    return zlib.crc32(torch.tensor(indices, dtype=torch.int64).numpy().tobytes())
 
 
 def rank_share(order: list[int], batch: int, rank: int, world_size: int, *, start: int) -> list[list[tuple[int, int]]]:
