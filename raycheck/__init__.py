@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from raycheck.frameworks import transformers as transformers
     from raycheck.bucket.protocol.delete import DeletedRun
     from raycheck.bucket.protocol.fork import Forked
     from raycheck.catalog.archive.pack import pack
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
+    from raycheck.frameworks import transformers as transformers
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank, RankZero

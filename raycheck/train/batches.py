@@ -33,7 +33,7 @@ class Batches:
     dataset: has `__len__` and `__getitem__`. global_batch: samples per batch, over all ranks together; each rank takes
     a nearly equal share of each batch (shares differ by at most one sample). The last len(dataset) % global_batch
     samples of an epoch's order are left out of that epoch. seed: what the order depends on, together with the epoch.
-    shuffle: whether each epoch has a random order of its own, or the dataset's. order: an order of your own, such as one
+    shuffle: whether each epoch has a random order of its own, or the dataset's. order: an order of your own, such as
     by length: a function that is called with an epoch's number and returns the indices of its samples, equal on all
     ranks and after every restart, and equally many in each epoch; an index may come more than once. It takes the place
     of shuffle, and of the dataset's length in what is said above. rank, world_size: this rank and the number of ranks;

@@ -1,4 +1,4 @@
-"""What a script calls after it has made its trainer. Nothing of transformers is imported before its version is known."""
+"""What a script calls after it has made its trainer. transformers is imported once its version is known."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar

@@ -1,4 +1,4 @@
-"""Refuses, by the name of the setting, what cannot be saved or restored truly. All of it happens before the first step."""
+"""Refuses, by the name of the setting and before the first step, what cannot be saved or restored truly."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,7 +51,7 @@ def _class_problems(cls: type) -> Iterator[str]:
         if base.__module__.startswith(_KNOWN):
             continue
         if base.__module__.startswith("trl."):
-            yield f"{base.__module__}.{base.__qualname__} is experimental; raycheck knows TRL's {', '.join(TRL_TRAINERS)}"
+            yield f"{base.__qualname__} of {base.__module__}: raycheck knows TRL's {', '.join(TRL_TRAINERS)}"
         for name in sorted({*_REPLACED} & {*vars(base)}):
             yield (
                 f"{base.__qualname__}.{name} would not be called: raycheck takes its place. What it saves goes into "
@@ -128,7 +128,7 @@ def refuse_callbacks(callbacks: list[Any], saved: Mapping[str, object]) -> None:
     for callback in callbacks:
         if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
             continue
-        for name, value in vars(callback).items():
+        for name, value in getattr(callback, "__dict__", {}).items():
             if any(id(tensor) not in known for tensor in _tensors(value)):
                 raise ConfigError(
                     f"the callback {type(callback).__qualname__} holds weights or tensors in its attribute {name!r} "

@@ -64,9 +64,7 @@ def joined_settings(given: SaveSettings | None, args: Any) -> JoinedSettings:
         settings = _with_best(settings, args, said)
     if args.ignore_data_skip:
         against.append("ignore_data_skip=True: the data goes on with the next sample, and nothing is read again")
-    return JoinedSettings(
-        settings=settings, follows_strategy=not own, said=tuple(said), contradictions=tuple(against)
-    )
+    return JoinedSettings(settings=settings, follows_strategy=not own, said=tuple(said), contradictions=tuple(against))
 
 
 def best_metric(args: Any) -> str:

@@ -51,7 +51,7 @@ class TrainerValues:
             "max_steps": trainer.state.max_steps,
             "callbacks": dict(_callback_states(trainer)),
             "callbacks_began": self._began,
-            "loss": {name: getattr(trainer, name) for name in _LOSS},
+            "loss": {name: getattr(trainer, name, 0) for name in _LOSS},  # the loop makes them at its start
             "trl": {name: getattr(trainer, name) for name in _OF_TRL if hasattr(trainer, name)},
             "metrics": {name: list(values) for name, values in metrics.items()},
             "seconds": self.seconds,
@@ -138,7 +138,7 @@ def _callback_states(trainer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _fill_callback(name: str, callback: Any, saved: Mapping[str, Any], began: Mapping[str, Any]) -> None:
-    """Put saved state into a callback. Arguments that the script has changed since that training began stay as given."""
+    """Put saved state into a callback. Arguments that the script has changed since training began stay as given."""
     live = callback.state()
     for key, value in saved.get("attributes", {}).items():
         setattr(callback, key, value)

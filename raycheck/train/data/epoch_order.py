@@ -34,8 +34,8 @@ def own_order(order: Callable[[int], Sequence[int]], samples: int) -> Callable[[
             )
         if indices and not 0 <= min(indices) <= max(indices) < samples:
             raise ConfigError(
-                f"Batches(order=): epoch {epoch} has indices from {min(indices)} to {max(indices)}, and the dataset has "
-                f"{samples} samples"
+                f"Batches(order=): epoch {epoch} has indices from {min(indices)} to {max(indices)}, and the dataset "
+                f"has {samples} samples"
             )
         return indices
 
