@@ -42,7 +42,8 @@ def generation_layout(trainer: Any) -> Layout:
     if uses % args.gradient_accumulation_steps:
         raise ConfigError(
             f"steps_per_generation={args.steps_per_generation} x num_iterations={trainer.num_iterations} is no "
-            f"multiple of gradient_accumulation_steps={args.gradient_accumulation_steps}: a step would train on two generations"
+            f"multiple of gradient_accumulation_steps={args.gradient_accumulation_steps}: a step would train on two "
+            "generations"
         )
     prompts = args.generation_batch_size // trainer.num_generations
     steps, each = uses // args.gradient_accumulation_steps, trainer.num_generations
