@@ -13,6 +13,8 @@ from raycheck.errors import ConfigError
 
 FIRST = (
     "training",
+    "transformers",
+    "trl",
     "restoring",
     "storage",
     "huggingface",
