@@ -1,7 +1,6 @@
 """A Trainer that is cut off and started again trains as one that never was: same losses, same weights, nothing read twice."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +17,7 @@ from raycheck.frameworks.transformers.training_data import held_accumulation
 from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
 from tests.support.tiny_trainers import (
-    Crash,
+    CrashError,
     CrashAfter,
     Texts,
     arguments,
@@ -71,7 +70,7 @@ def trainer_of(
 
 def cut_off(run: str, folder: Path, step: int, *more: Any, callbacks: tuple[TrainerCallback, ...] = (), **options: Any):
     trainer = trainer_of(run, folder, *more, callbacks=(*callbacks, CrashAfter(step)), **options)
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         trainer.train()
 
 
@@ -107,7 +106,7 @@ def test_a_restart_goes_on_as_if_the_epoch_had_never_been_cut_off(crash: int, tm
 def test_nothing_is_written_into_the_trainers_own_folder(run: str, tmp_path: Path) -> None:
     trainer_of(run, tmp_path, save_steps=4).train()
 
-    assert os.listdir(tmp_path) == []
+    assert not list(tmp_path.iterdir())
     assert steps_of(run) == [4, 8, 12, 12]  # the last one after the end of the epoch
 
 
@@ -169,7 +168,7 @@ def evaluated(run: str, folder: Path, *callbacks: TrainerCallback, **options: An
 
 
 def test_the_best_model_of_before_a_restart_is_loaded_at_the_end(run: str, tmp_path: Path) -> None:
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         evaluated(run, tmp_path, CrashAfter(9), save_total_limit=1).train()
     trainer = evaluated(run, tmp_path, save_total_limit=1)
     trainer.train()
@@ -190,7 +189,7 @@ def test_the_best_model_of_before_a_restart_is_loaded_at_the_end(run: str, tmp_p
 
 def test_early_stopping_counts_on_and_stays_stopped(run: str, tmp_path: Path) -> None:
     """Step 4 is the best; with patience 3 the end is at step 10, also when the run was cut off at step 7."""
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         evaluated(run, tmp_path, EarlyStoppingCallback(3), CrashAfter(7)).train()
     trainer = evaluated(run, tmp_path, EarlyStoppingCallback(3))
     trainer.train()
@@ -204,7 +203,7 @@ def test_early_stopping_counts_on_and_stays_stopped(run: str, tmp_path: Path) ->
 
 
 def test_an_argument_of_a_callback_that_the_script_has_changed_stays_changed(run: str, tmp_path: Path) -> None:
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         evaluated(run, tmp_path, EarlyStoppingCallback(3), CrashAfter(7)).train()
     early = EarlyStoppingCallback(4)
     trainer = evaluated(run, tmp_path, early)
@@ -266,7 +265,7 @@ def test_an_average_of_the_weights_is_saved_as_an_extra(tmp_path: Path) -> None:
 
     straight, again = f"memory://{uuid4().hex}", f"memory://{uuid4().hex}"
     expected = start(straight)
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         start(again, CrashAfter(8))
 
     found = start(again)
@@ -323,7 +322,7 @@ def test_group_by_length_keeps_its_order_over_a_restart(tmp_path: Path) -> None:
 
     straight, again = f"memory://{uuid4().hex}", f"memory://{uuid4().hex}"
     expected = start(straight)
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         start(again, CrashAfter(8))
 
     assert start(again) == expected
@@ -345,13 +344,16 @@ def test_turned_off_it_is_the_trainer_itself(tmp_path: Path) -> None:
 
     trainer.train()
 
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-12", "checkpoint-14"]  # its last batch of an epoch is smaller
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-12",
+        "checkpoint-14",
+    ]  # its last batch of an epoch is smaller
 
 
 def test_resume_from_checkpoint_true_needs_one_and_a_folder_is_refused(run: str, tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="resume_from_checkpoint=True: .* has no checkpoint"):
+    with pytest.raises(NotFoundError, match=r"resume_from_checkpoint=True: .* has no checkpoint"):
         trainer_of(run, tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match="resume_from_checkpoint='old/checkpoint-5'.*from_pretrained"):
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint='old/checkpoint-5'.*from_pretrained"):
         trainer_of(run, tmp_path).train(resume_from_checkpoint="old/checkpoint-5")
     trainer = trainer_of(run, tmp_path, max_steps=1)
     trainer.train()
@@ -391,7 +393,7 @@ def test_classes_and_datasets_that_cannot_be_supported_are_refused_by_name(run: 
     trainer.train_dataset = Stream()
     with pytest.raises(ConfigError, match=r"train_dataset is a .*Stream: it cannot go on at a sample's number"):
         trainer.train()
-    with pytest.raises(ConfigError, match="prepare.. was called with this trainer before"):
+    with pytest.raises(ConfigError, match=r"prepare\(\) was called with this trainer before"):
         raycheck.transformers.prepare(trainer)
 
 
@@ -402,7 +404,7 @@ def test_the_number_of_samples_in_a_step_is_held_or_refused(tmp_path: Path) -> N
     assert held_accumulation(trainer, {"step_samples": 4, "world_size": 2}) == 2
     with pytest.raises(ConfigError, match="steps have 9 samples, which 1 ranks"):
         held_accumulation(trainer, {"step_samples": 9, "world_size": 3})
-    with pytest.raises(StateMismatchError, match="a step has 4 samples here .* and 8 in the checkpoint"):
+    with pytest.raises(StateMismatchError, match=r"a step has 4 samples here .* and 8 in the checkpoint"):
         held_accumulation(trainer, {"step_samples": 8, "world_size": 1})
 
 

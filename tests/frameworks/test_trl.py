@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 import raycheck
 from raycheck.errors import ConfigError
 from tests.support.coordinator_in_thread import group_of
-from tests.support.tiny_trainers import Crash, CrashAfter, arguments, fresh_accelerate, losses, tiny_llama, weights
+from tests.support.tiny_trainers import CrashError, CrashAfter, arguments, fresh_accelerate, losses, tiny_llama, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL and transformers warn of each other
 
@@ -77,9 +77,7 @@ def dpo(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
         **{**COMMON, **options},
     )
     columns = ("prompt", "chosen", "rejected")
-    data = Dataset.from_dict(
-        {name: [words(number + at, 3) for number in range(26)] for at, name in enumerate(columns)}
-    )
+    data = Dataset.from_dict({name: [words(number + at, 3) for number in range(26)] for at, name in enumerate(columns)})
     return trl.DPOTrainer(
         model=tiny_llama(),
         ref_model=tiny_llama(),
@@ -133,7 +131,7 @@ def test_a_restart_goes_on_as_if_training_had_never_been_cut_off(make: Any, tmp_
 
     straight, again = f"memory://{uuid4().hex}", f"memory://{uuid4().hex}"
     whole = start(straight)
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         start(again, CrashAfter(4))
     found = start(again)
 

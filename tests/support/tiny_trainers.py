@@ -25,7 +25,7 @@ class Texts(Dataset):
         return {"input_ids": self._ids[index], "labels": self._ids[index]}
 
 
-class Crash(RuntimeError):
+class CrashError(RuntimeError):
     """Ends a training as an error of the script would."""
 
 
@@ -37,7 +37,7 @@ class CrashAfter(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            raise Crash(f"after step {self.step}")
+            raise CrashError(f"after step {self.step}")
 
 
 def tiny_llama(seed: int = 0, dropout: float = 0.1) -> LlamaForCausalLM:

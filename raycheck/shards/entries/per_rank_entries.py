@@ -158,8 +158,8 @@ def is_loader(name: str, value: object) -> bool:
 class RankZero:
     """Wraps an object with state_dict and load_state_dict that is called on rank 0 only.
 
-    It is given as `{"log": raycheck.RankZero(log)}`. Its values may differ from those that the other ranks have, such as
-    a log's times. Other ranks that need them take them from `Checkpointer.peek().values`.
+    It is given as `{"log": raycheck.RankZero(log)}`. Its values may differ from those that the other ranks have, such
+    as a log's times. Other ranks that need them take them from `Checkpointer.peek().values`.
     """
 
     def __init__(self, obj: Any) -> None:
