@@ -17,8 +17,8 @@ from raycheck.frameworks.transformers.training_data import held_accumulation
 from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
 from tests.support.tiny_trainers import (
-    CrashError,
     CrashAfter,
+    CrashError,
     Texts,
     arguments,
     fresh_accelerate,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 import raycheck
 from raycheck.errors import ConfigError
 from tests.support.coordinator_in_thread import group_of
-from tests.support.tiny_trainers import CrashError, CrashAfter, arguments, fresh_accelerate, losses, tiny_llama, weights
+from tests.support.tiny_trainers import CrashAfter, CrashError, arguments, fresh_accelerate, losses, tiny_llama, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL and transformers warn of each other
 
