@@ -117,19 +117,19 @@ class Checkpointer:
         self._given = given
 
     @property
-    def is_off(self) -> bool:
-        """Returns whether raycheck is turned off: by SaveSettings(enabled=False), or by fit(enabled=False)."""
-        return self._is_off
-
-    @property
     def uri(self) -> str:
-        """Returns the run's URI, for `open_run`. It is empty when raycheck is turned off."""
+        """Returns the URI of the run that is saved to, as `raycheck.open_run` takes it; "" when turned off."""
         return self._group.uri
 
     @property
     def is_closed(self) -> bool:
         """Returns whether `close` was called, or the context has been left."""
         return self._watch.is_ended
+
+    @property
+    def is_off(self) -> bool:
+        """Returns whether raycheck is turned off: by SaveSettings(enabled=False), or by fit(enabled=False)."""
+        return self._is_off
 
     @property
     def is_repeating(self) -> bool:
