@@ -109,11 +109,10 @@ class ResumableTrainer(_Trainer):  # type: ignore[misc]
         """Returns whether save_strategy asks for a save now. A callback may do so too, at any step."""
         state, strategy = self.state, self.args.save_strategy
         if strategy == SaveStrategy.STEPS:
-            return state.global_step >= state.max_steps or (
-                state.save_steps > 0 and state.global_step % state.save_steps == 0
-            )
+            every = state.save_steps
+            return bool(state.global_step >= state.max_steps or (every > 0 and state.global_step % every == 0))
         if strategy == SaveStrategy.EPOCH:
-            return state.global_step == self.raycheck_run.steps_ended
+            return bool(state.global_step == self.raycheck_run.steps_ended)
         return bool(strategy == SaveStrategy.BEST)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:

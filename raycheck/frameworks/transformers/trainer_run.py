@@ -109,10 +109,11 @@ class TrainerRun:
                 trainer.args.gradient_accumulation_steps = accumulation
             same = seen.saved_world_size == trainer.args.world_size
             self._place = _Place(step=seen.step, epoch=seen.epoch, epoch_step=seen.epoch_step, is_same_size=same)
+        for callback in [*trainer.callback_handler.callbacks]:
+            if _reports_to_ray(callback):
+                trainer.remove_callback(callback)
+                logger.info("%s is left out: raycheck reports commits to Ray Train", type(callback).__name__)
         trainer.add_callback(_AtTrainBegin(self))
-        trainer.callback_handler.callbacks = [
-            callback for callback in trainer.callback_handler.callbacks if not _reports_to_ray(callback)
-        ]
 
     def loader(self) -> Any:
         """Returns the loader of micro-batches, whose position the state holds."""
