@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raycheck import ConfigError
+from raycheck.errors import ConfigError
 from raycheck.frameworks.transformers.training_data import Layout
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from raycheck import Group, SaveSettings
 from raycheck.frameworks.versions import require
+from raycheck.settings import SaveSettings
+from raycheck.train.group import Group
 
 if TYPE_CHECKING:
     from transformers import Trainer

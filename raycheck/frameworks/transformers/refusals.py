@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from raycheck import ConfigError
+from raycheck.errors import ConfigError
 
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
 """The trainers of TRL that were tested. Others keep state of their own that nobody has looked at."""

@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
-from raycheck import Batches, Checkpointer, ConfigError, Group, NotFoundError, PerRank, RankZero, SaveSettings, open_run
+from raycheck.errors import ConfigError, NotFoundError
 from raycheck.frameworks.transformers.generation_data import generates, generation_layout, hold_generation_batch
 from raycheck.frameworks.transformers.refusals import refuse_callbacks
 from raycheck.frameworks.transformers.trainer_settings import joined_settings
@@ -30,6 +30,14 @@ from raycheck.frameworks.transformers.training_data import (
     plain_layout,
     training_data,
 )
+from raycheck.run import open_run
+from raycheck.settings import SaveSettings
+from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
+from raycheck.train.group import Group
+from raycheck.train.worker.checkpointer import Checkpointer
+
+if TYPE_CHECKING:
+    from raycheck.train.batches import Batches
 
 logger = logging.getLogger("raycheck")
 
