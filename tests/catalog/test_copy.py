@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from uuid import uuid4
 
 import pytest
@@ -26,6 +27,7 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.part_sizes import MIN_PART_BYTES, PART_SIZES, PartSizes
 from raycheck.catalog.copy import plan_copy
+from raycheck.catalog.object_copy import StoppedError
 from raycheck.demo.server import s3_server
 from raycheck.settings import Retention
 from tests.shards.huggingface.test_server_side_copy import prover
@@ -324,14 +326,22 @@ def test_what_an_earlier_try_left_of_a_checkpoint_is_used_when_it_is_right() -> 
     store = trained(source).store
     shard = store.get(object_keys.shard_key("step-000000020-a1-s2", "train", 0)).data
     key = object_keys.shard_key("step-000000020-a0-s1", "train", 0)
+    stop = Event()
+    with pytest.raises(StoppedError):
+        copy_run(source, target, step=20, progress=lambda *_: stop.set(), stop=stop)  # it has reserved the name
+    origin = open_store(target).get(mark := object_keys.origin_key("step-000000020-a0-s1")).data
     open_store(target).put(key, shard)
 
     done = copy_run(source, target, step=20)
 
-    assert (done.found_bytes, done.head) == (len(shard), "step-000000020-a0-s1")
-    open_store(other := place()).put(key, bytes(len(shard)))
-    assert copy_run(source, other, step=20).head == "step-000000020-a0-s2"
-    assert_invariants(open_store(other))
+    assert done.found_bytes >= len(shard)
+    assert done.head == "step-000000020-a0-s1"
+    for data, mine in ((bytes(len(shard)), origin), (shard, None), (shard, b"another's")):
+        open_store(other := place()).put(key, data)
+        if mine is not None:
+            open_store(other).put(mark, mine)
+        assert copy_run(source, other, step=20).head == "step-000000020-a0-s2"
+        assert_invariants(open_store(other))
 
 
 def test_a_plan_writes_nothing() -> None:
