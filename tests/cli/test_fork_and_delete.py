@@ -43,5 +43,21 @@ def test_a_fork_is_restored_and_the_base_can_only_go_after_it(base, tmp_path) ->
     assert list(tmp_path.rglob("*.distcp")) == []
 
 
+def test_a_deleted_run_that_others_use_is_listed_as_deleted(base, tmp_path) -> None:
+    variant = f"file://{tmp_path}/variant"
+    raycheck.fork_run(base, variant)
+    assert not raycheck.delete_run(base, keep_shared=True, live=True).is_gone
+
+    found = {run.name: run for run in raycheck.list_runs(f"file://{tmp_path}")}
+    listed = done_with(0, "runs", f"file://{tmp_path}").stdout
+
+    assert (found["base"].state, found["base"].is_resumable) == ("deleted", False)
+    assert found["variant"].state == "idle"
+    for text in (found["base"].text, " ".join(listed.split()), done_with(0, "show", base).stdout):
+        assert "kept for other runs, which use checkpoints of it: ../variant." in text
+    raycheck.delete_run(variant, live=True)
+    assert raycheck.delete_run(base, live=True).is_gone
+
+
 def test_the_head_is_not_deleted(base) -> None:
     assert "rewind" in done_with(2, "delete", base, "7", "--yes").stderr
