@@ -4,8 +4,8 @@ memory.
 Bytes are compared with the manifest's checksum while they stream, and the last part of an object is sent only when all
 of them were right. So an object that exists in the target has the right bytes, as far as they arrived unchanged. That
 is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last: one
-that is there proves that its objects are there too (I1). Within one S3 bucket the store copies by itself, and proves it
-by CRC-32.
+that is there proves that its objects are there too (I1). Between buckets that are reached in one way, S3 copies by
+itself, and proves it by CRC-32.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,8 +22,7 @@ from raycheck.bucket.format.manifest import Blob, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, missing_error
-from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import bucket_root
+from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
@@ -102,7 +101,6 @@ class ObjectCopier:
         self.sent_bytes = self.in_store_bytes = self.found_bytes = 0
         self._stop, self._progress, self._lock = stop, progress, Lock()
         self._room = _Room(ROOM_BYTES)
-        self._shared = _one_bucket(source, target)
 
     def copy_checkpoint(self, checkpoint: Checkpoint, done: Collection[str], gives_up: Event) -> CopiedCheckpoint:
         """Copy a checkpoint under its own name, its manifest last and byte for byte.
@@ -228,9 +226,6 @@ class ObjectCopier:
             raise DroppedError if isinstance(error, NotFoundError) else error from None
 
     def _copied_in_store(self, job: Job, is_over: Callable[[], bool]) -> bool:
-        if self._shared is None:
-            return False
-        store, source_prefix, target_prefix = self._shared
         size = job.record.size_bytes
 
         def ranges() -> Iterator[Range]:
@@ -240,10 +235,10 @@ class ObjectCopier:
                     raise StoppedError
                 left = size - start
                 stop = size if left < MAX_COPIED_BYTES + MIN_PART_BYTES else start + MAX_COPIED_BYTES
-                yield Range(source_prefix + job.key, start, stop, None)
+                yield Range(job.key, start, stop, None)
                 start = stop
 
-        return store.put_assembled(target_prefix + job.new_key, ranges(), size, job.record.crc32)
+        return self.target.put_assembled(job.new_key, ranges(), size, job.record.crc32, source=self.source)
 
     def _is_proven(self, job: Job) -> bool:
         try:
@@ -305,12 +300,3 @@ def _finished(running: Iterable[Future[T]]) -> list[T]:
         for future in done:
             future.result()
     return [future.result() for future in running]
-
-
-def _one_bucket(source: Store, target: Store) -> tuple[Store, str, str] | None:
-    """Return the store of the bucket that has both roots, with their prefixes in it. None when there is no such, or it
-    cannot copy by itself."""
-    if not source.uri.startswith("s3://") or not target.uri.startswith("s3://"):
-        return None
-    (one, source_prefix), (other, target_prefix) = bucket_root(source.uri), bucket_root(target.uri)
-    return (open_store(other), source_prefix, target_prefix) if one == other else None
