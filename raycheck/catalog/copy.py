@@ -28,7 +28,7 @@ from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import bare_uri
 from raycheck.catalog.copier import MirrorCopier, check_places, check_source
-from raycheck.catalog.object_copy import DroppedError, Job, ObjectCopier, check_own_directories
+from raycheck.catalog.object_copy import DroppedError, Job, ObjectCopier
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
 from raycheck.storage_settings import StorageSettings
 
@@ -177,7 +177,6 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Co
             raise ConfigError(f"{target.uri}: there is another run already ({existing.run_id}); give a free place")
         return CopiedRun(uri=target.uri, run_id=existing.run_id, head=head.key, present=(head.key,))
     old = checkpoint.read_manifest()
-    check_own_directories(source.uri, old.key, old.refs)
     objects = ObjectCopier(source, target, stop=stop, progress=counter.add)
     origin = Origin(run_id="", uri=bare_uri(source.uri), source_run_id=lender.run_id, checkpoint=old.key)
     new, there = _name_for(objects, old, origin, save, restored_from=_origin(source, entry))
@@ -229,7 +228,6 @@ def _chosen(source: Store, body: Latest, step: int | str) -> Entry:
         raise NotFoundError(f"{source.uri}: no checkpoint {step}; there are those of the steps: {known}")
     if entries[-1].damaged:
         raise DamagedError(f"{source.uri}: {entries[-1].key} is damaged: {entries[-1].damaged}")
-    check_own_directories(source.uri, entries[-1].key, entries[-1].refs)
     return entries[-1]
 
 

@@ -287,7 +287,7 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
     if foreign:
         raise ConfigError(
             f"{uri}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
-            "'raycheck fork --copy' makes a run of its own from it, in any place; copy that one"
+            f"'raycheck cp --step {name}' makes a run of its own from it, in any place"
         )
 
 
