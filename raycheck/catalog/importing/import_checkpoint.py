@@ -93,20 +93,7 @@ def import_checkpoint(
         if existing is not None:
             _refuse_another(register, existing, origin)
         elif not dry_run:
-            mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
-            name = reserve_name(register.store, mine, step=progress.step, save=save)
-            existing = write_run(
-                register,
-                state,
-                shards,
-                run_id=mine.run_id,
-                name=name,
-                progress=progress,
-                restored_from=origin,
-                told=told,
-            )
-            _refuse_another(register, existing, origin)  # somebody else's may have been faster
-            is_new = existing.run_id == mine.run_id
+            existing, is_new = _written(register, state, shards, progress, origin, save, told)
     return Imported(
         uri=register.store.uri,
         checkpoint=(existing.head if existing else None) or "",
@@ -118,6 +105,25 @@ def import_checkpoint(
         notes=state.notes,
         is_new=is_new,
     )
+
+
+def _written(  # noqa: PLR0917
+    register: Register,
+    state: ImportedState,
+    shards: Sequence[Sequence[Piece]],
+    progress: Progress,
+    origin: str,
+    save: int,
+    told: Callable[[int, int], None],
+) -> tuple[Latest, bool]:
+    """Write the checkpoint and create the run. Returns its body, and whether this very call has created it."""
+    mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
+    name = reserve_name(register.store, mine, step=progress.step, save=save)
+    body = write_run(
+        register, state, shards, run_id=mine.run_id, name=name, progress=progress, restored_from=origin, told=told
+    )
+    _refuse_another(register, body, origin)  # somebody else's may have been faster
+    return body, body.run_id == mine.run_id
 
 
 def _refuse_another(register: Register, body: Latest, origin: str) -> None:
