@@ -20,7 +20,10 @@ from tests.support.coordinator_in_thread import group_of
 from tests.support.hf_models import llama
 from tests.support.invariants import assert_invariants
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True:UserWarning"),
+]
 
 
 @pytest.fixture
