@@ -13,7 +13,7 @@ from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.latest import Entry, Hold, Latest, Loan, check_room
 from raycheck.bucket.format.manifest import Component, Manifest
 from raycheck.bucket.protocol.claim import Identity, check_current, claimed_body
-from raycheck.bucket.protocol.holds import HOLD_GRACE_S, borrow, confirm_loans, directory_from
+from raycheck.bucket.protocol.holds import HOLD_GRACE_S, borrow, check_holds, confirm_loans, directory_from
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
@@ -158,7 +158,10 @@ def reserve(register: Register, me: Identity, components: Iterable[Component], l
         return new
 
     body = register.edit(change, what="reservation of a borrowed component")
-    confirm_loans(register.store, loans, run_id=body.run_id, renews=True)
+    if body.attempts[0].number == body.attempt.number == 1:
+        check_holds(register.store, loans)  # this swap lists the run's first loans: one swap less of a crowded `latest`
+    else:
+        confirm_loans(register.store, loans, run_id=body.run_id, renews=True)
 
 
 def _merged(before: Loan | None, loan: Loan) -> Loan:

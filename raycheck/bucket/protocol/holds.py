@@ -120,7 +120,7 @@ def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str, r
         check_room(new)
         return new
 
-    register = Register(source)
+    register = Register(source, is_crowded=renews)
     body, got = register.read_existing()
     if change(body, got.at) is None:
         return body.run_id
@@ -155,6 +155,20 @@ def confirm_loans(store: Store, loans: Iterable[Loan], *, run_id: str, renews: b
         _confirm(store, loan, run_id=run_id, renews=renews)
 
 
+def check_holds(store: Store, loans: Iterable[Loan]) -> None:
+    """Check that the holds behind loans, which the `latest` at `store` lists, are there and will stay.
+
+    It is enough for a run whose prunes cannot have seen such a loan before: only a sweep could end the hold, and that
+    of one that is younger than HOLD_GRACE_S now sees the loan. Raises CorruptError when one is gone, or too old.
+    """
+    for loan in loans:
+        source, holder = _lender(store, loan.source)
+        body, got = Register(source).read_existing()
+        hold = _hold_of(body, holder)
+        if hold is None or not set(loan.directories) <= set(hold.directories) or got.at - hold.at > HOLD_GRACE_S / 2:
+            raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+
+
 def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool) -> None:
     source, holder = _lender(store, loan.source)
     wanted = set(loan.directories)
@@ -170,7 +184,7 @@ def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool) -> None:
         )
         return None if changed == hold else _with_hold(body, changed)
 
-    Register(source).edit(change, what=f"confirmation of the hold for {holder}")
+    Register(source, is_crowded=renews).edit(change, what=f"confirmation of the hold for {holder}")
 
 
 def settle(register: Register) -> None:

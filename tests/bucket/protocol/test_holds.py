@@ -327,7 +327,7 @@ def test_a_run_that_is_trained_uses_a_directory_of_its_base() -> None:
     assert (body.head, body.holds) == (name, ())
     assert [loan.source for loan in body.loans] == ["../source"]
     (hold,) = read_latest(at(world, SOURCE)).holds
-    assert (hold.holder, hold.is_confirmed, hold.renewals) == ("../fork", True, 2)
+    assert (hold.holder, hold.is_confirmed, hold.renewals) == ("../fork", False, 1)
     assert_base_is_kept_or_not_needed(world)
 
 

@@ -1,6 +1,5 @@
 """LoRA runs that train on one base model, which lies in the bucket once: an import, or another run. Step 39."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,8 +26,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def bucket() -> Iterator[str]:
-    yield f"memory://{uuid4().hex}"
+def bucket() -> str:
+    return f"memory://{uuid4().hex}"
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
