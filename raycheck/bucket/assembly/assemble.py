@@ -52,12 +52,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
     references = _references(reports)
     written = {shard.component for report in reports for shard in report.shards}
     merged = plans.merge(sections, sorted(written | references.keys()))
-    holes = merged.holes
-    if holes:
-        raise SaveFailedError(
-            f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
-            f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
-        )
+    _refuse_holes(name, merged.holes)
     components = [
         references.get(component) or _component(store, reports, component, blob, plans)
         for component, blob in merged.metadata.items()
@@ -96,6 +91,14 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
         ),
     )
     return manifest, merged.plan.has_copies
+
+
+def _refuse_holes(name: str, holes: Sequence[str]) -> None:
+    if holes:
+        raise SaveFailedError(
+            f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
+            f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
+        )
 
 
 def _references(reports: Sequence[Report]) -> dict[str, Component]:
