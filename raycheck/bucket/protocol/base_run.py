@@ -158,7 +158,7 @@ def reserve(register: Register, me: Identity, components: Iterable[Component], l
         return new
 
     body = register.edit(change, what="reservation of a borrowed component")
-    if body.attempts[0].number == body.attempt.number == 1:
+    if body.attempts[0].number == body.attempt.number == 1 and body.attempt.last_save == 0:
         check_holds(register.store, loans)  # this swap lists the run's first loans: one swap less of a crowded `latest`
     else:
         confirm_loans(register.store, loans, run_id=body.run_id, renews=True)
