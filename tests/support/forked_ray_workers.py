@@ -74,10 +74,15 @@ def forked_workers() -> Iterator[None]:
 
 
 def ask_for_a_fork(arguments: list[str]) -> None:
-    """Asks the server for the worker that Ray wants this process to become, and ends once it has been forked."""
+    """Asks the server for the worker that Ray wants this process to become, and ends once it has been forked.
+
+    A worker that is to have another Python, or begins with a shell's command, is left to Ray.
+    """
     option = "--serialized-runtime-env-context="
     runtime_env = json.loads(next((a.removeprefix(option) for a in arguments if a.startswith(option)), "{}"))
-    assert not runtime_env.get("command_prefix"), "a worker that begins with a shell's command is not forked: use --all"
+    if runtime_env.get("command_prefix") or runtime_env.get("py_executable", sys.executable) != sys.executable:
+        setup = Path(arguments[0]).with_name("setup_worker.py")
+        os.execv(sys.executable, [sys.executable, str(setup), *arguments])
     os.environ.update({name: os.path.expandvars(value) for name, value in runtime_env.get("env_vars", {}).items()})
     wanted = {
         "arguments": [a for a in arguments if not a.startswith((option, "--language="))],
