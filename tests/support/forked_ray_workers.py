@@ -1,9 +1,9 @@
 """Has Ray's worker processes begin as forks of one process that has imported torch and what else they need.
 
-Ray starts a worker by `python` and two scripts of its own, one after the other. That imports Ray twice, and then torch and whatever
+Ray starts a worker by two scripts of its own, one after the other. Both import Ray, and then come torch and whatever
 else the actor's class needs: two to five seconds of a core, for a process that mostly serves one test. Inside of
-`forked_workers`, this file stands in for the first script: it hands its arguments, environment and open files to a server
-that has imported MODULES. The server forks, and the fork runs the second script, which connects to Ray as ever.
+`forked_workers`, this file stands in for the first script: it hands its arguments, environment and open files to a
+server that has imported MODULES. The server forks, and the fork runs the second script, which connects to Ray as ever.
 
 Such a worker differs from one of a user's in two ways: the modules are there before they are imported, and all workers
 hash strings alike. With --all, and on the Rays of several nodes, Ray starts its workers itself.
