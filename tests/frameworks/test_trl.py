@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 
 import raycheck
 from raycheck.errors import ConfigError
+from raycheck.frameworks.transformers.generation_data import hold_generation_batch
 from tests.support.coordinator_in_thread import group_of
 from tests.support.tiny_trainers import CrashAfter, CrashError, arguments, fresh_accelerate, losses, tiny_llama, weights
 
@@ -144,6 +145,18 @@ def test_a_restart_goes_on_as_if_training_had_never_been_cut_off(make: Any, tmp_
         reference, expected = weights(found.ref_model), weights(whole.ref_model)
         assert all(torch.equal(reference[name], expected[name]) for name in expected)
         assert not torch.equal(reference["lm_head.weight"], weights(tiny_llama())["lm_head.weight"])
+
+
+def test_the_generation_batch_is_held_when_a_step_gets_more_micro_batches(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path, [], steps_per_generation=4)
+    assert trainer.args.generation_batch_size == 8
+
+    hold_generation_batch(trainer, 4)  # half as many workers as before: as many samples again for each
+
+    assert (trainer.args.steps_per_generation, trainer.args.generation_batch_size) == (8, 16)
+    with pytest.raises(ConfigError, match="steps_per_generation=8 .* the generation batch cannot be held"):
+        trainer.args.gradient_accumulation_steps = 3
+        hold_generation_batch(trainer, 4)
 
 
 def test_generations_that_end_inside_a_step_are_refused(tmp_path: Path) -> None:
