@@ -154,8 +154,8 @@ def test_the_generation_batch_is_held_when_a_step_gets_more_micro_batches(tmp_pa
     hold_generation_batch(trainer, 4)  # half as many workers as before: as many samples again for each
 
     assert (trainer.args.steps_per_generation, trainer.args.generation_batch_size) == (8, 16)
-    with pytest.raises(ConfigError, match="steps_per_generation=8 .* the generation batch cannot be held"):
-        trainer.args.gradient_accumulation_steps = 3
+    trainer.args.gradient_accumulation_steps = 3
+    with pytest.raises(ConfigError, match=r"steps_per_generation=8 .* the generation batch cannot be held"):
         hold_generation_batch(trainer, 4)
 
 
