@@ -2,8 +2,8 @@
 
 A rule says which runs it is about, by their state and by how long nothing has happened to them, and what such a run
 keeps. The first rule that fits a run decides; a run that none fits is left alone. Each run is looked at once more when
-its turn comes, which may be hours after the listing, and is deleted only if nobody has written its `latest` since. It is
-pruned by itself, as `raycheck prune` does it: safe beside a training, and to be repeated after a crash.
+its turn comes, which may be hours after the listing, and is deleted only if nobody has written its `latest` since.
+It is pruned by itself, as `raycheck prune` does it: safe beside a training, and to be repeated after a crash.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,8 @@ class Rule:
     """Says what runs in certain states keep.
 
     states: those of `list_runs`; () for all. name: the beginning of the run's path below the prefix. idle_days: only
-    runs to which nothing has happened for so long, no claim and no commit. keep: which checkpoints stay. delete: the whole run goes instead.
+    runs to which nothing has happened for so long, no claim and no commit. keep: which checkpoints stay. delete: the
+    whole run goes instead.
     """
 
     states: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ def test_a_fork_is_restored_and_the_base_can_only_go_after_it(base, tmp_path) ->
     done = json.loads(done_with(0, "fork", base, variant, "--json").stdout)
 
     assert done["is_new"]
+    assert json.loads(done_with(0, "fork", base, variant, "--dry-run", "--json").stdout)["is_new"] is False
     assert done["copied_bytes"] < done["borrowed_bytes"]
     model = torch.nn.Linear(300, 200)
     assert raycheck.open_run(variant).restore(into={"model": model}) == 7

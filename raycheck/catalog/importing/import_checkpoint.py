@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
@@ -12,7 +13,7 @@ from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
 from raycheck.catalog.importing.detection import read_source
 from raycheck.catalog.importing.entries import ImportedState, imported_state
-from raycheck.catalog.importing.new_checkpoint import Piece, planned, write_run
+from raycheck.catalog.importing.new_checkpoint import Piece, is_written, planned, write_run
 from raycheck.catalog.importing.source_files import open_source
 from raycheck.catalog.importing.state_in_source import ReadSettings
 from raycheck.errors import ConfigError
@@ -90,12 +91,17 @@ def import_checkpoint(
         progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
         origin = f"import of {source.partition('?')[0]} ({found.kind})"
         is_new = existing is None and not dry_run
-        if existing is not None:
-            _refuse_another(register, existing, origin)
-        elif is_new:
+        if is_new:
             name = CheckpointName(step=progress.step, attempt=0, save=save)
-            existing = write_run(register, state, shards, name=name, progress=progress, restored_from=origin, told=told)
-            _refuse_another(register, existing, origin)  # somebody else's may have been faster
+            run_id = uuid4().hex
+            existing = write_run(
+                register, state, shards, name=name, run_id=run_id, progress=progress, restored_from=origin, told=told
+            )
+            is_new = existing.run_id == run_id  # else somebody else's was faster
+        if existing is not None and not is_new:
+            checkpoint = _head(register, existing)
+            if not is_written(checkpoint, state, shards, progress=progress, restored_from=origin, told=told):
+                raise _another_error(register)
     return Imported(
         uri=register.store.uri,
         checkpoint=(existing.head if existing else None) or "",
@@ -109,11 +115,17 @@ def import_checkpoint(
     )
 
 
-def _refuse_another(register: Register, body: Latest, origin: str) -> None:
-    """Raise ConfigError when the run that is there does not go back to this import."""
+def _head(register: Register, body: Latest) -> Checkpoint:
     head = body.entry(body.head or "")
-    if head is None or Checkpoint(register.store, head).read_manifest().restored_from != origin:
-        raise ConfigError(f"{register.store.uri}: there is a run already. Import into a new one")
+    if head is None:
+        raise _another_error(register)
+    return Checkpoint(register.store, head)
+
+
+def _another_error(register: Register) -> ConfigError:
+    return ConfigError(
+        f"{register.store.uri}: there is a run already, and it is not what is imported now. Import into a new one"
+    )
 
 
 def _step(given: int | None, said: int | None) -> int:
