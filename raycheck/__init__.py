@@ -87,6 +87,8 @@ _HOMES = {
     "raycheck.train.worker.checkpointer": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_FRAMEWORKS: dict[str, str] = {}
+"""The modules of adapters by the name under which they are reached: raycheck.NAME."""
 
 __all__ = [
     "ActorCheckpointer",
@@ -136,12 +138,14 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__, *_FRAMEWORKS, "__version__"})
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return _version()
+    if name in _FRAMEWORKS:
+        return import_module(_FRAMEWORKS[name])
     if name not in _HOME_OF:
         raise AttributeError(f"module 'raycheck' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

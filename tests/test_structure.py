@@ -21,6 +21,7 @@ RINGS = (
     ("train",),
     ("run",),
     ("catalog",),
+    ("frameworks",),
     ("__init__",),  # the public names, loaded on first use
     ("cli", "demo"),
     ("__main__",),
@@ -75,6 +76,17 @@ def test_in_no_folder_do_imports_go_in_a_circle(folder: Path) -> None:
             graph.setdefault(own, set()).update(filter(None, others))
 
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_adapters_use_public_names_only() -> None:
+    """So that a user can write an adapter of the same kind for another framework."""
+    for path in sorted((PACKAGE / "frameworks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raycheck"):
+                names = {alias.name for alias in node.names}
+                assert node.module.startswith("raycheck.frameworks") or names <= set(raycheck.__all__), path
+            if isinstance(node, ast.Import):
+                assert not [alias.name for alias in node.names if alias.name.startswith("raycheck")], path
 
 
 def test_only_the_store_touches_a_store_client() -> None:

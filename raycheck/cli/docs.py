@@ -14,7 +14,6 @@ from raycheck.errors import ConfigError
 FIRST = (
     "training",
     "restoring",
-    "catalog",
     "storage",
     "huggingface",
     "failures",

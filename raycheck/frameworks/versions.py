@@ -1,0 +1,24 @@
+"""Refuses a framework that is not installed or too old, before an adapter touches it."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from raycheck.errors import ConfigError
+
+
+def require(distribution: str, at_least: str, *, extra: str) -> None:
+    """Raises ConfigError with the command to run unless a distribution is installed in this version or a newer one.
+
+    distribution: its name as pip knows it. at_least: the oldest version that the adapter was tested with. extra: the
+    extra of raycheck that installs it.
+    """
+    advice = f"pip install 'raycheck[{extra}]'"
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        raise ConfigError(f"{distribution} is not installed, which this adapter is for: {advice}") from None
+    if Version(found) < Version(at_least):
+        raise ConfigError(
+            f"{distribution} {found} is older than {at_least}, the oldest that raycheck works with: {advice}"
+        )
