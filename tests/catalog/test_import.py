@@ -19,6 +19,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.local import LocalStore
 from raycheck.catalog.importing import new_checkpoint, torch_file
 from raycheck.catalog.importing.import_checkpoint import import_checkpoint
+from raycheck.catalog.importing.model_order import parameters_in_order
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.run import export_hf, open_run
 from tests.support import hf_models
@@ -573,3 +574,10 @@ def test_a_crash_at_any_write_leaves_no_run_and_the_next_try_succeeds(tmp_path: 
     else:
         pytest.fail("the import never came to its end")
     assert at > 4
+
+
+def test_a_configuration_with_more_layers_than_weights_is_not_built() -> None:
+    config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+
+    assert parameters_in_order(config | {"text_config": {"num_hidden_layers": 10**9}}, {"a", "b"}) == []
+    assert parameters_in_order(config | {"num_hidden_layers": 10**9}, {"a", "b"}) == []
