@@ -25,7 +25,7 @@ def name(  # noqa: PLR0917  typer makes options of them
     name: Annotated[str, typer.Argument(metavar="NAME", help="Up to 100 letters, digits and '_.-'.")],
     expire_after: Annotated[
         float | None,
-        typer.Option(help="Keep it for this many seconds from now, and drop it then; default: keep it for ever."),
+        typer.Option(help="Keep it for this many seconds from now, then drop it; default: for ever."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Take the name from another step, or another name from this checkpoint.")

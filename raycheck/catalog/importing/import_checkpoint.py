@@ -79,8 +79,8 @@ def import_checkpoint(
     skip_values: leave out values that cannot be taken without pickle, in place of refusing them.
     storage: how the buckets are reached. dry_run: write nothing. told: is told the bytes written, and all.
 
-    Does nothing when an earlier call has made this very run. Raises ConfigError for what is not imported, and when
-    another run is there; CorruptError for a source that is damaged. Then no run is created.
+    Does nothing when an earlier call has made this very run, of the same bytes. Raises ConfigError for what is not
+    imported, and when another run is there; CorruptError for a source that is damaged. Then no run is created.
     """
     register = Register(open_store(dest, storage))
     existing, save = look_at_place(register)
@@ -99,9 +99,7 @@ def import_checkpoint(
             )
             is_new = existing.run_id == run_id  # else somebody else's was faster
         if existing is not None and not is_new:
-            checkpoint = _head(register, existing)
-            if not is_written(checkpoint, state, shards, progress=progress, restored_from=origin, told=told):
-                raise _another_error(register)
+            _check_same(register, existing, state, shards, progress=progress, restored_from=origin, told=told)
     return Imported(
         uri=register.store.uri,
         checkpoint=(existing.head if existing else None) or "",
@@ -115,17 +113,24 @@ def import_checkpoint(
     )
 
 
-def _head(register: Register, body: Latest) -> Checkpoint:
+def _check_same(
+    register: Register,
+    body: Latest,
+    state: ImportedState,
+    shards: list[list[Piece]],
+    *,
+    progress: Progress,
+    restored_from: str,
+    told: Callable[[int, int], None],
+) -> None:
+    """Raise ConfigError when the run that is there is not what is imported now. This reads the source."""
     head = body.entry(body.head or "")
-    if head is None:
-        raise _another_error(register)
-    return Checkpoint(register.store, head)
-
-
-def _another_error(register: Register) -> ConfigError:
-    return ConfigError(
-        f"{register.store.uri}: there is a run already, and it is not what is imported now. Import into a new one"
-    )
+    if head is None or not is_written(
+        Checkpoint(register.store, head), state, shards, progress=progress, restored_from=restored_from, told=told
+    ):
+        raise ConfigError(
+            f"{register.store.uri}: there is a run already, and it is not what is imported now. Import into a new one"
+        )
 
 
 def _step(given: int | None, said: int | None) -> int:
