@@ -512,6 +512,7 @@ def test_a_submodule_that_is_called_module_keeps_its_name(tmp_path: Path) -> Non
     assert_equal(live.state_dict(), net.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_metadata_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     for what, change in (("../secret", None), (None, 1 << 60)):
         folder = tmp_path / f"dcp{what is None}"
