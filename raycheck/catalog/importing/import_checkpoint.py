@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.new_run import look_at_place
+from raycheck.bucket.protocol.new_run import Origin, look_at_place, reserve_name
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
@@ -90,14 +89,9 @@ def import_checkpoint(
         shards = planned(state, found.tensors)
         progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
         origin = f"import of {source.partition('?')[0]} ({found.kind})"
-        is_new = existing is None and not dry_run
-        if is_new:
-            name = CheckpointName(step=progress.step, attempt=0, save=save)
-            run_id = uuid4().hex
-            existing = write_run(
-                register, state, shards, name=name, run_id=run_id, progress=progress, restored_from=origin, told=told
-            )
-            is_new = existing.run_id == run_id  # else somebody else's was faster
+        is_new = False
+        if existing is None and not dry_run:
+            existing, is_new = _written(register, state, shards, progress, origin, save, told)
         if existing is not None and not is_new:
             _check_same(register, existing, state, shards, progress=progress, restored_from=origin, told=told)
     return Imported(
@@ -111,6 +105,24 @@ def import_checkpoint(
         notes=state.notes,
         is_new=is_new,
     )
+
+
+def _written(  # noqa: PLR0917
+    register: Register,
+    state: ImportedState,
+    shards: list[list[Piece]],
+    progress: Progress,
+    origin: str,
+    save: int,
+    told: Callable[[int, int], None],
+) -> tuple[Latest, bool]:
+    """Write the checkpoint and create the run. Returns the body that is there, and whether this very call made it."""
+    mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
+    name = reserve_name(register.store, mine, step=progress.step, save=save)
+    body = write_run(
+        register, state, shards, run_id=mine.run_id, name=name, progress=progress, restored_from=origin, told=told
+    )
+    return body, body.run_id == mine.run_id  # somebody else's may have been faster
 
 
 def _check_same(

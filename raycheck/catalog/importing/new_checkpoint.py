@@ -98,15 +98,15 @@ def write_run(
     state: ImportedState,
     shards: Sequence[Sequence[Piece]],
     *,
-    name: CheckpointName,
     run_id: str,
+    name: CheckpointName,
     progress: Progress,
     restored_from: str,
     told: Told,
 ) -> Latest:
     """Write the checkpoint and create the run. Returns the body that is there, another run's if that was faster.
 
-    name: of attempt 0, and free.
+    name: of attempt 0, and reserved.
 
     Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
     """

@@ -51,7 +51,10 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Delete a whole run. What other runs use is not deleted. Repeat it after an interruption."""
     settings = settings_of(storage)
-    plan = deletes.plan_delete_run(uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings)
+    if dry_run or not yes:  # otherwise nobody is told what there is
+        plan = deletes.plan_delete_run(
+            uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings
+        )
     if dry_run:
         holds = [hold.holder for hold in plan.holds]
         if as_json:
@@ -60,8 +63,9 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
             shared = f", but for what {', '.join(holds)} use" if holds else ""
             out.print(Text(f"{uri}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}"))
         return
-    what = f"{uri} ({plan.num_objects} objects, {size(plan.size_bytes)})"
-    _confirm(what, uri.partition("?")[0].rstrip("/").rpartition("/")[2], yes=yes)
+    if not yes:
+        word = uri.partition("?")[0].rstrip("/").rpartition("/")[2]
+        _confirm(f"{uri} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
     done = deletes.delete_run(uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings)
     if as_json:
         print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})
