@@ -85,9 +85,9 @@ def plan_delete_run(
     run = open_run(uri, storage)
     _refuse_running(uri, run.store, live=live)
     delete.check_folder(run.store)
-    delete.check_users(run.store.uri, run.latest, keeps_shared=keep_shared)
+    delete.check_users(run.store, run.latest, keeps_shared=keep_shared)
     sizes = [item.size_bytes for item in delete.objects_of(run.store, keeps_exports=keep_exports)]
-    return PlannedDelete(num_objects=len(sizes), size_bytes=sum(sizes), holds=run.latest.holds)
+    return PlannedDelete(num_objects=len(sizes), size_bytes=sum(sizes), holds=delete.users_of(run.store, run.latest))
 
 
 def _refuse_running(uri: str, store: Store, *, live: bool) -> None:

@@ -170,7 +170,7 @@ def _obeyed(
         freed = sum(item.size_bytes for item in found)
         return replace(done, names=tuple(item.name for item in found), freed_bytes=freed)
     check_folder(store)
-    check_users(store.uri, body, keeps_shared=False)
+    check_users(store, body, keeps_shared=False)
     freed = sum(item.size_bytes for item in store.list_objects(""))
     if not dry_run:
         delete_run(register, only_at=body.counter)

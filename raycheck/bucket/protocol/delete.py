@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Hold, Latest
+from raycheck.bucket.protocol.base_run import without_reservation
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
@@ -72,7 +73,8 @@ def delete_run(
     owner = f"delete-{uuid4().hex[:12]}"
 
     def change(body: Latest, now: float) -> Latest | None:
-        check_users(store.uri, body, keeps_shared=keeps_shared)
+        body = without_reservation(store, body)
+        check_users(store, body, keeps_shared=keeps_shared)
         if body.deleted_at is not None:
             return None
         if only_at is not None and body.counter != only_at:
@@ -109,12 +111,18 @@ def check_folder(store: Store) -> None:
             raise ConfigError(f"{store.uri}: another run lies in its folder {inside!r}; delete or move that one first")
 
 
-def check_users(uri: str, body: Latest, *, keeps_shared: bool) -> None:
+def users_of(store: Store, body: Latest) -> tuple[Hold, ...]:
+    """Return the holds of other runs on this one. The run's own reservation is none."""
+    return without_reservation(store, body).holds
+
+
+def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
     """Raise ConfigError when other runs use checkpoints of the run, unless what they use is kept."""
-    if body.holds and not keeps_shared:
-        names = ", ".join(hold.holder for hold in body.holds[:5])
+    holds = users_of(store, body)
+    if holds and not keeps_shared:
+        names = ", ".join(hold.holder for hold in holds[:5])
         raise ConfigError(
-            f"{uri}: {len(body.holds)} other runs use checkpoints of it ({names}). Delete them first, or give "
+            f"{store.uri}: {len(holds)} other runs use checkpoints of it ({names}). Delete them first, or give "
             "--keep-shared: then what they use stays until they have dropped it"
         )
 
