@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
+    from raycheck.frameworks import lightning
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank
@@ -87,7 +88,9 @@ _HOMES = {
     "raycheck.train.worker.checkpointer": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_FRAMEWORKS: dict[str, str] = {}
+_FRAMEWORKS: dict[str, str] = {
+    "lightning": "raycheck.frameworks.lightning",
+}
 """The modules of adapters by the name under which they are reached: raycheck.NAME."""
 
 __all__ = [

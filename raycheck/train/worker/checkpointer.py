@@ -117,6 +117,11 @@ class Checkpointer:
         self._given = given
 
     @property
+    def uri(self) -> str:
+        """Returns the URI of the run that is saved to, as `raycheck.open_run` takes it; "" when turned off."""
+        return self._group.uri
+
+    @property
     def is_closed(self) -> bool:
         """Returns whether `close` was called, or the context has been left."""
         return self._watch.is_ended
