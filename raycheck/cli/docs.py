@@ -13,6 +13,7 @@ from raycheck.errors import ConfigError
 
 FIRST = (
     "training",
+    "lightning",
     "restoring",
     "storage",
     "huggingface",

@@ -26,7 +26,7 @@ def Callback(  # noqa: N802  to the user it is the class of a callback, made for
     return _class_of(imported_package())(settings or SaveSettings(), group, keeps_position=data_position)
 
 
-def fit(
+def fit(  # noqa: PLR0917  the arguments of Trainer.fit, in its order
     trainer: Any,
     model: Any,
     train_dataloaders: Any = None,

@@ -61,15 +61,15 @@ class FitSession:
     def _install(self) -> None:
         """Wrap Lightning's methods until the end of this fit."""
         trainer = self._trainer
-        connector, loop = trainer._checkpoint_connector, trainer.fit_loop  # noqa: SLF001
+        connector, loop = trainer._checkpoint_connector, trainer.fit_loop
         self._read_user_file = self._wrap(connector, "resume_start", self._resume_start)
         self._restore_training_state = self._wrap(connector, "restore_training_state", self._restore)
         self._end_batch_of_lightning = self._wrap(loop.epoch_loop, "on_advance_end", self._end_batch)
         self._end_epoch_of_lightning = self._wrap(loop, "on_advance_end", self._end_epoch)
         self._end_run_of_lightning = self._wrap(loop, "on_run_end", self._end_run)
         if self._keeps_position:
-            source = loop._data_source  # noqa: SLF001
-            loop._data_source = ConvertedSource(source, self._data.convert)  # noqa: SLF001
+            source = loop._data_source
+            loop._data_source = ConvertedSource(source, self._data.convert)
             self._undo.append(lambda: setattr(loop, "_data_source", source))
 
     def _wrap(self, obj: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,14 +108,14 @@ class FitSession:
             return
         if path and trainer.global_rank == 0:
             logger.info("ckpt_path=%s is left out: the run has checkpoints, and goes on from %s", path, self._key)
-        connector = trainer._checkpoint_connector  # noqa: SLF001
-        connector._ckpt_path = None  # noqa: SLF001
+        connector = trainer._checkpoint_connector
+        connector._ckpt_path = None
         try:
             self._early = self._read_early()
         except DamagedError as error:
             self._damage = error  # restore() finds it too, and takes all ranks to an older checkpoint
             return
-        connector._loaded_checkpoint = self._early  # noqa: SLF001
+        connector._loaded_checkpoint = self._early
         for callback in weight_averagings(trainer, self._package):  # its model is restored as an entry
             callback.on_load_checkpoint = lambda *_args: None
             self._undo.append(lambda callback=callback: callback.__dict__.pop("on_load_checkpoint", None))
@@ -186,9 +186,12 @@ class FitSession:
 
     def _entries(self) -> dict[str, Any]:
         """Returns the entries of the state. Metrics come first: a module with metrics is refused without them."""
-        trainer, averaged = self._trainer, [one._average_model for one in weight_averagings(self._trainer, self._package)]  # noqa: SLF001
+        trainer, averaged = (
+            self._trainer,
+            [one._average_model for one in weight_averagings(self._trainer, self._package)],
+        )
         if self._keeps_position and trainer.limit_train_batches:
-            trainer.fit_loop._data_source.dataloader()  # noqa: SLF001
+            trainer.fit_loop._data_source.dataloader()
         module, optimizers = trainer.lightning_module, list(trainer.optimizers)
         found = {
             "metrics": _metrics_in([module, *averaged]),
@@ -208,7 +211,7 @@ class FitSession:
         is_out_of_time = any((one.time_remaining() or 0) < 0 for one in timers if one.time_remaining() is not None)
         return {
             "should_stop": bool(trainer.should_stop) and not is_out_of_time,  # who gives more time goes on
-            "callback_metrics": dict(trainer._logger_connector._callback_metrics),  # noqa: SLF001
+            "callback_metrics": dict(trainer._logger_connector._callback_metrics),
             "is_epoch_over": self._is_epoch_over,
             "frozen": self._frozen() if self._is_finetuning else [],
         }
@@ -216,7 +219,7 @@ class FitSession:
     def _apply_own_values(self, values: dict[str, Any]) -> None:
         trainer = self._trainer
         trainer.should_stop = trainer.should_stop or values["should_stop"]
-        trainer._logger_connector._callback_metrics.update(values["callback_metrics"])  # noqa: SLF001
+        trainer._logger_connector._callback_metrics.update(values["callback_metrics"])
         self._metrics_before = dict(values["callback_metrics"])
         self._global_step = trainer.fit_loop.epoch_loop.global_step
         if self._is_finetuning:
@@ -245,15 +248,15 @@ class FitSession:
     def _end_batch(self, data_fetcher: Any) -> None:
         """End a step after its validation, if an optimizer has stepped in this batch."""
         loop = self._trainer.fit_loop.epoch_loop
-        if loop._skip_next_val:  # noqa: SLF001  the batch and its validation were done before the save
-            loop._skip_next_val = False  # noqa: SLF001
+        if loop._skip_next_val:
+            loop._skip_next_val = False
             return
         self._end_batch_of_lightning(data_fetcher)
         self._logged.add_restored()
         if loop.global_step == self._global_step:
             return  # gradients are being accumulated, and are not saved
         self._global_step = loop.global_step
-        if loop._is_training_done or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early):  # noqa: SLF001
+        if loop._is_training_done or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early):
             self._has_unended_step = True
         else:
             self._checkpointer.end_step(self._new_metrics())
@@ -278,13 +281,14 @@ class FitSession:
     def _new_metrics(self) -> dict[str, Any]:
         """Returns the numbers that were logged since the last step: those of a validation only at its own step."""
         before = self._metrics_before
-        now = self._metrics_before = dict(self._trainer._logger_connector._callback_metrics)  # noqa: SLF001
+        now = self._metrics_before = dict(self._trainer._logger_connector._callback_metrics)
         fresh = {name: value for name, value in now.items() if before.get(name) is not value}
         return {name: value for name, value in fresh.items() if not torch.is_tensor(value) or value.numel() == 1}
 
     def _average_as_at_the_end(self) -> None:
         """Leave averaged weights in the model of a run that had nothing left to train, as the end of training does."""
-        kinds = tuple(named(self._package, "callbacks", name) for name in ("WeightAveraging", "StochasticWeightAveraging"))
+        names = ("WeightAveraging", "StochasticWeightAveraging")
+        kinds = tuple(named(self._package, "callbacks", name) for name in names)
         for callback in self._trainer.callbacks:
             if isinstance(callback, kinds):
                 callback.on_train_end(self._trainer, self._trainer.lightning_module)

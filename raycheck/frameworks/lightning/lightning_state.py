@@ -1,8 +1,8 @@
-"""Makes an entry of what Lightning's own checkpoint holds beside weights and optimizers, as Lightning itself collects it.
+"""Makes an entry of what Lightning's own checkpoint holds beside weights and optimizers, as Lightning collects it.
 
 Loops, callbacks, schedulers, precision plugin, datamodule, and whatever the user's on_save_checkpoint adds. It is rank
-0's, as in Lightning's own files. It is the extra state of a module, since a module's extra state may differ from rank to
-rank, and the first rank's is kept.
+0's, as in Lightning's own files: it is the extra state of a module, which may differ from rank to rank, and of which
+the first rank's is kept.
 """
 
 import logging
@@ -51,7 +51,7 @@ class LightningState(torch.nn.Module):
         live = dict(trainer.lightning_module.state_dict())
         shown = {"lightning_module_state_dict": lambda: dict(live), "optimizer_state": lambda one: one.state_dict()}
         with _shadowed(trainer.strategy, shown):
-            checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001
+            checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if has_weight_averaging(trainer, self._package):  # the averaged model is an entry of its own
             checkpoint["state_dict"] = checkpoint.pop("current_model_state", checkpoint["state_dict"])
             checkpoint.pop("averaging_state", None)
@@ -86,7 +86,7 @@ class ShapedModule(torch.nn.Module):
             *path, last = name.split(".")
             inner: torch.nn.Module = self
             for step in path:
-                if step not in inner._modules:
+                if not hasattr(inner, step):
                     inner.add_module(step, torch.nn.Module())
                 inner = inner.get_submodule(step)
             inner.register_buffer(last, tensor)

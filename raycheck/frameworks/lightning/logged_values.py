@@ -49,7 +49,7 @@ class LoggedValues:
 
     def _metrics(self) -> dict[str, Any]:
         """Returns Lightning's accumulators of the epoch under way that hold a value."""
-        results = self._trainer.fit_loop.epoch_loop._results  # noqa: SLF001
+        results = self._trainer.fit_loop.epoch_loop._results
         return {
             name: metric
             for name, metric in results.items()
@@ -74,4 +74,4 @@ def _add(metric: Any, saved: dict[str, Any]) -> None:
         metric.value = before + metric.value
     elif metric.meta.is_max_reduction or metric.meta.is_min_reduction:
         metric.value = metric.meta.reduce_fx(before, metric.value)
-    metric._computed = None  # noqa: SLF001
+    metric._computed = None

@@ -19,7 +19,7 @@ REFUSED_CALLBACKS = {
 
 
 def check_trainer(trainer: Any, package: str, *, world_size: int) -> None:
-    """Raise ConfigError for what of a Trainer is not supported. A ModelCheckpoint that nobody asked for is taken out."""
+    """Raise ConfigError for what of a Trainer is not supported. Take out a ModelCheckpoint that nobody asked for."""
     _check_strategy(trainer, package, world_size)
     _take_out_model_checkpoint(trainer, package)
     for callback in trainer.callbacks:
@@ -92,7 +92,7 @@ def _take_out_model_checkpoint(trainer: Any, package: str) -> None:
         if type(callback) is default and _is_as_default(callback, default()):
             trainer.callbacks.remove(callback)
             if trainer.global_rank == 0:
-                logger.info("the Trainer's own ModelCheckpoint is left out; Trainer(enable_checkpointing=False) does so")
+                logger.info("the Trainer's own ModelCheckpoint is left out, as by enable_checkpointing=False")
             continue
         monitor, top = getattr(callback, "monitor", None), getattr(callback, "save_top_k", 1)
         keep = f'keep_best=("{monitor}", "{getattr(callback, "mode", "min")}", {max(top, 1)}), ' if monitor else ""

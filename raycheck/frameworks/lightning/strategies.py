@@ -110,10 +110,10 @@ class ShardedByModule(OnThisWorker):
 
     def setup_environment(self) -> None:
         this: Any = self
-        if this._tensor_parallel_size == "auto":  # noqa: SLF001  Lightning's own "auto" shards within a node only
-            this._tensor_parallel_size = 1  # noqa: SLF001
-        if this._data_parallel_size == "auto":  # noqa: SLF001
-            this._data_parallel_size = self._environment.world_size() // this._tensor_parallel_size  # noqa: SLF001
+        if this._tensor_parallel_size == "auto":
+            this._tensor_parallel_size = 1
+        if this._data_parallel_size == "auto":
+            this._data_parallel_size = self._environment.world_size() // this._tensor_parallel_size
         super().setup_environment()  # type: ignore[misc]
 
 

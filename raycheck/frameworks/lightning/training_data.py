@@ -107,7 +107,7 @@ class TrainingData:
         trainer = self._trainer
         sampler = loader.sampler
         self._refuse_other_orders(loader)
-        is_distributed = trainer._accelerator_connector.is_distributed  # noqa: SLF001
+        is_distributed = trainer._accelerator_connector.is_distributed
         place = trainer.distributed_sampler_kwargs if is_distributed else {"num_replicas": 1, "rank": 0}
         if isinstance(sampler, DistributedSampler):
             shuffle, seed = sampler.shuffle, sampler.seed
@@ -139,7 +139,7 @@ class TrainingData:
 
     def _refuse_other_orders(self, loader: "DataLoader[Any]") -> None:
         """Raise ConfigError for a DataLoader whose order or batches are not those that Batches would give."""
-        sampler, connector = loader.sampler, self._trainer._accelerator_connector  # noqa: SLF001
+        sampler, connector = loader.sampler, self._trainer._accelerator_connector
         is_torchdatas = type(loader).__module__.startswith("torchdata.")
         is_whole = not isinstance(sampler, RandomSampler) or (
             not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
