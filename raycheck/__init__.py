@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
-    from raycheck.frameworks import lightning
+    from raycheck.frameworks import lightning as lightning  # reached as raycheck.lightning
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank

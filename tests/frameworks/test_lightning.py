@@ -13,6 +13,7 @@ from lightning.pytorch import callbacks as of_lightning
 from torch.utils.data import DataLoader, IterableDataset
 
 import raycheck
+from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
@@ -322,7 +323,7 @@ def test_settings_see_the_metrics_of_their_own_step(tmp_path: Any) -> None:
     training.run(*group_of(memory(tmp_path)))
 
     run = raycheck.open_run(memory(tmp_path))
-    assert [one.entry.step for one in run.checkpoints] == [5, 10, 15, 20, 25, 30]
+    assert sorted({one.entry.step for one in run.checkpoints}) == [5, 10, 15, 20, 25, 30]
     assert {"val_loss", "train_loss_epoch"} <= run.at(20).manifest().metrics.keys()
 
 
@@ -331,7 +332,8 @@ def test_a_save_at_the_end_of_an_epoch_counts_the_epoch(tmp_path: Any) -> None:
 
     training.run(*group_of(memory(tmp_path)))
 
-    progress = [one.manifest().progress for one in raycheck.open_run(memory(tmp_path)).checkpoints]
+    saved = [one.index(one.manifest()).values["progress"] for one in raycheck.open_run(memory(tmp_path)).checkpoints]
+    progress = list(map(Progress.of, saved))
     assert [(at.step, at.epoch, at.epoch_step, at.samples) for at in progress] == [
         (10, 1, 0, 40),
         (20, 2, 0, 80),
@@ -410,7 +412,7 @@ REFUSED = {
     "ModelPruning": (Training(callbacks=lambda: [of_lightning.ModelPruning("l1_unstructured")]), "ModelPruning"),
     "LearningRateFinder": (Training(callbacks=lambda: [of_lightning.LearningRateFinder()]), "LearningRateFinder"),
     "two of ours": (
-        Training(callbacks=lambda: [raycheck.lightning.Callback(), *subclass()]),
+        Training(callbacks=lambda: [raycheck.lightning.Callback()]),
         "two of raycheck's",
     ),
     "reloaded loaders": (Training(options={"reload_dataloaders_every_n_epochs": 1}), "reload_dataloaders"),
@@ -426,15 +428,10 @@ REFUSED = {
     "samples that are never seen": (Training(data=loader(dataset=samples(42))), "last 2 of 42 samples"),
     "batches fetched by itself": (Training(module=FetchesItself), "dataloader_iter"),
     "replaced weights": (Training(module=Replacing), r"on_save_checkpoint puts other tensors .*net\.0\.weight"),
-    "ddp without others": (Training(options={"strategy": "fsdp"}), "accelerator|FSDPStrategy"),
 }
 
 
-def subclass() -> list[Any]:
-    return []
-
-
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "ddp without others"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_could_not_be_restored_whole_is_refused_before_the_first_step(tmp_path: Any, name: str) -> None:
     training, match = REFUSED[name]
     steps: list[Any] = []

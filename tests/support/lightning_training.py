@@ -1,5 +1,7 @@
 """Small trainings with Lightning, which may be killed in the middle, and what they have seen and become."""
 
+import multiprocessing
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -116,18 +118,32 @@ QUIET = {
 }
 
 
+class _Serving(BaseManager):
+    """Serves an Asked to other processes, each of their calls in a thread of its own."""
+
+
+class Asked:
+    """Calls a coordinator, and waits for its answer."""
+
+    def __init__(self, coordinator: CoordinatorThread) -> None:
+        self._coordinator = coordinator
+
+    def ask(self, method: str, args: tuple[Any, ...]) -> Any:
+        return self._coordinator.call(method, *args).result()
+
+
 class CoordinatorServer:
     """Serves a run's coordinator to ranks that are other processes. Each start of the ranks needs a new `place`."""
 
     def __init__(self, uri: str) -> None:
-        coordinator = CoordinatorThread(uri, "me")
+        asked = Asked(CoordinatorThread(uri, "me"))
 
         class Serving(BaseManager):
             pass
 
-        Serving.register("ask", lambda method, args: coordinator.call(method, *args).result())
+        Serving.register("asked", callable=lambda: asked)
         self._server = Serving(address=("127.0.0.1", 0), authkey=b"test").get_server()
-        ThreadPoolExecutor(1).submit(self._server.serve_forever)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self._uri = uri
 
     @property
@@ -137,16 +153,15 @@ class CoordinatorServer:
 
 class _Client:
     def __init__(self, address: tuple[str, int]) -> None:
-        class Serving(BaseManager):
-            pass
-
-        Serving.register("ask")
-        self._manager = Serving(address=address, authkey=b"test")
-        self._manager.connect()
+        multiprocessing.current_process().authkey = b"test"  # the proxy connects again from each thread
+        _Serving.register("asked")
+        manager = _Serving(address=address, authkey=b"test")
+        manager.connect()
+        self._asked: Any = manager.asked()
         self._threads = ThreadPoolExecutor(8)
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._threads.submit(lambda: self._manager.ask(method, args)._getvalue())
+        return self._threads.submit(lambda: self._asked.ask(method, args))
 
 
 def group_here(place: tuple[str, str, tuple[str, int]]) -> InProcess:

@@ -225,14 +225,18 @@ class FitSession:
         if self._is_finetuning:
             for name, parameter in trainer.lightning_module.named_parameters():
                 parameter.requires_grad_(name not in values["frozen"])
-        loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
+        progress = trainer.fit_loop.epoch_progress.current
         if progress.ready == progress.completed:
             # With max_steps Lightning takes any restored loop to be inside an epoch, and would begin an empty one.
-            named(self._package, "loops.loop", "_Loop").restarting.fset(loop, False)
+            self._end_restart()
         if values["is_epoch_over"]:
             self._checkpointer.end_epoch()
         elif progress.ready != progress.completed and not self._keeps_position and trainer.global_rank == 0:
             logger.warning("the epoch was cut off; it goes on at the beginning of the training loader's data")
+
+    def _end_restart(self) -> None:
+        """Tell the loops that they are not in a restored epoch, whatever they would conclude themselves."""
+        named(self._package, "loops.loop", "_Loop").restarting.fset(self._trainer.fit_loop, False)
 
     @property
     def _is_finetuning(self) -> bool:
@@ -263,6 +267,8 @@ class FitSession:
 
     def _end_epoch(self) -> None:
         """End the epoch, and its last step, after all that Lightning and the user's hooks do at its end."""
+        # In a restored epoch Lightning leaves out ReduceLROnPlateau, as its own checkpoints have no metrics.
+        self._end_restart()
         self._end_epoch_of_lightning()
         self._logged.forget()
         self._is_epoch_over = True
