@@ -421,6 +421,10 @@ REFUSED = {
         Training(data=loader(sampler=torch.utils.data.SubsetRandomSampler(range(8)))),
         "SubsetRandomSampler for its order",
     ),
+    "a loader of one epoch": (
+        Training(data=lambda: {"train_dataloaders": raycheck.Batches(samples(), global_batch=4).loader(0)}),
+        "without an epoch",
+    ),
     "two loaders": (
         Training(data=lambda: {"train_dataloaders": [DataLoader(samples()), DataLoader(samples())]}),
         "2 training loaders",

@@ -18,8 +18,8 @@ from raycheck.frameworks.lightning.logged_values import LoggedValues
 from raycheck.frameworks.lightning.packages import named, package_of
 from raycheck.frameworks.lightning.refusals import check_data, check_optimizers, check_trainer
 from raycheck.frameworks.lightning.strategies import is_fsdp2
-from raycheck.frameworks.lightning.training_data import ConvertedSource, TrainingData
-from raycheck.run import CommittedCheckpoint, open_run
+from raycheck.frameworks.lightning.training_data import ConvertedSource, LoaderConversion
+from raycheck.run import open_run
 from raycheck.settings import SaveSettings
 from raycheck.shards.entries.per_rank_entries import PerRank
 from raycheck.train.group import Group
@@ -48,7 +48,7 @@ class FitSession:
         self._early: dict[str, Any] | None = None
         self._damage: DamagedError | None = None
         self._logged = LoggedValues(trainer)
-        self._data = TrainingData(trainer, self._start.values.get("data", {}))
+        self._data = LoaderConversion(trainer, self._start.values.get("data", {}))
         self._keeps_position = keeps_position
         self._global_step = 0
         self._metrics_before: dict[str, Any] = {}
@@ -117,8 +117,7 @@ class FitSession:
             return
         connector._loaded_checkpoint = self._early
         for callback in weight_averagings(trainer, self._package):  # its model is restored as an entry
-            callback.on_load_checkpoint = lambda *_args: None
-            self._undo.append(lambda callback=callback: callback.__dict__.pop("on_load_checkpoint", None))
+            self._wrap(callback, "on_load_checkpoint", lambda *_args: None)
 
     @property
     def _key(self) -> str:
@@ -149,7 +148,7 @@ class FitSession:
             if not isinstance(one, averaging)
         )
 
-    def _read_weights(self, checkpoint: CommittedCheckpoint) -> dict[str, Any]:
+    def _read_weights(self, checkpoint: Any) -> dict[str, Any]:
         """Read the saved weights into tensors of their own, by the names of the live module's state_dict()."""
         index = checkpoint.index(checkpoint.manifest(), values=False)
         saved = {
@@ -208,7 +207,8 @@ class FitSession:
         """Returns what Lightning's own checkpoint leaves out, and a run that was never hurt has."""
         trainer = self._trainer
         timers = [one for one in trainer.callbacks if isinstance(one, named(self._package, "callbacks", "Timer"))]
-        is_out_of_time = any((one.time_remaining() or 0) < 0 for one in timers if one.time_remaining() is not None)
+        left_s = [one.time_remaining() for one in timers]
+        is_out_of_time = any(left is not None and left <= 0 for left in left_s)
         return {
             "should_stop": bool(trainer.should_stop) and not is_out_of_time,  # who gives more time goes on
             "callback_metrics": dict(trainer._logger_connector._callback_metrics),

@@ -66,7 +66,7 @@ class ConvertedSource:
         return getattr(self._source, name)
 
 
-class TrainingData:
+class LoaderConversion:
     """Converts a Trainer's training loader into one with a position. batches: None until then, and for none."""
 
     def __init__(self, trainer: Any, saved: Mapping[str, Any]) -> None:
@@ -88,12 +88,14 @@ class TrainingData:
                 )
             if isinstance(loaders, dict):
                 return {name: self.convert(loader) for name, loader in loaders.items()}
-            return type(loaders)([self.convert(loaders[0])])
+            return [self.convert(loaders[0])] if isinstance(loaders, list) else (self.convert(loaders[0]),)
         batches = loaders if isinstance(loaders, Batches) else getattr(loaders, "batches", None)
         if isinstance(loaders, DataLoader):
             batches, loaders = self._converted(loaders)
         elif isinstance(loaders, Batches):
             loaders = loaders.loader()
+        elif getattr(loaders, "_asked_epoch", None) is not None:
+            raise ConfigError("Batches.loader(epoch) gives one epoch alone; give Lightning loader() without an epoch")
         if not isinstance(batches, Batches):
             raise ConfigError(
                 f"the training loader is a {type(loaders).__module__}.{type(loaders).__qualname__}, whose position is "
