@@ -18,6 +18,7 @@ from raycheck.bucket.store import open_store
 from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
 from tests.support.lightning_training import QUIET, Killed, Regression, Training, samples
+from tests.train.worker.test_damaged_restore import damage
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # Lightning itself warns
 
@@ -307,6 +308,21 @@ def test_everything_in_lightnings_own_checkpoint_comes_back(tmp_path: Any) -> No
         assert checkpoint["callbacks"].pop(timer)["time_elapsed"]["train"] > 0
     for key in whole:
         assert same_state(whole[key], restored[key]), key
+
+
+def test_damage_in_what_hooks_are_shown_early_leads_to_the_checkpoint_before(tmp_path: Any) -> None:
+    training = Training(module=Hooked, data=lambda: {"datamodule": Stateful()})
+    with pytest.raises(Killed):
+        training.run(*group_of(memory(tmp_path)), killed_at=7)
+    head = raycheck.open_run(memory(tmp_path)).head
+    damage(open_store(memory(tmp_path)), head.step, "lightning._extra_state.checkpoint.counted.sums")
+
+    with pytest.raises(raycheck.SupersededError, match="damaged"):
+        training.run(*group_of(memory(tmp_path)))
+    module, trainer = training.run(*group_of(memory(tmp_path)))
+
+    assert module.loaded["global_step"] == head.step - 1
+    assert trainer.global_step == 30
 
 
 # --- when, and with which metrics ---

@@ -142,7 +142,7 @@ class CoordinatorServer:
             pass
 
         Serving.register("asked", callable=lambda: asked)
-        self._server = Serving(address=("127.0.0.1", 0), authkey=b"test").get_server()
+        self._server = Serving(address=("127.0.0.1", 0), authkey=multiprocessing.current_process().authkey).get_server()
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self._uri = uri
 
@@ -153,9 +153,8 @@ class CoordinatorServer:
 
 class _Client:
     def __init__(self, address: tuple[str, int]) -> None:
-        multiprocessing.current_process().authkey = b"test"  # the proxy connects again from each thread
         _Serving.register("asked")
-        manager = _Serving(address=address, authkey=b"test")
+        manager = _Serving(address=address, authkey=multiprocessing.current_process().authkey)
         manager.connect()
         self._asked: Any = manager.asked()
         self._threads = ThreadPoolExecutor(8)
