@@ -60,13 +60,13 @@ class Replicated(Regression):
 MODULES = {"ddp": Replicated, "fsdp2": Sharded}
 
 
-def train(rank: int, world_size: int, place: Any, kind: str, killed_at: int | None, epochs: int = 2) -> Any:
-    """Train on one rank; the global batch is 4 x the first world size. Returns the whole weights; None if killed."""
+def train(rank: int, world_size: int, place: Any, kind: str, killed_at: int | None, epochs: int = 3) -> Any:
+    """Train on one rank; the global batch is 6 x the first world size. Returns the whole weights; None if killed."""
     training = Training(
         module=MODULES[kind],
         options={"strategy": raycheck.lightning.strategy(kind), "max_epochs": epochs},
         settings={"every_steps": 3},
-        data=lambda: {"train_dataloaders": DataLoader(samples(48), batch_size=4, shuffle=True)},
+        data=lambda: {"train_dataloaders": DataLoader(samples(48), batch_size=6, shuffle=True)},
     )
     try:
         module, trainer = training.run(group_here(place), killed_at=killed_at)
@@ -97,10 +97,10 @@ def test_a_killed_run_goes_on_with_the_same_batches_at_any_world_size(
     hurt = CoordinatorServer(f"file://{tmp_path}/hurt")
 
     (step, expected), *_ = ranks.run(train, sizes[0], whole.place, kind, None)
-    assert ranks.run(train, sizes[0], hurt.place, kind, 8) == [None] * sizes[0]
+    assert ranks.run(train, sizes[0], hurt.place, kind, 7) == [None] * sizes[0]
     (steps, found), *others = ranks.run(train, sizes[1], hurt.place, kind, None)
 
-    assert step == steps == 12  # 48 samples in batches of 8, twice
+    assert step == steps == 12  # 48 samples in batches of 12, three times
     if sizes[0] == sizes[1]:
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     for name, tensor in expected.items():

@@ -126,6 +126,13 @@ class LoaderConversion:
             rank=place["rank"],
             world_size=place["num_replicas"],
         )
+        if global_batch % place["num_replicas"] and trainer.global_rank == 0:
+            logger.warning(
+                "a global batch of %d does not divide among %d workers: their shares differ by one sample, and the mean "
+                "of each worker counts alike",
+                global_batch,
+                place["num_replicas"],
+            )
         _check_last_batch(loader, global_batch, shuffle=shuffle, is_first=trainer.global_rank == 0)
         options = {name: getattr(loader, name) for name in OPTIONS}
         if loader.num_workers:
