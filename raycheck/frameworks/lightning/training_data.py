@@ -128,8 +128,8 @@ class LoaderConversion:
         )
         if global_batch % place["num_replicas"] and trainer.global_rank == 0:
             logger.warning(
-                "a global batch of %d does not divide among %d workers: their shares differ by one sample, and the mean "
-                "of each worker counts alike",
+                "a global batch of %d does not divide among %d workers: their shares differ by one sample, and each "
+                "worker's mean counts alike",
                 global_batch,
                 place["num_replicas"],
             )
