@@ -267,8 +267,9 @@ class FitSession:
 
     def _end_epoch(self) -> None:
         """End the epoch, and its last step, after all that Lightning and the user's hooks do at its end."""
-        # In a restored epoch Lightning leaves out ReduceLROnPlateau, as its own checkpoints have no metrics.
-        self._end_restart()
+        if not self._start.is_fresh:
+            # In a restored epoch Lightning leaves out ReduceLROnPlateau, as its own checkpoints have no metrics.
+            self._end_restart()
         self._end_epoch_of_lightning()
         self._logged.forget()
         self._is_epoch_over = True
