@@ -1,6 +1,6 @@
 """Measures how long a save blocks a Lightning training: `python -m tests.bench.frameworks.lightning`.
 
-One process, a model of 100 MB with AdamW (300 MB of state), a local folder. Each way saves 5 times, and the median
+One process, a model of 100 MB with AdamW (300 MB of state), a local folder. Each way saves 4 times, and the median of the last 3
 counts. Ray's callback saves Lightning's file to a local disk and then uploads it while training waits; here its upload
 is a copy of that file into another folder.
 """
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import raycheck
 from tests.support.coordinator_in_thread import group_of
 
-WIDTH, STEPS = 2560, 6
+WIDTH, STEPS = 2560, 4
 
 
 class Wide(pl.LightningModule):
