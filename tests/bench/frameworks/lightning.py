@@ -1,8 +1,8 @@
 """Measures how long a save blocks a Lightning training: `python -m tests.bench.frameworks.lightning`.
 
-One process, a model of 100 MB with AdamW (300 MB of state), a local folder. Each way saves 4 times, and the median of the last 3
-counts. Ray's callback saves Lightning's file to a local disk and then uploads it while training waits; here its upload
-is a copy of that file into another folder.
+One process, a model of 100 MB with AdamW (300 MB of state), a local folder. Each way saves 4 times, and the median of
+the last 3 counts. Ray's callback saves Lightning's file to a local disk and then uploads it while training waits; here
+its upload is a copy of that file into another folder.
 """
 
 import logging
