@@ -66,8 +66,8 @@ def check_restarts(training: Training, uri: str, killed_at: list[int]) -> None:
         ({"max_steps": 25}, [10, 24]),
         ({"accumulate_grad_batches": 3}, [2, 4, 7]),
         ({"val_check_interval": 4}, [4, 14]),
-        ({"limit_train_batches": 7}, [6, 7, 9]),
-        ({"check_val_every_n_epoch": None, "val_check_interval": 7}, [7, 15]),
+        pytest.param({"limit_train_batches": 7}, [6, 7, 9], marks=pytest.mark.slow),
+        pytest.param({"check_val_every_n_epoch": None, "val_check_interval": 7}, [7, 15], marks=pytest.mark.slow),
     ],
     ids=["plain", "max_steps", "accumulated", "validated-within", "limited", "validated-across"],
 )
