@@ -81,10 +81,12 @@ class FitSession:
 
     def end(self) -> None:
         """End the fit, which has come to its end. Saves the last step, and waits until it is committed."""
-        self._checkpointer.close()
-        if not self._start.is_fresh and not self._has_run_ended:
-            self._average_as_at_the_end()
-        self._uninstall()
+        try:
+            self._checkpointer.close()
+            if not self._start.is_fresh and not self._has_run_ended:
+                self._average_as_at_the_end()
+        finally:
+            self._uninstall()
 
     def abandon(self, error: BaseException) -> None:
         """End the fit, which has raised, and save nothing new."""
