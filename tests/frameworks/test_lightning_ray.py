@@ -9,6 +9,7 @@ import ray.cloudpickle
 from ray.train import ScalingConfig
 
 import raycheck
+from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import lightning_ddp, lightning_ddp_with_raycheck
@@ -54,5 +55,5 @@ def test_rays_example_survives_a_killed_worker_and_goes_on_with_another_world_si
     assert len(body.attempts) == 3
     head = raycheck.open_run(uri).head
     assert head is not None
-    assert head.manifest().progress.samples == 512
+    assert Progress.of(head.index(head.manifest()).values["progress"]).samples == 512
     assert (head.step, head.manifest().world_size) == (32, 1)
