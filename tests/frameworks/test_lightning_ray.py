@@ -16,10 +16,9 @@ from tests.examples import lightning_ddp, lightning_ddp_with_raycheck
 from tests.support.background_call import InThread
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
-from tests.train.conftest import cluster, reused_processes
+from tests.train.conftest import cluster as cluster  # noqa: PLC0414  the fixture
 from tests.train.test_examples import changes, train_workers
 
-__all__ = ["cluster", "reused_processes"]
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 
 
