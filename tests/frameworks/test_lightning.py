@@ -28,7 +28,8 @@ def memory(tmp_path: Any) -> str:
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)  # Lightning's own callbacks write there
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "level", logging.ERROR)
 
 
