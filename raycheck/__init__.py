@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SupersededError,
     )
     from raycheck.frameworks import transformers as transformers  # reached as raycheck.transformers
+    from raycheck.frameworks import lightning as lightning  # reached as raycheck.lightning
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
@@ -90,6 +91,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _FRAMEWORKS: dict[str, str] = {
     "transformers": "raycheck.frameworks.transformers",
+    "lightning": "raycheck.frameworks.lightning",
 }
 """The modules of adapters by the name under which they are reached: raycheck.NAME."""
 

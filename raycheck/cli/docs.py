@@ -15,6 +15,7 @@ FIRST = (
     "training",
     "transformers",
     "trl",
+    "lightning",
     "restoring",
     "storage",
     "huggingface",

@@ -124,7 +124,7 @@ class Batches:
         if epoch is not None:
             epoch = _whole("epoch", epoch)
             self._position.check_epoch(epoch)
-        return BatchLoader(self._position, epoch, lambda begun: self._open_epoch(begun, through, options))
+        return BatchLoader(self, self._position, epoch, lambda begun: self._open_epoch(begun, through, options))
 
     def _open_epoch(
         self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]

@@ -104,6 +104,7 @@ def test_a_guide_begins_with_its_title_and_one_sentence(path: Path) -> None:
 
 
 hugging_face = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
+lightning = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
 @pytest.fixture
@@ -133,6 +134,7 @@ def exported(bucket: str) -> str:
 
 
 @hugging_face
+@lightning
 @each_guide
 def test_the_python_of_a_guide_runs(path: Path, bucket: str, request: pytest.FixtureRequest) -> None:
     """Its blocks one after the other, as a reader would type them."""

@@ -20,6 +20,8 @@ from tests.examples import (
     fsdp_with_raycheck,
     hf_trainer,
     hf_trainer_with_raycheck,
+    lightning_ddp,
+    lightning_ddp_with_raycheck,
     trl_sft,
     trl_sft_with_raycheck,
 )
@@ -35,6 +37,7 @@ PAIRS = {
     "fsdp": (fsdp, fsdp_with_raycheck),
     "transformers": (hf_trainer, hf_trainer_with_raycheck),
     "trl": (trl_sft, trl_sft_with_raycheck),
+    "lightning": (lightning_ddp, lightning_ddp_with_raycheck),
 }
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

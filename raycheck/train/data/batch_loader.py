@@ -12,15 +12,20 @@ class BatchLoader:
 
     Iterated anew after a restore or after end_epoch, it goes on where the stream is then. When one of these happens
     while it is in use, or another loader is begun, its next batch raises ConfigError.
+
+    batches: the Batches that it gives out, for an adapter that is only given the loader.
     """
 
     def __init__(
         self,
+        batches: object,
         position: StreamPosition,
         epoch: int | None,
         open_epoch: Callable[[int], tuple[int, Iterable[Any]]],
     ) -> None:
-        """epoch: None for the stream's own. open_epoch: returns how many batches are left of an epoch, and these."""
+        """batches: the Batches that this loader gives out. epoch: None for the stream's own. open_epoch: returns how
+        many batches are left of an epoch, and these."""
+        self.batches = batches
         self._position = position
         self._asked_epoch = epoch
         self._open_epoch = open_epoch
