@@ -41,9 +41,12 @@ if TYPE_CHECKING:
     from raycheck.storage_settings import StorageSettings
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
+    from raycheck.frameworks import accelerate, torchtitan
     from raycheck.train.batches import Batches
+    from raycheck.train.data.data_stream import DataStream
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
+    from raycheck.train.served_group import torchrun_group
     from raycheck.train.worker.checkpointer import Checkpointer
     from raycheck.train.worker.periodic import Periodic
 
@@ -81,13 +84,18 @@ _HOMES = {
     "raycheck.train.actors.actor_state": ("ActorState",),
     "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.train.batches": ("Batches",),
+    "raycheck.train.data.data_stream": ("DataStream",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
+    "raycheck.train.served_group": ("torchrun_group",),
     "raycheck.train.worker.periodic": ("Periodic",),
     "raycheck.train.worker.checkpointer": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_FRAMEWORKS: dict[str, str] = {}
+_FRAMEWORKS: dict[str, str] = {
+    "accelerate": "raycheck.frameworks.accelerate",
+    "torchtitan": "raycheck.frameworks.torchtitan",
+}
 """The modules of adapters by the name under which they are reached: raycheck.NAME."""
 
 __all__ = [
@@ -100,6 +108,7 @@ __all__ = [
     "CopiedRun",
     "CorruptError",
     "DamagedError",
+    "DataStream",
     "DeletedRun",
     "DeniedError",
     "ExportSettings",
@@ -133,6 +142,7 @@ __all__ = [
     "pack",
     "prune_runs",
     "start_coordinator",
+    "torchrun_group",
     "unpack",
 ]
 
