@@ -78,7 +78,8 @@ def prepared(accelerator: Accelerator, job: Job) -> tuple[Any, Any, Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     dataset = Noisy()
     loader = DataLoader(dataset, batch_size=job.batch, shuffle=True, num_workers=job.workers)
-    total = len(loader) * job.epochs
+    each = 1 if job.split else accelerator.num_processes  # how often Accelerate steps the scheduler at one step
+    total = LENGTH // (job.batch * job.accumulate * each) * job.epochs * each
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
     return accelerator.prepare(model, optimizer, loader, scheduler)
 
