@@ -35,13 +35,13 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
+    from raycheck.frameworks import accelerate, torchtitan
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank
     from raycheck.storage_settings import StorageSettings
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
-    from raycheck.frameworks import accelerate, torchtitan
     from raycheck.train.batches import Batches
     from raycheck.train.data.data_stream import DataStream
     from raycheck.train.fit import fit

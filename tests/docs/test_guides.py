@@ -334,7 +334,7 @@ def test_every_attribute_that_a_guide_names_is_there() -> None:
         for name, attribute in re.findall(r"(?<![\w.])(ckpt|at|at\.report|start|data|run)\.([a-z_]+)", text):
             assert any(hasattr(owner, attribute) for owner in owners[name]), f"{path.name}: {name}.{attribute}"
         for name in re.findall(r"(?<![\w./])raycheck\.([a-zA-Z_]+)", text.replace("raycheck.json", "")):
-            assert name in raycheck.__all__, f"{path.name}: raycheck.{name}"
+            assert name in (*raycheck.__all__, *raycheck._FRAMEWORKS), f"{path.name}: raycheck.{name}"
 
 
 def test_every_setting_error_and_public_name_is_in_a_guide() -> None:

@@ -84,7 +84,8 @@ def steps_of(life: list[dict[str, Any]]) -> list[set[int]]:
     per_rank = [[number for batch in rank["samples"] for number in batch] for rank in life]
     size = 8 // len(life)
     return [
-        {number for numbers in per_rank for number in numbers[at : at + size]} for at in range(0, len(per_rank[0]), size)
+        {number for numbers in per_rank for number in numbers[at : at + size]}
+        for at in range(0, len(per_rank[0]), size)
     ]
 
 

@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-EVERY_STEP = ("--training.disable_cuda_graphs", "--optimizer.implementation", "for-loop", "--metrics.log_freq", "1")
+EVERY_STEP = (
+    "--parallelism.spmd_backend",
+    "partial_dtensor",
+    "--training.disable_cuda_graphs",
+    "--optimizer.implementation",
+    "for-loop",
+    "--metrics.log_freq",
+    "1",
+)
 
 
 class CpuDevice:
@@ -52,10 +60,19 @@ def make_run_on_cpu() -> None:
     """Call it before anything else of torchtitan is imported."""
     torch.set_num_threads(1)
     kernels: Any = types.ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
-    kernels.__getattr__ = lambda name: None if not name.startswith("__") else None
+    kernels.__getattr__ = lambda name: None
     sys.modules[kernels.__name__] = kernels
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda timeout, group=None: None
+    from torch.distributed.fsdp import FSDPModule
+
+    set_factor = FSDPModule.set_gradient_divide_factor
+
+    def set_factor_for_gloo(self: Any, factor: float) -> None:
+        self.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it sums
+        set_factor(self, factor)
+
+    FSDPModule.set_gradient_divide_factor = set_factor_for_gloo
     import torchtitan.tools.utils as utils
 
     utils.device_type, utils.device_module = "cpu", CpuDevice()

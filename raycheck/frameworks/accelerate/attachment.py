@@ -25,7 +25,9 @@ RESTORE_FIRST = (
 _ATTACHED = "_raycheck_attachment"
 
 
-def attach(accelerator: Accelerator, settings: SaveSettings | None = None, *, group: Group | None = None) -> "Attachment":
+def attach(
+    accelerator: Accelerator, settings: SaveSettings | None = None, *, group: Group | None = None
+) -> "Attachment":
     """Let an Accelerator's save_state and load_state be those of this raycheck run, and save when `settings` say so.
 
     Call it before or after `prepare`, on every rank. settings: when to save and what to keep. group: this rank's place
@@ -80,7 +82,9 @@ class Attachment:
             self.checkpointer.end_epoch()
         self.close()
 
-    def load_state(self, input_dir: str | None = None, load_kwargs: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: Mapping[str, Any] | None = None, **more: Any
+    ) -> Any:
         """Restore the newest checkpoint into all that was prepared and registered, or begin a fresh run.
 
         Returns a RestoreResult: step, epoch, epoch_step, samples. Raises as Checkpointer.restore does, and ConfigError
@@ -123,7 +127,9 @@ class Attachment:
         """
         del safe_serialization
         if more:
-            raise ConfigError(f"accelerator.save_state({next(iter(more))}=...): raycheck has no such argument; leave it out")
+            raise ConfigError(
+                f"accelerator.save_state({next(iter(more))}=...): raycheck has no such argument; leave it out"
+            )
         if self._result is None:
             raise ConfigError(RESTORE_FIRST)
         name = None if output_dir is None else _name_of(output_dir)
@@ -202,7 +208,13 @@ class Attachment:
 
     def _count_prepared(self) -> int:
         own: Any = self._accelerator
-        return len(own._models) + len(own._optimizers) + len(own._schedulers) + len(own._dataloaders) + len(own._custom_objects)
+        return (
+            len(own._models)
+            + len(own._optimizers)
+            + len(own._schedulers)
+            + len(own._dataloaders)
+            + len(own._custom_objects)
+        )
 
     def _refuse_backward(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(RESTORE_FIRST)

@@ -178,7 +178,7 @@ class Loaders(DataStream):
         self._trained: int | None = None
         self._epochs = 0  # while training takes its batches from elsewhere
         self._steps = 0
-        self.loaders = [PreparedLoader(loader, self._body_ended) for loader in accelerator._dataloaders]  # noqa: SLF001  there is no public list
+        self.loaders = [PreparedLoader(loader, self._body_ended) for loader in accelerator._dataloaders]
 
     @property
     def _train_loader(self) -> PreparedLoader | None:

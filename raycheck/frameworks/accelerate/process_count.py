@@ -22,7 +22,7 @@ class ProcessCount:
     @property
     def _per_process(self) -> list[Any]:
         """Returns the schedulers that step once for each process."""
-        wrapped = self._accelerator._schedulers  # noqa: SLF001  there is no public list
+        wrapped = self._accelerator._schedulers
         return [own.scheduler for own in wrapped if own.step_with_optimizer and not own.split_batches]
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class ProcessCount:
             return
         for scheduler in self._per_process:
             scheduler.last_epoch = scheduler.last_epoch * here // self._saved
-            scheduler._step_count = scheduler.last_epoch + 1  # noqa: SLF001  torch counts so
-            scheduler._last_lr = scheduler.get_lr()  # noqa: SLF001  what get_last_lr returns
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):  # noqa: SLF001  the same
+            scheduler._step_count = scheduler.last_epoch + 1
+            scheduler._last_lr = scheduler.get_lr()
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
                 group["lr"] = rate

@@ -32,7 +32,7 @@ def check_supported(accelerator: Accelerator) -> None:
             f"raycheck.accelerate: ProjectConfiguration(total_limit={limit}) counts folders, and there are none; leave "
             f"it out and give raycheck.SaveSettings(keep_last={limit})"
         )
-    hooks = accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook  # noqa: SLF001  there is no public list
+    hooks = accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook
     if hooks:
         raise ConfigError(
             "raycheck.accelerate: a hook of register_save_state_pre_hook or register_load_state_pre_hook writes or "
@@ -44,16 +44,16 @@ def state_of(accelerator: Accelerator) -> dict[str, object]:
     """Returns what `prepare` and `register_for_checkpointing` were given, by the names of entries."""
     state: dict[str, object] = {}
     for name, prepared in (
-        ("model", accelerator._models),  # noqa: SLF001  Accelerate has no public lists of what it prepared
-        ("optimizer", accelerator._optimizers),  # noqa: SLF001  the same
-        ("scheduler", accelerator._schedulers),  # noqa: SLF001  the same
+        ("model", accelerator._models),
+        ("optimizer", accelerator._optimizers),
+        ("scheduler", accelerator._schedulers),
     ):
         if prepared:
             state[name] = prepared[0] if len(prepared) == 1 else list(prepared)
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     known = [inner for name in state for inner in _with_inner(state[name])]
-    registered = [own for own in accelerator._custom_objects if not any(own is other for other in known)]  # noqa: SLF001  the same
+    registered = [own for own in accelerator._custom_objects if not any(own is other for other in known)]
     if registered:
         state["registered"] = registered
     if "model" not in state:

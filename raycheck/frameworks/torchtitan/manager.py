@@ -73,7 +73,9 @@ class CheckpointManager(BaseCheckpointManager):
         self._adapter = sd_adapter
         self._model = whole(model_parts)
         trainer = states.get("train_state")
-        self._position = LoaderPosition(dataloader, Resplit(dataloader, getattr(getattr(trainer, "config", None), "dataloader", None)))
+        self._position = LoaderPosition(
+            dataloader, Resplit(dataloader, getattr(getattr(trainer, "config", None), "dataloader", None))
+        )
         self._step = 0
         self._is_loaded = False
         parts = list(optimizers)
@@ -98,7 +100,9 @@ class CheckpointManager(BaseCheckpointManager):
     def _load(self, step: int = -1) -> bool:
         """Restore the newest checkpoint, or the one of `load_step`; in a fresh run, take the first weights."""
         if step != self._config.load_step:
-            raise ConfigError(f"load(step={step}): give it as load_step in the Config, {self._config.load_step} is there")
+            raise ConfigError(
+                f"load(step={step}): give it as load_step in the Config, {self._config.load_step} is there"
+            )
         skip = self._config.exclude_from_loading
         preview = self._checkpointer.peek(skip=skip)
         takes_data = ENTRY not in skip or str(preview.selection) in preview.partial  # a selection is applied once
@@ -123,7 +127,9 @@ class CheckpointManager(BaseCheckpointManager):
         if not self._is_loaded:
             raise ConfigError("raycheck.torchtitan: load() comes before the first step, also in a fresh run")
         if curr_step != self._step + 1:
-            raise ConfigError(f"save(step {curr_step}) comes after step {self._step}; each step is saved or counted once")
+            raise ConfigError(
+                f"save(step {curr_step}) comes after step {self._step}; each step is saved or counted once"
+            )
         self._step = curr_step
         self._checkpointer.end_step(tokens=self._tokens_per_step)
         if last_step:
@@ -173,7 +179,9 @@ def _check(config: CheckpointManager.Config) -> None:
         )
     settings = config.settings
     if settings is not None and settings.every_steps != "default":
-        raise ConfigError(f"settings.every_steps={settings.every_steps}: give it as `interval`, which torchtitan obeys too")
+        raise ConfigError(
+            f"settings.every_steps={settings.every_steps}: give it as `interval`, which torchtitan obeys too"
+        )
 
 
 def _settings_of(config: CheckpointManager.Config) -> SaveSettings:
@@ -188,7 +196,9 @@ def _group(config: CheckpointManager.Config, base_folder: str) -> Any:
     """Returns the group under torchrun; None inside Ray Train, whose group a Checkpointer finds by itself."""
     if TORCHRUN not in os.environ:
         if config.load_step != -1:
-            raise ConfigError(f"load_step={config.load_step}: inside Ray Train give raycheck.fit(trainer, resume={config.load_step})")
+            raise ConfigError(
+                f"load_step={config.load_step}: inside Ray Train give raycheck.fit(trainer, resume={config.load_step})"
+            )
         if filesystem.is_remote(config.folder):
             raise ConfigError(
                 f"folder={config.folder!r}: inside Ray Train the run lies where RunConfig(storage_path=, name=) says; leave "

@@ -25,11 +25,11 @@ def whole(parts: list[nn.Module]) -> nn.Module:
 
 def _add(source: nn.Module, target: nn.Module, path: str) -> None:
     for name, parameter in source.named_parameters(recurse=False):
-        if name in target._parameters:  # noqa: SLF001  there is no public question
+        if name in target._parameters:
             raise ConfigError(f"raycheck.torchtitan: two parts of the pipeline hold {path}{name}")
         target.register_parameter(name, parameter)
     for name, buffer in source.named_buffers(recurse=False):
-        if name not in source._non_persistent_buffers_set:  # noqa: SLF001  the same
+        if name not in source._non_persistent_buffers_set:
             target.register_buffer(name, buffer)
     for name, child in source.named_children():
         if not isinstance(child, nn.ModuleDict | nn.ModuleList):

@@ -55,7 +55,9 @@ class LoaderPosition:
         by_rank = {int(own["dp_rank"]): own for own in saved}
         sizes = {int(own["dp_size"]) for own in saved}
         if len(sizes) != 1 or set(by_rank) != set(range(*sizes)):
-            raise StateMismatchError(f"the positions of data-parallel ranks {sorted(by_rank)} are there, of {sizes}; {CURE}")
+            raise StateMismatchError(
+                f"the positions of data-parallel ranks {sorted(by_rank)} are there, of {sizes}; {CURE}"
+            )
         self._saved = [by_rank[rank] for rank in sorted(by_rank)]
         if len(self._saved) == self.loader.dp_world_size:
             return

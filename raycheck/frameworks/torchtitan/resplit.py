@@ -91,7 +91,9 @@ class Resplit:
 
     def _part(self, base: Mapping[str, Any]) -> Dataset:
         """Returns this rank's part of what `base` leaves."""
-        return cast("Dataset", split_dataset_by_node(self._left(base), self._loader.dp_rank, self._loader.dp_world_size))
+        return cast(
+            "Dataset", split_dataset_by_node(self._left(base), self._loader.dp_rank, self._loader.dp_world_size)
+        )
 
     def _left(self, base: Mapping[str, Any]) -> Dataset:
         """Returns the samples that the ranks of `base` have not read, in their order."""

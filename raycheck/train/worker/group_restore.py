@@ -18,8 +18,8 @@ from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.data.data_stream import DataStream
 from raycheck.train.coordinator.messages import Arrival, Claim, OnCorrupt, RankRestore, RestoreDecision
+from raycheck.train.data.data_stream import DataStream
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.train.log import event, logger
 
