@@ -35,7 +35,8 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
-    from raycheck.frameworks import accelerate, torchtitan
+    from raycheck.frameworks import accelerate as accelerate  # reached as raycheck.accelerate
+    from raycheck.frameworks import torchtitan as torchtitan
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank

@@ -13,11 +13,11 @@ from raycheck.errors import ConfigError
 
 FIRST = (
     "training",
-    "accelerate",
-    "torchtitan",
     "restoring",
     "storage",
     "huggingface",
+    "accelerate",
+    "torchtitan",
     "failures",
     "preemption",
     "actors",

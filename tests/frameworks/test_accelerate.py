@@ -146,8 +146,7 @@ def test_a_loop_over_evaluation_inside_a_step_does_not_end_it(tmp_path: Path) ->
     for _ in ckpt.epochs(1):
         for (inputs,) in loader:
             step(accelerator, model, optimizer, inputs)
-            for _batch in evaluation:
-                seen.append(ckpt.checkpointer._counter.step)
+            seen += [ckpt.checkpointer._counter.step for _batch in evaluation]
 
     assert seen == [done for done in range(6) for _ in range(2)]  # the step at hand is not counted yet
 
@@ -202,9 +201,10 @@ def test_what_cannot_go_on_is_refused_before_the_first_step(tmp_path: Path) -> N
         step(accelerator, model, optimizer, torch.ones(2, 2))
     accelerator.load_state()
     for loader, why in ((stream, "DataLoaderDispatcher"), (weighted, "WeightedRandomSampler")):
-        with pytest.raises(ConfigError, match=rf"cannot go on in the middle of .*{why}.*raycheck\.Batches"):
-            for batch in loader:
-                step(accelerator, model, optimizer, batch if loader is stream else batch[0])
+        for batch in loader:
+            inputs = batch if loader is stream else batch[0]
+            with pytest.raises(ConfigError, match=rf"cannot go on in the middle of .*{why}.*raycheck\.Batches"):
+                step(accelerator, model, optimizer, inputs)
     assert torch.equal(model.weight, before)
 
 
@@ -225,8 +225,8 @@ def test_folders_and_what_comes_too_late_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="attach was called before"):
         raycheck.accelerate.attach(accelerator)
     accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"prepared or registered after load_state\(\)"):
-        for (inputs,) in loader:
+    for (inputs,) in loader:
+        with pytest.raises(ConfigError, match=r"prepared or registered after load_state\(\)"):
             step(accelerator, model, optimizer, inputs)
 
 

@@ -120,7 +120,7 @@ def train(rank: int, world_size: int, job: Job, place: Place | None) -> dict[str
                     seen["rates"].append(scheduler.get_last_lr()[0])
                     step += accelerator.sync_gradients
                     if step == job.stop:
-                        raise StoppedError
+                        raise StoppedError  # noqa: TRY301
         except StoppedError as error:
             assert ckpt is not None
             ckpt.checkpointer.wait()

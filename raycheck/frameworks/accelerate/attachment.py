@@ -5,18 +5,21 @@ prepared loader for the next batch. So schedulers, averages of weights and the s
 whatever order the loop has them, and gradients that are still accumulating never are.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from accelerate import Accelerator
 
-from raycheck import Checkpointer, ConfigError, Group, PerRank, SaveSettings
+from raycheck.errors import ConfigError
 from raycheck.frameworks.accelerate.loaders import FetchedAhead, Loaders
 from raycheck.frameworks.accelerate.process_count import ProcessCount
 from raycheck.frameworks.accelerate.state import check_supported, state_of, streams_in
+from raycheck.settings import SaveSettings
+from raycheck.shards.entries.per_rank_entries import PerRank
+from raycheck.train.group import Group
+from raycheck.train.worker.checkpointer import Checkpointer
 
 RESTORE_FIRST = (
     "raycheck.accelerate: restore before the first step, also in a fresh run: call accelerator.load_state() after "
@@ -190,8 +193,8 @@ class Attachment:
         if id(optimizer) in self._stepped:
             raise ConfigError(
                 "an optimizer steps again, and the last step has not ended: its batch came from no loader that was "
-                "prepared and iterated after load_state(). Iterate a prepared loader, or call end_step() of what attach "
-                "returned at the end of each step"
+                "prepared and iterated after load_state(). Iterate a prepared loader, or call end_step() of what "
+                "attach returned at the end of each step"
             )
 
     def _end_open_step(self) -> None:
@@ -216,7 +219,7 @@ class Attachment:
             + len(own._custom_objects)
         )
 
-    def _refuse_backward(self, *args: Any, **kwargs: Any) -> None:
+    def _refuse_backward(self, *_args: Any, **_kwargs: Any) -> None:
         raise ConfigError(RESTORE_FIRST)
 
     def _close_and_end_training(self) -> None:
@@ -231,16 +234,16 @@ class Attachment:
             return self._skip(dataloader, num_batches) if own is None else dataloader
         if num_batches != own.to_skip:
             raise ConfigError(
-                f"skip_first_batches(loader, {num_batches}): after load_state() the loader goes on by itself, and leaves "
-                f"out {own.to_skip} batches; iterate it as it is"
+                f"skip_first_batches(loader, {num_batches}): after load_state() the loader goes on by itself, and "
+                f"leaves out {own.to_skip} batches; iterate it as it is"
             )
         return dataloader
 
 
 def _name_of(path: str) -> str:
-    if os.path.isdir(path):
+    if Path(path).is_dir():
         raise ConfigError(
             f"accelerator.save_state({path!r}) is a folder that exists; raycheck saves into the run's bucket. Give a "
             "name for the checkpoint, or nothing"
         )
-    return PurePath(path).name
+    return Path(path).name

@@ -11,8 +11,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 
-from raycheck import ConfigError, DataStream, StateMismatchError
+from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.accelerate.order import FetchRandom, LoaderOrder
+from raycheck.train.data.data_stream import DataStream
 
 CURE = (
     "Take the batches from raycheck.Batches(dataset, global_batch=..., seed=...) instead, do not prepare its loader, "
@@ -278,7 +279,7 @@ class Loaders(DataStream):
         """Returns the samples of one optimizer step, over all processes; None while no loader is trained on."""
         if trained is None:
             return None
-        return self.loaders[trained].order.global_batch * self._accelerator.gradient_accumulation_steps
+        return self.loaders[trained].order.global_batch * int(self._accelerator.gradient_accumulation_steps)
 
     def _body_ended(self, loader: PreparedLoader) -> None:
         if loader is self._train_loader:

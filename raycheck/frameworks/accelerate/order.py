@@ -13,7 +13,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from raycheck import StateMismatchError
+from raycheck.errors import StateMismatchError
 
 
 class LoaderOrder:
@@ -88,7 +88,8 @@ class LoaderOrder:
     def _why_not(self) -> str | None:
         """Find the sampler. Returns why the order cannot be put back, or None."""
         if type(self._loader) is not DataLoaderShard or self._loader.use_stateful_dataloader:
-            return f"it is a {type(self._loader).__name__} over a {type(self._loader.base_dataloader).__name__}, whose position raycheck cannot put back exactly"
+            kind, base = type(self._loader).__name__, type(self._loader.base_dataloader).__name__
+            return f"it is a {kind} over a {base}, whose position raycheck cannot put back exactly"
         batches = self._loader.base_dataloader.batch_sampler
         while hasattr(batches, "batch_sampler"):  # Accelerate's share of each process
             batches = batches.batch_sampler

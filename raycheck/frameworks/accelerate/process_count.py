@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
-from raycheck import StateMismatchError
+from raycheck.errors import StateMismatchError
 
 
 class ProcessCount:

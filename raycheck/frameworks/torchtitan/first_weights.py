@@ -1,13 +1,14 @@
-"""Takes the weights of a fresh run from where torchtitan's settings say: Hugging Face files, a DCP directory, or a run."""
+"""Takes a fresh run's weights from where torchtitan's settings say: Hugging Face files, a DCP directory, or a run."""
 
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from torchtitan.tools import filesystem
 
-from raycheck import ConfigError, NotFoundError, open_run
+from raycheck.errors import ConfigError, NotFoundError
+from raycheck.run import open_run
 
 
 def load_first_weights(config: Any, model: nn.Module, parts: list[nn.Module], adapter: Any) -> bool:
@@ -33,10 +34,10 @@ def _load_hugging_face(path: str | None, parts: list[nn.Module], adapter: Any, c
         raise ConfigError("initial_load_in_hf: this model has no state_dict_adapter, which knows Hugging Face's names")
     if not path or not filesystem.isdir(path):
         raise ConfigError(
-            f"initial_load_in_hf: {path!r} is no folder; give initial_load_path, or hf_assets_path with the weights in it"
+            f"initial_load_in_hf: {path!r} is no folder; give initial_load_path, or an hf_assets_path with weights"
         )
     found = adapter.to_hf(_weights(parts))
-    dcp.load(found, storage_reader=adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized))
+    load(found, storage_reader=adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized))
     weights = adapter.from_hf(found)
     for part in parts:
         part.load_state_dict(weights, strict=False)
@@ -47,7 +48,7 @@ def _load_dcp(path: str, parts: list[nn.Module]) -> None:
         raise ConfigError(f"initial_load_path={path!r}: it is neither a raycheck run nor a folder")
     weights = _weights(parts)
     with torch.no_grad():
-        dcp.load(weights, checkpoint_id=path)
+        load(weights, checkpoint_id=path)
     for part in parts:
         part.load_state_dict(weights, strict=False)
 

@@ -15,11 +15,15 @@ from torch import nn
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.tools import filesystem
 
-from raycheck import Checkpointer, ConfigError, PerRank, SaveSettings, torchrun_group
+from raycheck.errors import ConfigError
 from raycheck.frameworks.torchtitan.first_weights import load_first_weights
 from raycheck.frameworks.torchtitan.parts import Counters, is_trainer, whole
 from raycheck.frameworks.torchtitan.position import ENTRY, LoaderPosition, Steps
 from raycheck.frameworks.torchtitan.resplit import Resplit
+from raycheck.settings import SaveSettings
+from raycheck.shards.entries.per_rank_entries import PerRank
+from raycheck.train.served_group import torchrun_group
+from raycheck.train.worker.checkpointer import Checkpointer
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """An environment variable that torchrun sets, and Ray Train does not."""
@@ -43,12 +47,14 @@ class CheckpointManager(BaseCheckpointManager):
         """More triggers and rules of retention; `interval` and `keep_latest_k` hold beside them."""
 
         def __post_init__(self) -> None:
-            folder, keep = self.folder, self.keep_latest_k
-            if self.keep_latest_k == 1:  # torchtitan needs two, since it deletes by name what may be half written
-                self.keep_latest_k = 2
+            own: Any = self
+            keep = own.keep_latest_k
+            if keep == 1:  # torchtitan needs two, since the newest folder may be half written
+                own.keep_latest_k = 2
             BaseCheckpointManager.Config.__post_init__(self)
-            self.folder, self.keep_latest_k = folder, keep
-            _check(self)
+            own.keep_latest_k = keep
+            if own.enable:
+                _check(self)
 
     enable: bool
 
@@ -174,8 +180,8 @@ def _check(config: CheckpointManager.Config) -> None:
         )
     if config.initial_load_path and not config.initial_load_model_only:
         raise ConfigError(
-            "initial_load_model_only=False: to begin from all of another run, use raycheck.fit(trainer, resume=uri), or "
-            "'raycheck fork' and the new run's name"
+            "initial_load_model_only=False: to begin from all of another run, use raycheck.fit(trainer, resume=uri), "
+            "or 'raycheck fork' and the new run's name"
         )
     settings = config.settings
     if settings is not None and settings.every_steps != "default":
@@ -201,8 +207,8 @@ def _group(config: CheckpointManager.Config, base_folder: str) -> Any:
             )
         if filesystem.is_remote(config.folder):
             raise ConfigError(
-                f"folder={config.folder!r}: inside Ray Train the run lies where RunConfig(storage_path=, name=) says; leave "
-                "folder out"
+                f"folder={config.folder!r}: inside Ray Train the run lies where RunConfig(storage_path=, name=) "
+                "says; leave folder out"
             )
         return None
     folder = config.folder

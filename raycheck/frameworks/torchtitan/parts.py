@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from raycheck import ConfigError, StateMismatchError
+from raycheck.errors import ConfigError, StateMismatchError
 
 
 def whole(parts: list[nn.Module]) -> nn.Module:

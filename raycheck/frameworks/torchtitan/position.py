@@ -9,8 +9,9 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from raycheck import ConfigError, DataStream, StateMismatchError
+from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.frameworks.torchtitan.resplit import Resplit
+from raycheck.train.data.data_stream import DataStream
 
 ENTRY = "dataloader"
 CURE = (
@@ -63,7 +64,7 @@ class LoaderPosition:
             return
         if why_not := self._resplit.refusal:
             raise StateMismatchError(
-                f"the data was read by {sizes.pop()} data-parallel ranks and there are {self.loader.dp_world_size} now, "
+                f"the data was read by {sizes.pop()} data-parallel ranks and there are {self.loader.dp_world_size}, "
                 f"and what is left of it cannot be shared among them: {why_not}. {CURE}"
             )
         self._resplit.check(self._saved)

@@ -13,9 +13,7 @@ from datasets import Dataset, concatenate_datasets
 from datasets.distributed import split_dataset_by_node
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
-from raycheck import StateMismatchError
-
-BUFFERS = ("inputs_buffer", "labels_buffer", "positions_buffer")
+from raycheck.errors import StateMismatchError
 
 
 class Resplit:
@@ -85,8 +83,10 @@ class Resplit:
         dataset, me, size = self._loader.dataset, self._loader.dp_rank, self._loader.dp_world_size
         dataset._epoch = base["epoch"]
         dataset._sample_idx = 0
-        for name in BUFFERS:  # tokens that were read and do not fill a sequence yet
-            setattr(dataset, f"_{name}", [token for state in states[me::size] for token in state[name]])
+        mine = states[me::size]  # tokens that were read and do not fill a sequence yet
+        dataset._inputs_buffer = [token for state in mine for token in state["inputs_buffer"]]
+        dataset._labels_buffer = [token for state in mine for token in state["labels_buffer"]]
+        dataset._positions_buffer = [at for state in mine for at in _from_zero(state["positions_buffer"])]
         self.use(base)
 
     def _part(self, base: Mapping[str, Any]) -> Dataset:
@@ -109,6 +109,12 @@ class Resplit:
                 parts = [part.shuffle(seed=42 + epoch) for part in parts]  # as HuggingFaceTextDataset.reloop does
         left = [part.skip(read) for part, read in zip(parts, base["positions"], strict=True)]
         return cast("Dataset", concatenate_datasets(left))
+
+
+def _from_zero(positions: Sequence[int]) -> list[int]:
+    """Returns the positions with those of the first document, which was cut, counted from 0."""
+    cut = next((number for number, at in enumerate(positions) if at == 0), len(positions))
+    return [at - positions[0] if number < cut else at for number, at in enumerate(positions)]
 
 
 def _dataset_state(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ class ProgressCounter:
         self.progress = Progress()
 
     def watch(self, entries: Iterable[object]) -> None:
-        """Take epochs and samples from the stream among these entries, as Batches. Raises ConfigError for two of them."""
+        """Take epochs and samples from the stream of data among these entries. Raises ConfigError for two of them."""
         entries = list(entries)
         self.data = [value for value in entries if isinstance(value, DataStream)]
         if len(self.data) > 1:
