@@ -65,6 +65,7 @@ def make_run_on_cpu() -> None:
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda timeout, group=None: None
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
     set_factor = FSDPModule.set_gradient_divide_factor
 
@@ -73,9 +74,26 @@ def make_run_on_cpu() -> None:
         set_factor(self, factor)
 
     FSDPModule.set_gradient_divide_factor = set_factor_for_gloo
+    PipelineScheduleMulti.step = step_of(PipelineScheduleMulti.step)
     import torchtitan.tools.utils as utils
 
     utils.device_type, utils.device_module = "cpu", CpuDevice()
+
+
+def step_of(stock: Any) -> Any:
+    """torch 2.13's step of a pipeline takes whole batches; torchtitan gives micro-batches, as later releases take."""
+
+    def step(self: Any, *args: Any, kwarg_mbs: Any = None, arg_mbs: Any = None, target_mbs: Any = None, **more: Any) -> Any:
+        if kwarg_mbs is None:
+            return stock(self, *args, **more)
+        for stage in self._stages:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        return self._step_microbatches(
+            arg_mbs, kwarg_mbs, target_mbs, more["losses"], more["return_outputs"], loss_kwargs=more["loss_kwargs"]
+        )
+
+    return step
 
 
 def make_assets(folder: Path) -> tuple[Path, Path]:
