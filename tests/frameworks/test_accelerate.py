@@ -38,8 +38,8 @@ def lives(ranks: Ranks, uri: str, *jobs: tuple[int, Job]) -> list[list[dict[str,
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate": 2, "seedable": True}, {"split": True, "batch": 8, "stop": 11}],
-    ids=["shuffled", "accumulating", "split at an epoch's end"],
+    [{}, {"accumulate": 2, "seedable": True}, {"split": True, "batch": 8, "stop": 11}, {"fsdp": True}],
+    ids=["shuffled", "accumulating", "split at an epoch's end", "FSDP2"],
 )
 def test_a_run_cut_off_in_an_epoch_goes_on_to_the_last_bit(pair: Ranks, tmp_path: Path, options: Any) -> None:
     """Samples, losses, learning rates and weights are those of a run without raycheck that was never cut off; what the

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin, set_seed
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import raycheck
@@ -51,6 +52,11 @@ class StoppedError(Exception):
     """The process was killed, so far as raycheck knows."""
 
 
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.detach()
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 @contextmanager
 def accelerator_of(rank: int, world_size: int, job: Job) -> Iterator[Accelerator]:
     """A new Accelerator in a process that may have had one before."""
@@ -65,6 +71,10 @@ def accelerator_of(rank: int, world_size: int, job: Job) -> Iterator[Accelerator
         dataloader_config=DataLoaderConfiguration(split_batches=job.split, use_seedable_sampler=job.seedable),
     )
     assert accelerator.num_processes == world_size
+    if job.fsdp:  # Accelerate offers FSDP on accelerators only; what it then does works on CPUs too
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        assert accelerator.is_fsdp2
     try:
         yield accelerator
     finally:
@@ -125,5 +135,5 @@ def train(rank: int, world_size: int, job: Job, place: Place | None) -> dict[str
             assert ckpt is not None
             ckpt.checkpointer.wait()
             ckpt.__exit__(StoppedError, error, None)
-        seen["weights"] = [weight.detach().tolist() for weight in model.parameters()]
+        seen["weights"] = [whole(weight).tolist() for weight in model.parameters()]
         return seen

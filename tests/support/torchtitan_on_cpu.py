@@ -83,7 +83,9 @@ def make_run_on_cpu() -> None:
 def step_of(stock: Any) -> Any:
     """torch 2.13's step of a pipeline takes whole batches; torchtitan gives micro-batches, as later releases take."""
 
-    def step(self: Any, *args: Any, kwarg_mbs: Any = None, arg_mbs: Any = None, target_mbs: Any = None, **more: Any) -> Any:
+    def step(
+        self: Any, *args: Any, kwarg_mbs: Any = None, arg_mbs: Any = None, target_mbs: Any = None, **more: Any
+    ) -> Any:
         if kwarg_mbs is None:
             return stock(self, *args, **more)
         for stage in self._stages:
