@@ -114,7 +114,7 @@ class CheckpointManager(BaseCheckpointManager):
         takes_data = ENTRY not in skip or str(preview.selection) in preview.partial  # a selection is applied once
         takes_data &= not preview.is_fresh
         if takes_data:
-            self._position.check([own[ENTRY] for own in preview.rank_values])
+            self._position.check([own[ENTRY] for own in preview.rank_values if ENTRY in own])
         at = self._checkpointer.restore(skip=skip)
         self._step, self._is_loaded = at.step, True
         if takes_data:

@@ -55,7 +55,7 @@ class LoaderPosition:
         """
         by_rank = {int(own["dp_rank"]): own for own in saved}
         sizes = {int(own["dp_size"]) for own in saved}
-        if len(sizes) != 1 or set(by_rank) != set(range(*sizes)):
+        if sizes != {len(by_rank)} or sorted(by_rank) != list(range(len(by_rank))):
             raise StateMismatchError(
                 f"the positions of data-parallel ranks {sorted(by_rank)} are there, of {sizes}; {CURE}"
             )
