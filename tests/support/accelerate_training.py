@@ -60,6 +60,7 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def accelerator_of(rank: int, world_size: int, job: Job) -> Iterator[Accelerator]:
     """A new Accelerator in a process that may have had one before."""
+    before = dict(os.environ)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
@@ -80,6 +81,8 @@ def accelerator_of(rank: int, world_size: int, job: Job) -> Iterator[Accelerator
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def prepared(accelerator: Accelerator, job: Job) -> tuple[Any, Any, Any, Any]:
