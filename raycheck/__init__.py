@@ -35,8 +35,10 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
-    from raycheck.frameworks import transformers as transformers  # reached as raycheck.transformers
+    from raycheck.frameworks import accelerate as accelerate  # reached as raycheck.accelerate
     from raycheck.frameworks import lightning as lightning  # reached as raycheck.lightning
+    from raycheck.frameworks import torchtitan as torchtitan
+    from raycheck.frameworks import transformers as transformers  # reached as raycheck.transformers
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
     from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
@@ -44,8 +46,10 @@ if TYPE_CHECKING:
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
     from raycheck.train.batches import Batches
+    from raycheck.train.data.data_stream import DataStream
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
+    from raycheck.train.served_group import torchrun_group
     from raycheck.train.worker.checkpointer import Checkpointer
     from raycheck.train.worker.periodic import Periodic
 
@@ -83,8 +87,10 @@ _HOMES = {
     "raycheck.train.actors.actor_state": ("ActorState",),
     "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.train.batches": ("Batches",),
+    "raycheck.train.data.data_stream": ("DataStream",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
+    "raycheck.train.served_group": ("torchrun_group",),
     "raycheck.train.worker.periodic": ("Periodic",),
     "raycheck.train.worker.checkpointer": ("Checkpointer",),
 }
@@ -92,6 +98,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _FRAMEWORKS: dict[str, str] = {
     "transformers": "raycheck.frameworks.transformers",
     "lightning": "raycheck.frameworks.lightning",
+    "accelerate": "raycheck.frameworks.accelerate",
+    "torchtitan": "raycheck.frameworks.torchtitan",
 }
 """The modules of adapters by the name under which they are reached: raycheck.NAME."""
 
@@ -105,6 +113,7 @@ __all__ = [
     "CopiedRun",
     "CorruptError",
     "DamagedError",
+    "DataStream",
     "DeletedRun",
     "DeniedError",
     "ExportSettings",
@@ -139,6 +148,7 @@ __all__ = [
     "pack",
     "prune_runs",
     "start_coordinator",
+    "torchrun_group",
     "unpack",
 ]
 

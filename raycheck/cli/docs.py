@@ -19,6 +19,8 @@ FIRST = (
     "restoring",
     "storage",
     "huggingface",
+    "accelerate",
+    "torchtitan",
     "failures",
     "preemption",
     "actors",

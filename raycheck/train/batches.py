@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.random_generators import generators_in, kind_of_generator
 from raycheck.train.data.batch_loader import BatchLoader
+from raycheck.train.data.data_stream import DataStream
 from raycheck.train.data.epoch_order import epoch_order, order_digest, own_order, rank_share
 from raycheck.train.data.sample_seeding import SeededPerSample
 from raycheck.train.data.stream_position import StreamPosition
@@ -25,7 +26,7 @@ from raycheck.train.ray_api.train_context import rank_and_world_size
 _SET_BY_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 
 
-class Batches:
+class Batches(DataStream):
     """Gives a map-style dataset out as a stream of global batches, shared among the ranks.
 
     Put it into the Checkpointer's state: then a restore goes on with the next sample, even with another world size.

@@ -103,8 +103,10 @@ def test_a_guide_begins_with_its_title_and_one_sentence(path: Path) -> None:
 # --- code ---
 
 
-hugging_face = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
 lightning = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+hugging_face = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:transformers", "ignore::UserWarning:peft", "ignore::UserWarning:accelerate"
+)
 
 
 @pytest.fixture

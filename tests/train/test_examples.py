@@ -14,6 +14,8 @@ import ray.cloudpickle
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from tests.examples import (
+    accelerate_bert,
+    accelerate_bert_with_raycheck,
     ddp,
     ddp_with_raycheck,
     fsdp,
@@ -38,6 +40,7 @@ PAIRS = {
     "transformers": (hf_trainer, hf_trainer_with_raycheck),
     "trl": (trl_sft, trl_sft_with_raycheck),
     "lightning": (lightning_ddp, lightning_ddp_with_raycheck),
+    "accelerate": (accelerate_bert, accelerate_bert_with_raycheck),
 }
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

@@ -171,8 +171,11 @@ class ProtocolCalls:
     def documents(self, entry: Entry) -> list[Any]:
         """Reads a checkpoint's documents once for all ranks, into Ray's object store; returns the reference in a list.
 
-        Returns an empty list on an error: then each rank reads them, finds the error, and reports it.
+        Returns an empty list on an error: then each rank reads them, finds the error, and reports it. So it does in a
+        process that has no Ray.
         """
+        if not ray.is_initialized():
+            return []
         try:
             return [ray.put(Checkpoint(self._store, entry).read_documents())]
         except (RaycheckError, ray.exceptions.RayError) as error:
