@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
     from raycheck.train.batches import Batches
+    from raycheck.train.ray_data import RayData
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
     from raycheck.train.worker.checkpointer import Checkpointer
@@ -81,6 +82,7 @@ _HOMES = {
     "raycheck.train.actors.actor_state": ("ActorState",),
     "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.train.batches": ("Batches",),
+    "raycheck.train.ray_data": ("RayData",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
     "raycheck.train.worker.periodic": ("Periodic",),
@@ -109,6 +111,7 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "Periodic",
+    "RayData",
     "RaycheckError",
     "Run",
     "RunSummary",

@@ -13,11 +13,11 @@ import torch
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.per_rank_entries import PerRank
-from raycheck.train.batches import Batches
+from raycheck.train.data.data_stream import DataStream
 
 
 class ProgressCounter:
-    """Counts steps, tokens and episodes; also epochs and samples, unless Batches in the state count them.
+    """Counts steps, tokens and episodes; also epochs and samples, unless Batches or RayData in the state count them.
 
     decides: whether this rank takes part in the decision to save; False when a driver decides for it. is_preempted: a
     node of the group is about to go, as far as that driver has said.
@@ -31,11 +31,12 @@ class ProgressCounter:
         self.progress = Progress()
 
     def watch(self, entries: Iterable[object]) -> None:
-        """Take epochs and samples from the Batches among these entries. Raises ConfigError when there are two."""
+        """Take epochs and samples from the Batches or RayData among these entries. Raises ConfigError when there are
+        two."""
         entries = list(entries)
-        self.data = [value for value in entries if isinstance(value, Batches)]
+        self.data = [value for value in entries if isinstance(value, DataStream)]
         if len(self.data) > 1:
-            raise ConfigError("the state holds two Batches; a run has one position in its data")
+            raise ConfigError("the state holds two Batches or RayData; a run has one position in its data")
         for data in self.data:
             data.leave_to_state(value.value if isinstance(value, PerRank) else value for value in entries)
 
@@ -67,7 +68,7 @@ class ProgressCounter:
         self.go_to(progress)
 
     def go_to(self, progress: Progress) -> None:
-        """Take over these counts, except those that Batches keep themselves."""
+        """Take over these counts, except those that Batches or RayData keep themselves."""
         for data in self.data:
             progress = replace(progress, epoch=data.epoch, epoch_step=data.epoch_step, samples=data.samples)
         self.progress = progress

@@ -1,0 +1,91 @@
+"""Ray Data's rows: each comes once per epoch, over kills and other world sizes, and what has no such position is refused."""
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.data
+import ray.train
+import ray.train.torch
+import torch
+
+import raycheck
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+
+ROWS, EPOCHS = 96, 2
+
+
+def train(config: dict[str, Any]) -> None:
+    """Writes down the ids of each step. kill: the step in which rank 1 dies in the first attempt of this life."""
+    rank = ray.train.get_context().get_world_rank()
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(1, 1)
+    data = raycheck.RayData("train", id="id")
+    ckpt = raycheck.Checkpointer({"model": model, "data": data}, raycheck.SaveSettings(every_steps=2))
+    at = ckpt.restore()
+    told = Path(config["folder"]) / f"told-{at.attempt:03d}-{rank}"
+    told.write_text(json.dumps([at.step, at.epoch, at.samples]) + "\n")
+    step = at.step
+    for epoch in range(at.epoch, EPOCHS):
+        for batch in data.iter_torch_batches(batch_size=2, local_shuffle_buffer_size=4):
+            with told.open("a") as file:
+                file.write(json.dumps([step, epoch, batch["id"].tolist()]) + "\n")
+            if config["kill"] == step and rank == 1 and not Path(config["folder"], "killed").exists():
+                Path(config["folder"], "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            step += 1
+            ckpt.end_step()
+            if step == config["stop"]:
+                ckpt.close()
+                return
+        ckpt.end_epoch()
+    ckpt.close()
+
+
+def dataset(rows: int = ROWS) -> ray.data.Dataset:
+    return ray.data.range(rows, override_num_blocks=6).randomize_block_order()
+
+
+def fit(folder: Path, workers: int, **config: Any) -> None:
+    trainer = ray.train.torch.TorchTrainer(
+        config.pop("train", train),
+        train_loop_config={"folder": str(folder), "kill": -1, "stop": -1, **config},
+        datasets={"train": dataset()},
+        scaling_config=ray.train.ScalingConfig(num_workers=workers),
+        run_config=ray.train.RunConfig(name="run", storage_path=str(folder / "runs")),
+        dataset_config=config.get("dataset_config"),
+    )
+    raycheck.fit(trainer)
+
+
+def trained(folder: Path) -> list[Counter[int]]:
+    """How often each row was trained on, by epoch, of what the final weights have seen."""
+    attempts: dict[int, list[list[Any]]] = {}
+    for path in sorted(folder.glob("told-*")):
+        attempts.setdefault(int(path.name.split("-")[1]), []).append([json.loads(x) for x in path.read_text().splitlines()])
+    ends = [ranks[0][0][0] for ranks in attempts.values()][1:] + [1 << 30]
+    counts = [Counter[int]() for _ in range(EPOCHS)]
+    for end, ranks in zip(ends, attempts.values(), strict=True):
+        for step, epoch, ids in (line for lines in ranks for line in lines[1:]):
+            if step < end:
+                counts[epoch].update(ids)
+    return counts
+
+
+def test_each_row_is_trained_on_once_per_epoch_over_a_kill_and_four_world_sizes(cluster: None, tmp_path: Path):
+    fit(tmp_path, 4, kill=3, stop=5)
+    fit(tmp_path, 3, stop=7)
+    fit(tmp_path, 2, stop=10)
+    fit(tmp_path, 4)
+
+    once = Counter(dict.fromkeys(range(ROWS), 1))
+    assert trained(tmp_path) == [once, once]
+    assert (tmp_path / "killed").exists()
+    starts = [json.loads(path.read_text().splitlines()[0]) for path in sorted(tmp_path.glob("told-*-000-0"))]
+    starts = [json.loads(path.read_text().splitlines()[0]) for path in sorted(tmp_path.glob("told-*-0"))]
+    assert starts == [[0, 0, 0], [2, 0, 16], [5, 0, 40], [7, 0, 52], [10, 0, 64]]
