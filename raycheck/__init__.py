@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
     from raycheck.train.batches import Batches
-    from raycheck.train.ray_data import RayData
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
+    from raycheck.train.ray_data import RayData
     from raycheck.train.worker.checkpointer import Checkpointer
     from raycheck.train.worker.periodic import Periodic
 

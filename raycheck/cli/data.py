@@ -15,7 +15,8 @@ MAX_SHOWN = 12
 Steps = Annotated[
     str,
     typer.Option(
-        metavar="FIRST:END", help="From step FIRST, counted from 0, to before step END: what lies between their checkpoints."
+        metavar="FIRST:END",
+        help="From step FIRST, counted from 0, to before step END: what lies between their checkpoints.",
     ),
 ]
 AtStep = Annotated[
@@ -36,7 +37,9 @@ def data(uri: Uri, steps: Steps, at: AtStep = None, as_json: Json = False, stora
     checkpoint = open_run(uri, settings_of(storage)).head_or(at)
     found = checkpoint.samples(first, end)
     if as_json:
-        print_json({"checkpoint": checkpoint.entry.key, "steps": [asdict(item) for item in found], "skip": skip_of(found)})
+        print_json(
+            {"checkpoint": checkpoint.entry.key, "steps": [asdict(item) for item in found], "skip": skip_of(found)}
+        )
         return
     table = Table("step", "epoch", "batches", "samples", box=None, pad_edge=False)
     for item in found:

@@ -13,6 +13,8 @@ from raycheck.errors import ConfigError
 
 FIRST = (
     "training",
+    "data",
+    "ray",
     "restoring",
     "storage",
     "huggingface",

@@ -1,9 +1,10 @@
 """Streams global batches: every optimizer step sees the same samples, whatever the world size.
 
-The order of an epoch is a pure function of (seed, epoch); that of a stream is the stream's own. The position counts samples CONSUMED, at the end of each
-step, so that workers which fetch ahead do not count. One loader gives batches at a time, from where the stream was when
-it gave its first one: a loader that was made before a restore follows it, one that was begun before is refused.
-No global random state is touched: without a generator of its own `iter(DataLoader)` draws from it, even unshuffled.
+The order of an epoch is a pure function of (seed, epoch); that of a stream is the stream's own. The position counts
+samples CONSUMED, at the end of each step, so that workers which fetch ahead do not count. One loader gives batches at
+a time, from where the stream was when it gave its first one: a loader that was made before a restore follows it, one
+that was begun before is refused. No global random state is touched: without a generator of its own `iter(DataLoader)`
+draws from it, even unshuffled.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -113,7 +114,7 @@ class Batches(DataStream):
 
     @property
     def epoch_step(self) -> int:
-        """Returns the number of batches consumed of this epoch, those that were skipped included."""
+        """Returns the number of batches consumed of this epoch, skipped ones included."""
         return self._position.epoch_step
 
     @property
@@ -132,7 +133,7 @@ class Batches(DataStream):
 
     @property
     def merges_ranks(self) -> bool:
-        """Returns whether each rank knows the positions of its own shards only, so that a restore puts them together."""
+        """Returns whether each rank knows its own shards' positions only, so that a restore puts them together."""
         return self._plan.streams > 1
 
     @property
@@ -198,7 +199,7 @@ class Batches(DataStream):
         if self._saved_workers not in (None, self._has_worker):
             raise StateMismatchError(
                 "Batches.loader(num_workers=...): a stream may come in another order in a loader worker than without "
-                f"one. The checkpoint's was read {'in one' if self._saved_workers else 'without'}: do so again"
+                f"one. The checkpoint's was read {'in' if self._saved_workers else 'without'} one: do so again"
             )
         first, skips = self._position.epoch_step, self._skips
         states = self._streams if self._plan.is_endless or self.is_in_mid_epoch else {}
@@ -212,7 +213,9 @@ class Batches(DataStream):
             left_out={batch for at, low, high in skips if at == epoch for batch in range(low, high)}.__contains__,
             turn=0 if self._plan.is_endless else epoch,
         )
-        loader = stream_loader(share, self._fetched, {**options, "generator": torch.Generator().manual_seed(self._seed)})
+        loader = stream_loader(
+            share, self._fetched, {**options, "generator": torch.Generator().manual_seed(self._seed)}
+        )
         batches = through(loader) if through else loader
         self._begin_batches()
         return (batch for batch in count(first) if not is_left_out(skips, epoch, batch)), batches
@@ -345,7 +348,7 @@ def _batches_per_epoch(given: int | None, length: int | None, global_batch: int)
     if length is not None:
         if given is not None:
             raise ConfigError(
-                f"Batches(batches_per_epoch={given}): this dataset says how long it is; only an IterableDataset does not"
+                f"Batches(batches_per_epoch={given}): this dataset says how long it is; an IterableDataset does not"
             )
         return length // global_batch
     if given is not None and _whole("batches_per_epoch", given) < 1:
@@ -371,8 +374,8 @@ def _length_of(dataset: object) -> int:
     """Returns the number of samples in a dataset. Raises ConfigError when it has no samples by number."""
     name = type(dataset).__qualname__
     advice = (
-        "Batches need a map-style dataset, with __len__ and __getitem__, or an IterableDataset. Any other stream can be "
-        "given to torchdata's StatefulDataLoader, which in the state goes on at the same world size"
+        "Batches need a map-style dataset, with __len__ and __getitem__, or an IterableDataset. Any other stream can "
+        "be given to torchdata's StatefulDataLoader, which in the state goes on at the same world size"
     )
     if isinstance(dataset, DataLoader):
         raise ConfigError(

@@ -16,7 +16,9 @@ def array(ids) -> np.ndarray:
 
 
 @settings(deadline=None, max_examples=150)
-@given(batches=st.lists(st.sets(IDS, max_size=40), max_size=12), others=st.sets(IDS, max_size=40), ranks=st.integers(1, 4))
+@given(
+    batches=st.lists(st.sets(IDS, max_size=40), max_size=12), others=st.sets(IDS, max_size=40), ranks=st.integers(1, 4)
+)
 def test_what_the_ranks_added_is_what_a_restore_finds(batches: list[set[int]], others: set[int], ranks: int):
     sets, seen = [RowSet() for _ in range(ranks)], set[int]()
     for number, batch in enumerate(batches):

@@ -52,7 +52,7 @@ class DataStream(ABC):
         """
         self._before_first = call if self.is_in_mid_epoch else None
 
-    def leave_to_state(self, entries: Iterable[object]) -> None:
+    def leave_to_state(self, entries: Iterable[object]) -> None:  # noqa: B027  most have nobody to warn
         """Note which objects the state saves by itself, so that nobody is warned of them."""
 
     def _begin_batches(self) -> None:

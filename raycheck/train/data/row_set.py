@@ -13,6 +13,7 @@ import torch
 from raycheck.errors import CorruptError
 
 Ids = np.ndarray[Any, np.dtype[np.uint64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 SPARSE_FROM_BYTES = 1 << 16
 """Up to this size a map of bits is kept whatever the ids are."""
@@ -53,16 +54,17 @@ class RowSet:
             self._order = None
         self._count += ids.size
 
-    def contains(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def contains(self, ids: Ids) -> Mask:
         """Returns for each id whether it is in the set."""
         if self._ids is None:
             inside = (ids >= np.uint64(self._first)) & (ids - np.uint64(self._first) < np.uint64(self._bits.size * 8))
             place = np.where(inside, ids - np.uint64(self._first), np.uint64(0)).astype(np.int64)
-            return inside & ((self._bits[place >> 3] >> (place & 7).astype(np.uint8)) & 1).astype(np.bool_)
-        order = self.sorted_for_look_ups()._order
-        if order is None or not order.size:
-            return np.zeros(ids.shape, np.bool_)
-        return np.asarray(order[np.minimum(np.searchsorted(order, ids), order.size - 1)] == ids)
+            bits = (self._bits[place >> 3] >> (place & 7).astype(np.uint8)) & 1
+            return np.logical_and(inside, bits)
+        self.sorted_for_look_ups()
+        assert self._order is not None, "numbers are in order now, and there are some"
+        nearest = self._order[np.minimum(np.searchsorted(self._order, ids), self._order.size - 1)]
+        return np.equal(nearest, ids)
 
     def sorted_for_look_ups(self) -> Self:
         """Sort numbers now, and not in each process that the set is sent to. Returns the set."""

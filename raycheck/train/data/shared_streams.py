@@ -1,4 +1,4 @@
-"""Shares a stream of samples, which cannot be asked for one by its number, among ranks: in one order for any world size.
+"""Shares a stream of samples, which have no numbers to ask for, among ranks: in one order for any world size.
 
 A global batch has as many samples of each of the dataset's streams, in a fixed order: of the one stream that it is, or
 of its shards where it can be sharded. A rank reads the streams that its part of the batch comes from, and leaves out
@@ -76,7 +76,9 @@ def plan_streams(
 ) -> StreamPlan:
     """Returns the plan for a dataset. Shards are read apart only if no epoch ends with them: ranks end together."""
     shards = getattr(dataset, "num_shards", 1) if is_endless and callable(getattr(dataset, "shard", None)) else 1
-    streams = max(count for count in range(1, global_batch + 1) if global_batch % count == 0 and count <= max(1, shards))
+    streams = max(
+        count for count in range(1, global_batch + 1) if global_batch % count == 0 and count <= max(1, shards)
+    )
     return StreamPlan(
         global_batch=global_batch, streams=streams, rank=rank, world_size=world_size, is_endless=is_endless, seed=seed
     )
@@ -138,14 +140,17 @@ class OneStream:
             self._dataset.set_epoch(self._at.turn)
         if self._source is not None:
             self._dataset.load_state_dict(self._source)
-            return iter(self._dataset)
+            rows: Iterator[Any] = iter(self._dataset)
+            return rows
         rows = iter(self._dataset)
         at, self._at = self._at, replace(self._at, rows=0)
         for number in range(at.rows):
             try:
                 sample = self._next(rows)
             except StopIteration:
-                raise StateMismatchError(f"the stream ends after {number} samples, and {at.rows} were consumed") from None
+                raise StateMismatchError(
+                    f"the stream ends after {number} samples, and {at.rows} were consumed"
+                ) from None
             self._at = replace(self._at, rows=number + 1)
             if number == 0 and checksum(sample) != at.first:
                 raise StateMismatchError(
@@ -189,7 +194,9 @@ class ShareOfStreams(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[list[Any], list[StreamState]]]:
         plan, slots = self._plan, self._plan.slots()
         streams = [
-            OneStream(self._dataset, plan, number, self._states.get(number, StreamState(number=number, turn=self._turn)))
+            OneStream(
+                self._dataset, plan, number, self._states.get(number, StreamState(number=number, turn=self._turn))
+            )
             for number in plan.mine()
         ]
         batch = self._first
@@ -241,8 +248,8 @@ def stream_loader(share: ShareOfStreams, positions: Positions, options: dict[str
     """Returns a DataLoader of this share. Raises ConfigError for options under which samples would be lost."""
     if options.get("num_workers", 0) > 1:
         raise ConfigError(
-            f"Batches.loader(num_workers={options['num_workers']}): a stream is read by one worker at most, which reads "
-            "ahead (prefetch_factor); several would read it several times"
+            f"Batches.loader(num_workers={options['num_workers']}): a stream is read by one worker at most, which "
+            "reads ahead (prefetch_factor); several would read it several times"
         )
     collate = options.get("collate_fn") or default_collate
     loader = StreamLoader(share, **{**options, "batch_size": None, "collate_fn": Collated(collate)})
@@ -251,7 +258,7 @@ def stream_loader(share: ShareOfStreams, positions: Positions, options: dict[str
 
 
 def checksum(sample: Any) -> int:
-    """Returns a checksum of a sample's numbers and texts, alike in every process; never 0. Other objects do not count."""
+    """Returns a checksum of a sample's numbers and texts, alike in every process. It is never 0."""
     total = 1
     for part in _bytes_of(sample):
         total = zlib.crc32(part, total)

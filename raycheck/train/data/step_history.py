@@ -13,7 +13,7 @@ MAX_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class StepPattern:
     """Describes steps that follow each other: each took `stride` batches of an epoch, which also follow each other.
 
     step, batch: of the first one. A step that skipped batches has several entries of one step.
@@ -37,7 +37,7 @@ class StepHistory:
     def __init__(self) -> None:
         self.steps = 0
         self.known_from = 0
-        self.entries: list[Entry] = []
+        self.entries: list[StepPattern] = []
 
     def end_step(self, epoch: int, batches: Sequence[int]) -> None:
         """Count a step that took these batches of an epoch, in ascending order."""
@@ -55,7 +55,7 @@ class StepHistory:
         if last is not None and is_next and last.at(self.steps).start == batch:
             self.entries[-1] = replace(last, steps=last.steps + 1)
         else:
-            self.entries.append(Entry(step=self.steps, steps=1, epoch=epoch, batch=batch, stride=stride))
+            self.entries.append(StepPattern(step=self.steps, steps=1, epoch=epoch, batch=batch, stride=stride))
 
     def state(self) -> dict[str, Any]:
         rows = [[entry.step, entry.steps, entry.epoch, entry.batch, entry.stride] for entry in self.entries]
@@ -68,7 +68,7 @@ class StepHistory:
         found.steps, found.known_from = int(state["steps"]), int(state["known_from"])
         for row in state["entries"]:
             step, steps, epoch, batch, stride = map(int, row)
-            found.entries.append(Entry(step=step, steps=steps, epoch=epoch, batch=batch, stride=stride))
+            found.entries.append(StepPattern(step=step, steps=steps, epoch=epoch, batch=batch, stride=stride))
         return found
 
     def batches(self, first: int, end: int) -> Iterator[tuple[int, int, range]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from raycheck.errors import ConfigError
 from raycheck.train.data.epoch_order import epoch_order
-from raycheck.train.data.step_history import Entry, StepHistory, joined
+from raycheck.train.data.step_history import StepPattern, StepHistory, joined
 
 _KEYS = {"epoch", "consumed", "seed", "shuffle", "global_batch", "length"}
 
@@ -46,15 +46,17 @@ def samples_of(state: Mapping[str, Any], first: int, end: int, *, step: int) -> 
     known_from = history.known_from + step - history.steps
     if not known_from <= first < end <= step:
         raise ConfigError(
-            f"steps {first}:{end}: this checkpoint knows the samples of steps {known_from}:{step}; give a range inside, "
-            "or --at with a later checkpoint"
+            f"steps {first}:{end}: this checkpoint knows the samples of steps {known_from}:{step}; give a range "
+            "inside, or --at with a later checkpoint"
         )
     length, orders = state["length"], dict[int, list[int]]()
     found = []
     offset = step - history.steps
     for number, epoch, batches in history.batches(first - offset, end - offset):
         if length is not None and epoch not in orders:
-            orders = {epoch: epoch_order(int(length), seed=int(state["seed"]), epoch=epoch, shuffle=bool(state["shuffle"]))}
+            orders = {
+                epoch: epoch_order(int(length), seed=int(state["seed"]), epoch=epoch, shuffle=bool(state["shuffle"]))
+            }
         low, high = batches.start * size, batches.stop * size
         found.append(
             StepSamples(
@@ -88,6 +90,6 @@ def _history(state: Mapping[str, Any], step: int) -> StepHistory:
     history = StepHistory()
     for number in range(epoch + 1):
         steps = whole if number < epoch else consumed // size
-        history.entries.append(Entry(step=number * whole, steps=steps, epoch=number, batch=0, stride=1))
+        history.entries.append(StepPattern(step=number * whole, steps=steps, epoch=number, batch=0, stride=1))
     history.steps = step
     return history
