@@ -97,7 +97,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     if checkpoint is not None:
         out.print(Text(f"\ncheckpoint {checkpoint.entry.key}"))
         for name, value in facts["checkpoint"].items():
-            label = name.removesuffix("_at").removesuffix("_bytes").removesuffix("_s")
+            label = re.sub("^is_|_(at|bytes|s)$", "", name).replace("_", " ")
             out.print(Text(f"  {label:<14} {_in_words(name, value, now=status.now)}"))
 
 

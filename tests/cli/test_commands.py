@@ -528,8 +528,8 @@ def test_show_speaks_to_people_and_json_is_exact(wide) -> None:
     when = datetime.fromtimestamp(exact["committed_at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     assert re.search(rf"^  committed +{when}, \d+ (s|min) ago$", shown, re.MULTILINE)
     assert re.search(r"^  size +\d+\.\d [kM]B$", shown, re.MULTILINE)
-    assert re.search(r"^  is_pinned +no$", shown, re.MULTILINE)
-    assert re.search(r"^  restored_from +-$", shown, re.MULTILINE)
+    assert re.search(r"^  pinned +no$", shown, re.MULTILINE)
+    assert re.search(r"^  restored from +-$", shown, re.MULTILINE)
     assert re.search(r"^  refs +-$", shown, re.MULTILINE)
     for text in (f"{LONG}: 0.333333", f"{LONG}-2: 1.23457e+08", "val_loss_at: 2", "took_s: 7"):
         assert re.search(rf"{re.escape(text)}(,|$)", shown, re.MULTILINE), "a user's name says no unit"

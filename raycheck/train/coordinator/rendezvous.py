@@ -85,7 +85,7 @@ class Rendezvous(Generic[Arrived, Decision]):
         if self.is_decided:
             return self._decision.result()
         missing = sorted(set(range(self._world_size)) - self._came)
-        return Pending(message=f"ranks {missing} have not {self._awaited}" if missing else "the commit is under way")
+        return Pending(message=f"ranks {missing} have not {self._awaited}" if missing else "the decision is under way")
 
     async def _decide_by(self, work: Coroutine[Any, Any, Decision]) -> None:
         try:

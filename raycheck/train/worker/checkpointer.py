@@ -135,11 +135,6 @@ class Checkpointer:
         """Describes this rank's saves to a driver that decides when to save."""
         return self._attempt.save_status if self._attempt is not None else SaveStatus()
 
-    @property
-    def standing(self) -> SaveStatus:
-        """Returns the same as `save_status`."""
-        return self.save_status
-
     def peek(
         self, *, only: Iterable[str] | None = None, skip: Iterable[str] = (), on_corrupt: OnCorrupt = "previous"
     ) -> Preview:

@@ -54,7 +54,7 @@ def test_a_decision_that_takes_time_is_pending_until_it_is_made() -> None:
             rendezvous.arrive(rank, "x")
         rendezvous.decide_later(work())
         assert (rendezvous.is_open, rendezvous.is_deciding, rendezvous.is_decided) == (False, True, False)
-        assert await rendezvous.answer(0.01) == Pending(message="the commit is under way")
+        assert await rendezvous.answer(0.01) == Pending(message="the decision is under way")
         go.set()
 
         assert await rendezvous.answer(5.0) == "done"

@@ -140,10 +140,3 @@ def test_actors_that_are_turned_off_are_left_alone(cluster: None, tmp_path: Path
 
     assert ray.get(actor.get.remote()) == [0]
     assert list(locked.iterdir()) == []
-
-
-def test_the_standing_of_a_checkpointer_is_its_save_status() -> None:
-    ckpt = raycheck.Checkpointer({"x": torch.nn.Linear(1, 1)}, SaveSettings(enabled=False))
-
-    assert ckpt.standing == ckpt.save_status
-    assert not ckpt.standing.is_busy
