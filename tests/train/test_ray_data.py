@@ -52,14 +52,15 @@ def dataset(rows: int = ROWS) -> ray.data.Dataset:
     return ray.data.range(rows, override_num_blocks=6).randomize_block_order()
 
 
-def fit(folder: Path, workers: int, **config: Any) -> None:
+def fit(folder: Path, workers: int, *, splitting: Any = None, **config: Any) -> None:
+    train_fn, more = config.pop("train", train), config.pop("more", {})
     trainer = ray.train.torch.TorchTrainer(
-        config.pop("train", train),
+        train_fn,
         train_loop_config={"folder": str(folder), "kill": -1, "stop": -1, **config},
-        datasets={"train": dataset()},
+        datasets={"train": dataset(), **more},
         scaling_config=ray.train.ScalingConfig(num_workers=workers),
         run_config=ray.train.RunConfig(name="run", storage_path=str(folder / "runs")),
-        dataset_config=config.get("dataset_config"),
+        dataset_config=splitting,
     )
     raycheck.fit(trainer)
 
@@ -91,3 +92,53 @@ def test_each_row_is_trained_on_once_per_epoch_over_a_kill_and_four_world_sizes(
     assert (tmp_path / "killed").exists()
     starts = [json.loads(path.read_text().splitlines()[0]) for path in sorted(tmp_path.glob("told-*-0"))]
     assert starts == [[0, 0, 0], [2, 0, 16], [5, 0, 40], [7, 0, 52], [10, 0, 64]]
+
+
+def test_outside_of_ray_train_there_is_no_dataset_to_share():
+    with pytest.raises(raycheck.ConfigError, match="only Ray Train's workers"):
+        raycheck.RayData("train", id="id")
+
+
+def try_what_is_refused(config: dict[str, Any]) -> None:
+    """Writes down the error of each attempt to use RayData in a wrong way."""
+    said = {}
+
+    def steps(data: raycheck.RayData, count: int) -> None:
+        for _, _ in zip(range(count), data.iter_batches(batch_size=2), strict=False):
+            data.end_step()
+
+    def begin_twice() -> None:
+        data = raycheck.RayData("train", id="id")
+        steps(data, 1)
+        steps(data, 1)
+
+    calls = {
+        "no such dataset": lambda: raycheck.RayData("nothing", id="id"),
+        "not split": lambda: raycheck.RayData("whole", id="id"),
+        "no such column": lambda: steps(raycheck.RayData("train", id="key"), 1),
+        "no numbers": lambda: steps(raycheck.RayData("odd", id="text"), 1),
+        "twice": lambda: steps(raycheck.RayData("odd", id="same"), 2),
+        "begun": begin_twice,
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except raycheck.ConfigError as error:
+            said[name] = str(error)
+    Path(config["folder"], "said").write_text(json.dumps(said))
+
+
+@pytest.mark.slow
+def test_what_would_lose_rows_is_refused_before_the_first_step(cluster: None, tmp_path: Path):
+    odd = ray.data.from_items([{"text": str(number), "same": number // 3} for number in range(12)])
+    splitting = ray.train.DataConfig(datasets_to_split=["train", "odd"])
+
+    fit(tmp_path, 1, train=try_what_is_refused, more={"whole": dataset(), "odd": odd}, splitting=splitting)
+
+    said = json.loads((tmp_path / "said").read_text())
+    assert "was given no such dataset" in said["no such dataset"]
+    assert "every rank reads all of this dataset" in said["not split"]
+    assert "has no such column" in said["no such column"]
+    assert "whole numbers" in said["no numbers"]
+    assert "came twice in epoch 0" in said["twice"]
+    assert "call end_epoch()" in said["begun"]

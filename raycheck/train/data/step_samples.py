@@ -6,7 +6,7 @@ from typing import Any
 
 from raycheck.errors import ConfigError
 from raycheck.train.data.epoch_order import epoch_order
-from raycheck.train.data.step_history import StepPattern, StepHistory, joined
+from raycheck.train.data.step_history import StepHistory, StepPattern, joined
 
 _KEYS = {"epoch", "consumed", "seed", "shuffle", "global_batch", "length"}
 
