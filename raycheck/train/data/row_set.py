@@ -7,7 +7,7 @@ a batch costs in proportion to the batch, so that a step does not pay for the ep
 # ruff: noqa: SLF001  a set takes over another one's memory
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -62,11 +62,11 @@ class RowSet:
             inside = (ids >= np.uint64(self._first)) & (ids - np.uint64(self._first) < np.uint64(self._bits.size * 8))
             place = np.where(inside, ids - np.uint64(self._first), np.uint64(0)).astype(np.int64)
             bits = (self._bits[place >> 3] >> (place & 7).astype(np.uint8)) & 1
-            return np.logical_and(inside, bits)
+            return cast("Mask", np.logical_and(inside, bits))
         self.sorted_for_look_ups()
         assert self._order is not None, "numbers are in order now, and there are some"
         nearest = self._order[np.minimum(np.searchsorted(self._order, ids), self._order.size - 1)]
-        return np.equal(nearest, ids)
+        return cast("Mask", nearest == ids)
 
     def sorted_for_look_ups(self) -> Self:
         """Sort numbers now, and not in each process that the set is sent to. Returns the set."""
