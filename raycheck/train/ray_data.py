@@ -7,7 +7,6 @@ however many ranks there are now.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -112,7 +111,7 @@ class RayData(DataStream):
         shares: Any = None
         if self._rank == 0:
             try:
-                shares = shares_without(self._name, DropRows(self._id, ray.put([rest.sorted_for_look_ups()])))
+                shares = shares_without(self._name, _dropping(self._id, ray.put([rest.sorted_for_look_ups()])))
             except Exception as error:  # noqa: BLE001  the other ranks wait for an answer
                 shares = error
         shares = broadcast(shares)
@@ -191,19 +190,17 @@ class RayData(DataStream):
         self.end_loaders()
 
 
-@dataclass(frozen=True, slots=True)
-class DropRows:
-    """Takes the rows that were consumed out of a block, in a task of Ray Data's.
+def _dropping(column: str, consumed: Any) -> Callable[[Any], Any]:
+    """Returns what takes the rows that were consumed out of a block, in a task of Ray Data's.
 
-    column: that of the ids. consumed: refers to a list with the set of them; each process gets it once.
+    column: that of the ids. consumed: refers to a list with the set of them.
     """
 
-    column: str
-    consumed: Any
-
-    def __call__(self, table: Any) -> Any:
-        (consumed,) = ray.get(self.consumed)
-        ids = None if self.column not in table.column_names else ids_of(table[self.column])
+    def keep(table: Any) -> Any:
+        (rows,) = ray.get(consumed)
+        ids = ids_of(table[column]) if column in table.column_names else None
         if ids is None:
-            raise ConfigError(f"RayData: the dataset has no column {self.column!r} of whole numbers")
-        return table.filter(~consumed.contains(ids))
+            raise ConfigError(f"RayData: the dataset has no column {column!r} of whole numbers of at least 0")
+        return table.filter(~rows.contains(ids))
+
+    return keep
