@@ -70,16 +70,16 @@ class CommittedCheckpoint(Checkpoint):
         """
         from raycheck.shards.state.preview import saved_values
         from raycheck.shards.state.restore_matching import corrupt_if_odd
-        from raycheck.train.data.step_samples import is_position, samples_of
+        from raycheck.train.data.step_samples import positions_in, samples_of
 
         with corrupt_if_odd(self.entry.key):
             values = saved_values(self.read_index(self.read_manifest()))
-            found = [value for value in values.values() if is_position(value)]
-            if not found:
+            found = next(positions_in(values), None)
+            if found is None:
                 raise ConfigError(
                     f"{self.entry.key}: no raycheck.Batches was in the state, so nobody knows which samples a step had"
                 )
-            return samples_of(found[0], first, end, step=self.step)
+            return samples_of(found, first, end, step=self.step)
 
     def manifest(self) -> Manifest:
         """Read the checkpoint's manifest from the bucket. See Checkpoint.read_manifest."""

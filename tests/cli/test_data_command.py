@@ -8,7 +8,7 @@ import pytest
 from raycheck.bucket.store import open_store
 from raycheck.train.batches import Batches
 from tests.support.command_line import raycheck
-from tests.support.save_without_ray import save_state
+from tests.support.save_without_ray import Own, save_state
 
 
 @pytest.fixture
@@ -28,7 +28,8 @@ def trained(tmp_path: Path) -> tuple[str, list[list[int]]]:
             else:
                 for batches in ranks:
                     batches.end_epoch()
-        save_state(open_store(uri), {"data": ranks[0]}, save_number=number, step=end)
+        own = Own({"inside": {"data": ranks[0].state_dict()}})  # as an adapter's state may have it
+        save_state(open_store(uri), {"own": own} if end == 5 else {"data": ranks[0]}, save_number=number, step=end)
         state = ranks[0].state_dict()
         ranks = [Batches(range(40), global_batch=4, rank=rank, world_size=3) for rank in range(3)]
         for batches in ranks:

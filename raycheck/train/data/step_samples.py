@@ -1,6 +1,6 @@
 """Says which samples made which steps, from what a checkpoint holds of its data: for no world size in particular."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,13 @@ class StepSamples:
         return (self.epoch, *self.batches)
 
 
-def is_position(value: object) -> bool:
-    """Returns whether a saved value is the position of Batches."""
-    return isinstance(value, Mapping) and value.keys() >= _KEYS
+def positions_in(value: object, *, depth: int = 4) -> Iterator[Mapping[str, Any]]:
+    """Yields the positions of Batches in a saved value, also inside the states of objects that hold Batches."""
+    if isinstance(value, Mapping) and value.keys() >= _KEYS:
+        yield value
+    elif isinstance(value, Mapping) and depth:
+        for item in value.values():
+            yield from positions_in(item, depth=depth - 1)
 
 
 def samples_of(state: Mapping[str, Any], first: int, end: int, *, step: int) -> list[StepSamples]:
