@@ -96,7 +96,7 @@ class ExportSettings:
         "epoch{epoch}/step{step:06d}". The default is the checkpoint's name; it contains step, attempt and save, so that
         it is never taken. A whole export that has the name already is left as it is.
     to: a URI or absolute path below which the directories are written. None: `exports/` in the run.
-    keep_last: keep the exports of this many of the newest checkpoints, and those of pinned checkpoints. Others that
+    keep_last: keep the exports of this many of the newest checkpoints, and those of pinned and named ones. Others that
         trainings of this run wrote there are deleted after the next export. None: all stay.
     entry, files, merge_lora, dtype, max_shard_bytes: what the directory holds, see ExportOptions.
 

@@ -52,7 +52,8 @@ class RunSummary:
     uri: the run's address, for every other command. name: the path of the run's folder below the prefix.
     state: "finished", "died" (its driver gave it up), "running" (there was a claim or commit lately), "silent" (there
         was none for long) and "idle" (nobody has started it since it was rewound, repaired or copied), as `raycheck
-        show` says them; "uncommitted": it has no checkpoint and does not run; "lost": checkpoints lie there, but
+        show` says them; "deleted": what is left is kept for runs that use it, or its delete was interrupted;
+        "uncommitted": it has no checkpoint and does not run; "lost": checkpoints lie there, but
         `latest` is missing; "damaged": `latest` could not be read, twice; "newer": a newer raycheck wrote it;
         "unreadable": the store refused or failed.
     text: the state in words, with what to do. is_resumable: training is over, has not come to its end, and the next
@@ -260,7 +261,7 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
     committed_at = max((entry.committed_at for entry in body.live), default=None)
     state: RunState = status.state
     text = status.text
-    if head is None and state not in ("running", "finished"):
+    if head is None and state not in ("running", "finished", "deleted"):
         state, text = "uncommitted", f"never committed anything; {text}"
     least, most = kept_bytes(body.live)
     return RunSummary(

@@ -1,13 +1,17 @@
 """Tests the commands that fork and delete, on a folder, as a user types them."""
 
 import json
+from urllib.parse import parse_qs, urlsplit
+from uuid import uuid4
 
 import pytest
 import torch
 
 import raycheck
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
 from tests.support.command_line import raycheck as command
+from tests.support.http_fault_proxy import FaultProxy
 from tests.support.save_without_ray import save_state
 
 
@@ -41,6 +45,34 @@ def test_a_fork_is_restored_and_the_base_can_only_go_after_it(base, tmp_path) ->
     done_with(0, "delete-run", variant, "--yes", "--live")
     done_with(0, "delete-run", base, "--yes", "--live")
     assert list(tmp_path.rglob("*.distcp")) == []
+
+
+def test_a_deleted_run_that_others_use_is_listed_as_deleted(base, tmp_path) -> None:
+    variant = f"file://{tmp_path}/variant"
+    raycheck.fork_run(base, variant)
+    assert not raycheck.delete_run(base, keep_shared=True, live=True).is_gone
+
+    found = {run.name: run for run in raycheck.list_runs(f"file://{tmp_path}")}
+    listed = done_with(0, "runs", f"file://{tmp_path}").stdout
+
+    assert (found["base"].state, found["base"].is_resumable) == ("deleted", False)
+    assert found["variant"].state == "idle"
+    for text in (found["base"].text, " ".join(listed.split()), done_with(0, "show", base).stdout):
+        assert "kept for other runs, which use checkpoints of it: ../variant." in text
+    raycheck.delete_run(variant, live=True)
+    assert raycheck.delete_run(base, live=True).is_gone
+
+
+def test_who_is_not_asked_before_a_delete_does_not_wait_for_a_count(wire: FaultProxy) -> None:
+    uri = join_uri(wire.uri, name := uuid4().hex)
+    save_state(open_store(uri), {"model": torch.nn.Linear(3, 2)}, step=7)
+    wire.heads.clear()
+
+    done_with(0, "delete-run", uri, "--yes", "--live")
+
+    queries = [parse_qs(urlsplit(head.target).query) for head in wire.heads]
+    whole = [query for query in queries if query.get("prefix") == [f"{name}/"] and "delimiter" not in query]
+    assert len(whole) == 1, "the delete's own listing"
 
 
 def test_the_head_is_not_deleted(base) -> None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.new_run import look_at_place
+from raycheck.bucket.protocol.new_run import Origin, look_at_place, reserve_name
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
@@ -89,13 +89,11 @@ def import_checkpoint(
         shards = planned(state, found.tensors)
         progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
         origin = f"import of {source.partition('?')[0]} ({found.kind})"
-        is_new = existing is None and not dry_run
+        is_new = False
         if existing is not None:
             _refuse_another(register, existing, origin)
-        elif is_new:
-            name = CheckpointName(step=progress.step, attempt=0, save=save)
-            existing = write_run(register, state, shards, name=name, progress=progress, restored_from=origin, told=told)
-            _refuse_another(register, existing, origin)  # somebody else's may have been faster
+        elif not dry_run:
+            existing, is_new = _written(register, state, shards, progress, origin, save, told)
     return Imported(
         uri=register.store.uri,
         checkpoint=(existing.head if existing else None) or "",
@@ -107,6 +105,25 @@ def import_checkpoint(
         notes=state.notes,
         is_new=is_new,
     )
+
+
+def _written(  # noqa: PLR0917
+    register: Register,
+    state: ImportedState,
+    shards: Sequence[Sequence[Piece]],
+    progress: Progress,
+    origin: str,
+    save: int,
+    told: Callable[[int, int], None],
+) -> tuple[Latest, bool]:
+    """Write the checkpoint and create the run. Returns its body, and whether this very call has created it."""
+    mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
+    name = reserve_name(register.store, mine, step=progress.step, save=save)
+    body = write_run(
+        register, state, shards, run_id=mine.run_id, name=name, progress=progress, restored_from=origin, told=told
+    )
+    _refuse_another(register, body, origin)  # somebody else's may have been faster
+    return body, body.run_id == mine.run_id
 
 
 def _refuse_another(register: Register, body: Latest, origin: str) -> None:

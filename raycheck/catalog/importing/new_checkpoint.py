@@ -8,7 +8,6 @@ a run that does not exist yet.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -96,12 +95,13 @@ def write_run(
     state: ImportedState,
     shards: Sequence[Sequence[Piece]],
     *,
+    run_id: str,
     name: CheckpointName,
     progress: Progress,
     restored_from: str,
     told: Told,
 ) -> Latest:
-    """Write the checkpoint and create the run, whose body is returned. name: of attempt 0, and free.
+    """Write the checkpoint and create the run, whose body is returned. name: of attempt 0, and reserved.
 
     Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
     """
@@ -130,7 +130,7 @@ def write_run(
     except SaveFailedError as error:
         raise CorruptError(f"{restored_from}: {error}") from None
     data = write_manifest(register.store, manifest)
-    body = begin_run(register, first_entry(manifest, data), manifest, run_id=uuid4().hex, verb="import")
+    body = begin_run(register, first_entry(manifest, data), manifest, run_id=run_id, verb="import")
     told(sum(sizes), sum(sizes))
     return body
 

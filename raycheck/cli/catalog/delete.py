@@ -52,9 +52,10 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Delete a whole run. What other runs use is not deleted. Repeat it after an interruption."""
     settings = settings_of(storage)
-    run = open_run(uri, settings)
-    objects = list(run.store.list_objects(""))
-    total = sum(item.size_bytes for item in objects)
+    if dry_run or not yes:  # otherwise nobody is told what there is
+        run = open_run(uri, settings)
+        objects = list(run.store.list_objects(""))
+        total = sum(item.size_bytes for item in objects)
     if dry_run:
         holds = [hold.holder for hold in run.latest.holds]
         if as_json:
@@ -63,9 +64,9 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
             shared = f"; used by {', '.join(holds)}" if holds else ""
             out.print(Text(f"{uri}: {len(objects)} objects, {size(total)} would be deleted{shared}"))
         return
-    _confirm(
-        f"{uri} ({len(objects)} objects, {size(total)})", uri.partition("?")[0].rstrip("/").rpartition("/")[2], yes=yes
-    )
+    if not yes:
+        word = uri.partition("?")[0].rstrip("/").rpartition("/")[2]
+        _confirm(f"{uri} ({len(objects)} objects, {size(total)})", word, yes=yes)
     done = deletes.delete_run(uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings)
     if as_json:
         print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})

@@ -68,7 +68,7 @@ def _print_table(found: Sequence[RunSummary], price: float) -> None:
         )
         table.add_row(*map(Text, row))
     out.print(table)
-    troubled = [run for run in found if run.state in IN_TROUBLE]
+    troubled = [run for run in found if run.state in (*IN_TROUBLE, "deleted")]
     for run in troubled:
         out.print(Text(f"\n{run.name}: {run.text}"))
     least, most = (sum(sizes) for sizes in zip(*((run.size_bytes, run.max_size_bytes) for run in found), strict=True))
