@@ -41,6 +41,8 @@ def train(config: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             step += 1
             ckpt.end_step()
+            if step == 2:
+                ckpt.wait()
             if step == config["stop"]:
                 ckpt.close()
                 return
