@@ -83,17 +83,29 @@ def trained(folder: Path) -> list[Counter[int]]:
     return counts
 
 
-def test_each_row_is_trained_on_once_per_epoch_over_a_kill_and_four_world_sizes(cluster: None, tmp_path: Path):
-    fit(tmp_path, 4, kill=3, stop=5)
-    fit(tmp_path, 3, stop=7)
-    fit(tmp_path, 2, stop=10)
-    fit(tmp_path, 4)
+LIVES = [
+    ([(2, 5), (1, -1)], [[0, 0, 0], [2, 0, 8], [5, 0, 20]]),
+    pytest.param(
+        [(4, 5), (3, 7), (2, 10), (4, -1)],
+        [[0, 0, 0], [2, 0, 16], [5, 0, 40], [7, 0, 52], [10, 0, 64]],
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("lives", "expected"), LIVES, ids=["2 to 1 ranks", "4 to 3 to 2 to 4 ranks"])
+def test_each_row_is_trained_on_once_per_epoch_over_a_kill_and_other_world_sizes(
+    cluster: None, tmp_path: Path, lives: list[tuple[int, int]], expected: list[list[int]]
+):
+    """lives: (world size, the step at which it stops). expected: the step, epoch and rows of each restore."""
+    for number, (workers, stop) in enumerate(lives):
+        fit(tmp_path, workers, kill=-1 if number else 3, stop=stop)
 
     once = Counter(dict.fromkeys(range(ROWS), 1))
     assert trained(tmp_path) == [once, once]
     assert (tmp_path / "killed").exists()
     starts = [json.loads(path.read_text().splitlines()[0]) for path in sorted(tmp_path.glob("told-*-0"))]
-    assert starts == [[0, 0, 0], [2, 0, 16], [5, 0, 40], [7, 0, 52], [10, 0, 64]]
+    assert starts == expected
 
 
 def test_outside_of_ray_train_there_is_no_dataset_to_share():
