@@ -112,6 +112,11 @@ class Run:
         """Returns the live checkpoints, in the order of their commits."""
         return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
 
+    @property
+    def borrowed(self) -> dict[str, tuple[str, ...]]:
+        """Returns the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
+        return {loan.source: loan.directories for loan in self.latest.loans}
+
     def at(self, at: int | str) -> CommittedCheckpoint:
         """Returns the committed checkpoint with this step, name or key.
 

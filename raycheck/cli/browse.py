@@ -76,6 +76,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     ]
     status = read_status(run.store)
     facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head}
+    facts |= {"borrowed": {way: list(names) for way, names in run.borrowed.items()}}
     facts |= {"state": status.state, "state_at": status.at, "state_text": status.text, "attempts": attempts}
     if checkpoint is not None:
         facts["checkpoint"] = _facts(run, checkpoint) | _details(checkpoint)
@@ -85,6 +86,8 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     out.print(Text(f"run {uri}"))
     out.print(Text(f"id {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
     out.print(Text(f"{status.text}\n"))
+    for way, names in run.borrowed.items():
+        out.print(Text(f"uses {len(names)} checkpoint(s) of {way}: {', '.join(names[:3])}\n"))
     table = Table("attempt", "ranks", "restored", "saves", "claimed", "age", box=None, pad_edge=False)
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Hold, Latest
+from raycheck.bucket.protocol.base_run import without_reservation
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
@@ -68,6 +69,7 @@ def delete_run(register: Register, *, keeps_shared: bool = False, keeps_exports:
     owner = f"delete-{uuid4().hex[:12]}"
 
     def change(body: Latest, now: float) -> Latest | None:
+        body = without_reservation(store, body)
         if body.holds and not keeps_shared:
             names = ", ".join(hold.holder for hold in body.holds[:5])
             raise ConfigError(

@@ -6,7 +6,7 @@ a run that does not exist yet.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceT
 from raycheck.catalog.importing.torch_file import source_tensor
 from raycheck.errors import CorruptError, SaveFailedError
 from raycheck.shards.entries.state_entry import ASSETS, Leaves
-from raycheck.shards.transfer.incremental_upload import StagedState
+from raycheck.shards.transfer.incremental_upload import StagedState, frozen_component
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.stager import Stager
 
@@ -48,27 +48,41 @@ class Piece:
 
 
 def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
-    """Returns the pieces of each shard. Tied tensors are one, under all their names."""
+    """Returns the pieces of each shard, which has one component. Tied tensors are one, under all their names.
+
+    Models that come without any optimizer are components of their own, as what gets no gradient is: a run that trains
+    only an adapter can use them as they are. The first shard is of `train`, and may have no pieces.
+    """
     tied: dict[int, list[tuple[str, tuple[str | int, ...]]]] = {}
     by_id: dict[int, torch.Tensor] = {}
+    components: dict[int, str] = {}
+    is_trained = any(entry.kind == "optimizer" for entry in state.entries)
     for entry in state.entries:
+        component = frozen_component(entry.name) if entry.kind == "module" and not is_trained else TRAIN
         for name, tensor in entry.found.tensors.items():
             at = _identity(tensor)
             by_id[at] = tensor
+            components.setdefault(at, component)
             tied.setdefault(at, []).append((name, tuple(entry.found.paths.get(name, (name,)))))
     shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
-    for at, names in tied.items():
-        tensor = by_id[at]
+    for at, names in sorted(tied.items(), key=lambda item: components[item[0]] != TRAIN):
+        tensor, component = by_id[at], components[at]
         source = tensors.of(tensor) if tensor.is_meta else source_tensor(tensor, names[0][0])
         for box in source.pieces(SHARD_BYTES):
-            piece = Piece(box=_local_box(source, box, names), source=source)
-            if shards[-1] and piece.size_bytes > room:
+            piece = Piece(box=replace(_local_box(source, box, names), component=component), source=source)
+            is_full = bool(shards[-1]) and piece.size_bytes > room
+            if is_full or component != component_of(shards[-1]):
                 shards.append([])
                 room = SHARD_BYTES
             shards[-1].append(piece)
             room -= piece.size_bytes
     return shards
+
+
+def component_of(pieces: Sequence[Piece]) -> str:
+    """Returns the component of a shard's pieces: `train` where there are none."""
+    return pieces[0].box.component if pieces else TRAIN
 
 
 def _identity(tensor: torch.Tensor) -> int:
@@ -148,7 +162,7 @@ def _staged(state: ImportedState, pieces: Sequence[Piece], rank: int, progress: 
             also |= entry.found.also
         leaves |= {"progress.step": (("progress", "step"), progress.step)}
     sources = list(_read(pieces))
-    staged = Stager(TRAIN, rank).stage([piece.box for piece in pieces], leaves, sources, also)
+    staged = Stager(component_of(pieces), rank).stage([piece.box for piece in pieces], leaves, sources, also)
     return StagedState(staged=[staged], values=values, rank_values={})
 
 

@@ -5,7 +5,7 @@ is in live_attempt.py, when to save in save_triggers.py, and what a save does in
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType, TracebackType
 from typing import Self, get_args
@@ -23,6 +23,7 @@ from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.controller_callbacks import is_turned_off
+from raycheck.train.worker.base_run import refer_to_base
 from raycheck.train.worker.export_wait import ExportWait
 from raycheck.train.worker.group_restore import (
     RestoreResult,
@@ -236,6 +237,7 @@ class Checkpointer:
         if selection != EVERYTHING:
             text = "starting fresh: there is no checkpoint to restore from"
             logger.warning(event(text, selection=str(selection), run=self._group.uri))
+        self._refer_to_base(state)
         self._counter.start_at(self._counter.progress)
         self._begin(state, StartingPoint.fresh(claim, selection), export_wait)
         if not self._has_data_position(state):
@@ -269,6 +271,7 @@ class Checkpointer:
             preview=self._preview,
         )
         state.check_memory()
+        self._refer_to_base(state, [component.name for component in done.manifest.components])
         rng = apply_random_state(done, group, self._counter.data)
         self._counter.start_at(done.progress)
         # Only now: what a failed restore left behind must never be saved.
@@ -301,6 +304,11 @@ class Checkpointer:
         for periodic in self._periodics:
             periodic.start(lambda: (self._counter.progress, self._triggers.clock_s))
         self._watch.start()
+
+    def _refer_to_base(self, state: TrainState, known: Sequence[str] = ()) -> None:
+        """Look for frozen components in the base run. known: those that the restored checkpoint has."""
+        if self.settings.base is not None:
+            refer_to_base(self._group, state, self.settings.base, known)
 
     def _has_data_position(self, state: TrainState) -> bool:
         return bool(self._counter.data) or state.has_loader
