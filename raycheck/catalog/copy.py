@@ -126,7 +126,8 @@ def plan_copy(
     check_places(one, other)
     entry = _chosen(one, read_latest(one), step)
     existing, _ = look_at_place(Register(other))
-    if existing is not None and _was_copied(Checkpoint(other, _head(existing, other)), one, entry):
+    if existing is not None:
+        _copied_head(existing, other, one, entry)
         return PlannedCopy(uri=other.uri, run_id=existing.run_id)
     return PlannedCopy(uri=other.uri, run_id="", sizes={entry.key: entry.size_bytes})
 
@@ -172,9 +173,7 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Co
     checkpoint, register = Checkpoint(source, entry), Register(target)
     existing, save = look_at_place(register)
     if existing is not None:
-        head = _head(existing, target)
-        if not _was_copied(Checkpoint(target, head), source, entry):
-            raise ConfigError(f"{target.uri}: there is another run already ({existing.run_id}); give a free place")
+        head = _copied_head(existing, target, source, entry)
         return CopiedRun(uri=target.uri, run_id=existing.run_id, head=head.key, present=(head.key,))
     old = checkpoint.read_manifest()
     objects = ObjectCopier(source, target, stop=stop, progress=counter.add)
@@ -236,6 +235,14 @@ def _head(body: Latest, target: Store) -> Entry:
     if entry is None:
         raise ConfigError(f"{target.uri}: a run has begun there, without a checkpoint. Give a free place")
     return entry
+
+
+def _copied_head(body: Latest, target: Store, source: Store, entry: Entry) -> Entry:
+    """Return the head of the run that is at the target. Raises ConfigError when it is no copy of that checkpoint."""
+    head = _head(body, target)
+    if not _was_copied(Checkpoint(target, head), source, entry):
+        raise ConfigError(f"{target.uri}: there is another run already ({body.run_id}); give a free place")
+    return head
 
 
 def _was_copied(copy: Checkpoint, source: Store, entry: Entry) -> bool:

@@ -59,7 +59,8 @@ class RunSummary:
     text: the state in words, with what to do. is_resumable: training is over, has not come to its end, and the next
         start goes on from `step`.
     step: that of the head, None without one. committed_at, age_s: the time of the newest commit by the store's clock,
-        and how long ago that was. metrics: those of the head that `latest` repeats.
+        and how long ago that was. idle_s: how long ago something happened to the run for the last time: a claim, a
+        commit, or its end. metrics: those of the head that `latest` repeats.
     num_checkpoints: how many checkpoints are live. size_bytes, max_size_bytes: how many bytes these keep at least and
         at most. The two are equal where no checkpoint refers to another's directory: `latest` has the size of each
         checkpoint with all that it refers to, and does not say how much of that several of them share. What retention
@@ -77,6 +78,7 @@ class RunSummary:
     step: int | None = None
     committed_at: float | None = None
     age_s: float | None = None
+    idle_s: float | None = None
     metrics: Mapping[str, float]
     num_checkpoints: int = 0
     size_bytes: int = 0
@@ -274,6 +276,7 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
         step=None if head is None else head.step,
         committed_at=committed_at,
         age_s=None if committed_at is None else max(0.0, status.now - committed_at),
+        idle_s=max(0.0, status.now - max(status.at, body.attempt.claimed_at, committed_at or 0.0)),
         metrics=_metrics(head),
         num_checkpoints=len(body.live),
         size_bytes=least,

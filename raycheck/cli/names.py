@@ -34,7 +34,8 @@ def name(  # noqa: PLR0917  typer makes options of them
     step: At,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Up to 100 letters, digits and '_.-'.")],
     expire_after: Annotated[
-        float | None, typer.Option(help="Keep it for this many seconds from now; default: for ever.")
+        float | None,
+        typer.Option(help="Keep it for this many seconds from now, then drop it; default: for ever."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Take the name from another step, or another name from this checkpoint.")

@@ -36,6 +36,7 @@ def test_a_fork_is_restored_and_the_base_can_only_go_after_it(base, tmp_path) ->
     done = json.loads(done_with(0, "fork", base, variant, "--json").stdout)
 
     assert done["is_new"]
+    assert json.loads(done_with(0, "fork", base, variant, "--dry-run", "--json").stdout)["is_new"] is False
     assert done["copied_bytes"] < done["borrowed_bytes"]
     model = torch.nn.Linear(300, 200)
     assert raycheck.open_run(variant).restore(into={"model": model}) == 7
@@ -72,8 +73,31 @@ def test_who_is_not_asked_before_a_delete_does_not_wait_for_a_count(wire: FaultP
 
     queries = [parse_qs(urlsplit(head.target).query) for head in wire.heads]
     whole = [query for query in queries if query.get("prefix") == [f"{name}/"] and "delimiter" not in query]
-    assert len(whole) == 1, "the delete's own listing"
+    assert len(whole) == 2, "one that looks for another run in the folder, and one of what the prune has left"
 
 
 def test_the_head_is_not_deleted(base) -> None:
     assert "rewind" in done_with(2, "delete", base, "7", "--yes").stderr
+
+
+def test_a_dry_run_refuses_what_the_delete_would_refuse(base, tmp_path) -> None:
+    assert "rewind" in done_with(2, "delete", base, "7", "--dry-run").stderr
+    assert "--live" in done_with(2, "delete-run", base, "--dry-run").stderr
+    raycheck.fork_run(base, f"file://{tmp_path}/variant")
+    assert "--keep-shared" in done_with(2, "delete-run", base, "--dry-run", "--live").stderr
+
+    plan = json.loads(done_with(0, "delete-run", base, "--dry-run", "--live", "--keep-shared", "--json").stdout)
+
+    assert plan["used_by"] == ["../variant"]
+    assert (tmp_path / "base/latest").exists()
+
+
+def test_no_time_for_readers_of_one_checkpoint_leaves_that_of_others(base, tmp_path) -> None:
+    for step in (8, 9):
+        save_state(open_store(base), {"model": torch.nn.Linear(3, 2)}, step=step, save_number=step)
+    done_with(0, "delete", base, "7", "--yes")
+
+    done_with(0, "delete", base, "8", "--yes", "--grace", "0")
+
+    left = sorted(path.name.partition("-a")[0] for path in (tmp_path / "base/checkpoints").iterdir())
+    assert left == ["step-000000007", "step-000000009"]

@@ -21,7 +21,7 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import get_latest, list_directories, read_latest
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, NotFoundError
+from raycheck.errors import CorruptError, NotFoundError, StoreError
 
 HOLD_GRACE_S = 86400.0
 """For how long a hold stays whose run is not there yet: that run may be about to be created."""
@@ -289,13 +289,20 @@ def _is_orphan(store: Store, hold: Hold, *, age_s: float) -> bool:
         return False
     holder = store.beside(hold.holder)
     try:
-        body = again_if_corrupt(lambda: get_latest(holder))[0]
-    except NotFoundError:
-        return not list_directories(holder)
-    except CorruptError:
+        body = _body_or_none(holder)
+        if body is None:
+            return not list_directories(holder)
+    except (CorruptError, StoreError):  # also without the right to read there: a sweep of this run must not need it
         return False
     back = holder.way_to(store)
     return all(loan.source != back for loan in body.loans)
+
+
+def _body_or_none(store: Store) -> Latest | None:
+    try:
+        return again_if_corrupt(lambda: get_latest(store))[0]
+    except NotFoundError:
+        return None
 
 
 def recorded_holds(store: Store, *, now: float) -> tuple[Hold, ...]:

@@ -5,6 +5,7 @@ so a checkpoint larger than memory passes through. `latest` is created last (new
 a run that does not exist yet.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.new_run import begin_run, first_entry
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint
 from raycheck.catalog.importing.entries import ImportedState
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors
 from raycheck.catalog.importing.torch_file import source_tensor
@@ -31,6 +33,7 @@ from raycheck.shards.transfer.stager import Stager
 
 SHARD_BYTES = 1 << 30
 """The size of a shard, and so about half of the memory that an import needs. A box of DCP is never cut."""
+PART_BYTES = 16 << 20
 Told = Callable[[int, int], None]
 """Is told how many bytes are written, and how many there are."""
 
@@ -115,7 +118,9 @@ def write_run(
     restored_from: str,
     told: Told,
 ) -> Latest:
-    """Write the checkpoint and create the run, whose body is returned. name: of attempt 0, and reserved.
+    """Write the checkpoint and create the run. Returns the body that is there, another run's if that was faster.
+
+    name: of attempt 0, and reserved.
 
     Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
     """
@@ -147,6 +152,44 @@ def write_run(
     body = begin_run(register, first_entry(manifest, data), manifest, run_id=run_id, verb="import")
     told(sum(sizes), sum(sizes))
     return body
+
+
+def is_written(
+    checkpoint: Checkpoint,
+    state: ImportedState,
+    shards: Sequence[Sequence[Piece]],
+    *,
+    progress: Progress,
+    restored_from: str,
+    told: Told,
+) -> bool:
+    """Return whether a checkpoint is what `write_run` would write, by its names and the checksums of its shards.
+
+    Reads all of the source, whose bytes may have changed since they were imported, and writes nothing.
+    """
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
+    boxes = [piece.box for pieces in shards for piece in pieces]
+    names = {name for box in boxes for name in (box.name, *(name for name, _ in box.aliases))}
+    entries = {entry.name for entry in state.entries}
+    there = {shard.rank: shard for component in manifest.components for shard in component.shards}
+    if (
+        (manifest.restored_from, manifest.step) != (restored_from, progress.step)
+        or {tensor.name for tensor in index.tensors} != names
+        or not entries <= set(index.values)
+        or len(there) != len(shards)
+    ):
+        return False
+    sizes = [sum(piece.size_bytes for piece in shard) for shard in shards]
+    for rank, pieces in enumerate(shards):
+        told(sum(sizes[:rank]), sum(sizes))
+        staged = _staged(state, pieces, rank, progress)
+        for shard in staged.staged:
+            deque(shard.parts(PART_BYTES), maxlen=0)  # computes the checksums
+        if list(staged.records) != [there.get(rank)]:
+            return False
+        del staged
+    return True
 
 
 def _staged(state: ImportedState, pieces: Sequence[Piece], rank: int, progress: Progress) -> StagedState:

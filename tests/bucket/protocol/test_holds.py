@@ -14,7 +14,9 @@ from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, plan_sweep, prune,
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
-from raycheck.errors import NotFoundError, RaycheckError, StoreError
+from raycheck.bucket.store import Got
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreError
 from tests.support.crash_enumeration import claim, restore, run
 from tests.support.fault_injection import Wire, World, Write
 from tests.support.invariants import assert_invariants
@@ -205,6 +207,24 @@ def test_a_run_that_cannot_be_read_keeps_its_hold() -> None:
     for data in (b"torn", b""):
         world.inner.put("latest", data)
         assert drop_orphans(Register(at(world, SOURCE))) == ()
+
+
+def test_a_run_that_may_not_be_read_keeps_its_hold_and_does_not_end_a_sweep() -> None:
+    class Refused(Placed):
+        def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+            raise DeniedError(f"{self.uri}: {key} may not be read")
+
+    class Source(Placed):
+        def beside(self, way: str) -> Placed:
+            return Refused(self.inner, super().beside(way).place)
+
+    world = forked_world()
+    world.inner.at += 10 * HOLD_GRACE_S
+    source = Source(world.open(), SOURCE)
+
+    assert sweep(source) == ()
+
+    assert len(read_latest(source).holds) == 1
 
 
 def test_a_fork_that_was_deleted_by_hand_gives_everything_back() -> None:
