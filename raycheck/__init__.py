@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from raycheck.train.data.data_stream import DataStream
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
+    from raycheck.train.ray_data import RayData
     from raycheck.train.served_group import torchrun_group
     from raycheck.train.worker.checkpointer import Checkpointer
     from raycheck.train.worker.periodic import Periodic
@@ -88,6 +89,7 @@ _HOMES = {
     "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.train.batches": ("Batches",),
     "raycheck.train.data.data_stream": ("DataStream",),
+    "raycheck.train.ray_data": ("RayData",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
     "raycheck.train.served_group": ("torchrun_group",),
@@ -124,6 +126,7 @@ __all__ = [
     "PerRank",
     "Periodic",
     "RankZero",
+    "RayData",
     "RaycheckError",
     "Run",
     "RunSummary",

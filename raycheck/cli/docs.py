@@ -16,6 +16,8 @@ FIRST = (
     "transformers",
     "trl",
     "lightning",
+    "data",
+    "ray",
     "restoring",
     "storage",
     "huggingface",

@@ -130,7 +130,11 @@ def exported(bucket: str) -> str:
     """The run of the guides, with a LoRA model in it."""
     uri = f"{bucket}/runs/my-run"
     for number, step in enumerate((800, 1000, 1200), 1):
-        state = {"model": get_peft_model(hf_models.llama(seed=step), LoraConfig(task_type="CAUSAL_LM"))}
+        data = raycheck.Batches(range(100_000), global_batch=16, rank=0, world_size=1)
+        history = {"steps": step, "known_from": 0, "entries": [[0, step, 0, 0, 1]]}
+        data.load_state_dict(data.state_dict() | {"consumed": 16 * step, "samples": 16 * step, "history": history})
+        model = get_peft_model(hf_models.llama(seed=step), LoraConfig(task_type="CAUSAL_LM"))
+        state = {"model": model, "data": data}
         save_state(open_store(uri), state, save_number=number, step=step, metrics={"loss": 1.0 / step})
     return uri
 

@@ -132,6 +132,11 @@ def _own_trees(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tree[0] for name, tree in values.items() if isinstance(tree, list) and len(tree) == 1}
 
 
+def saved_values(index: Index) -> Mapping[str, Any]:
+    """Returns the saved values of entries without tensors, by entry: of rank 0, where ranks have their own."""
+    return SavedValues(_trees(index, 0))
+
+
 def _trees(index: Index, rank: int) -> dict[str, Any]:
     """Returns the saved trees of entries without tensors: the first rank's, or this rank's where ranks have their own.
 

@@ -64,3 +64,28 @@ class DataStream(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position."""
+
+
+class SampleStream(DataStream):
+    """Puts random state back just before its next batch is fetched, for a restore inside an epoch."""
+
+    _before_first: Callable[[], object] | None = None
+
+    @property
+    @abstractmethod
+    def is_in_mid_epoch(self) -> bool:
+        """Returns whether a part of the current epoch is consumed."""
+
+    def before_first_batch(self, call: Callable[[], object]) -> None:
+        """Have `call` run once, just before the next batch is fetched, if the stream is in the middle of an epoch.
+
+        There random state is put back exactly. At the beginning of an epoch, the script's own draws come before the
+        first batch in every run, and nothing may be put back over them.
+        """
+        self._before_first = call if self.is_in_mid_epoch else None
+
+    def _begin_batches(self) -> None:
+        """Put random state back, if `before_first_batch` has asked for it."""
+        if self._before_first is not None:
+            call, self._before_first = self._before_first, None
+            call()

@@ -56,10 +56,10 @@ class Checkpointer:
 
     Use it as a context manager. Every rank makes the same calls in the same order.
 
-    state: maps names to modules, optimizers, schedulers, Batches, or anything with state_dict and load_state_dict. Give
-    what exists already; `add` takes the rest. raycheck adds the random state and the progress by itself. settings: when
-    and how to save. group: this rank's place in a group outside Ray Train; by default Ray Train's. position: counts the
-    progress where a driver does that and not these calls.
+    state: maps names to modules, optimizers, schedulers, Batches, RayData, or anything with state_dict and
+    load_state_dict. Give what exists already; `add` takes the rest. raycheck adds the random state and the progress by
+    itself. settings: when and how to save. group: this rank's place in a group outside Ray Train; by default Ray
+    Train's. position: counts the progress where a driver does that and not these calls.
 
     With SaveSettings(enabled=False), and under fit(enabled=False), it counts steps and does nothing else. Raises
     ConfigError, naming the entry, for a state that cannot be saved.
