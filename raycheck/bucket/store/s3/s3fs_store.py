@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import s3fs
 from botocore.exceptions import FlexibleChecksumError
 
 from raycheck.bucket.store.client_options import on_every_request, on_write, s3fs_options
@@ -29,7 +28,7 @@ from raycheck.bucket.store.interface import (
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import RemoteStore, bucket_time
 from raycheck.bucket.store.retry import Repeat
-from raycheck.bucket.store.s3.client import session
+from raycheck.bucket.store.s3.client import ChainedFiles, session
 from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
 from raycheck.bucket.store.s3.requests import (
@@ -71,7 +70,7 @@ class S3Store(RemoteStore):
         }
         options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
         self._chain = CredentialChain(settings)
-        self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
+        self._fs = ChainedFiles(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
     @property
     def bucket_id(self) -> Hashable:
