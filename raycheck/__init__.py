@@ -35,15 +35,22 @@ if TYPE_CHECKING:
         StoreError,
         SupersededError,
     )
+    from raycheck.frameworks import accelerate as accelerate  # reached as raycheck.accelerate
+    from raycheck.frameworks import lightning as lightning  # reached as raycheck.lightning
+    from raycheck.frameworks import torchtitan as torchtitan
+    from raycheck.frameworks import transformers as transformers  # reached as raycheck.transformers
     from raycheck.run import Run, export_hf, open_checkpoint, open_run
     from raycheck.settings import ExportSettings, SaveSettings
-    from raycheck.shards.entries.per_rank_entries import PerRank
+    from raycheck.shards.entries.per_rank_entries import PerRank, RankZero
     from raycheck.storage_settings import StorageSettings
     from raycheck.train.actors.actor_checkpointer import ActorCheckpointer
     from raycheck.train.actors.actor_state import ActorState
     from raycheck.train.batches import Batches
+    from raycheck.train.data.data_stream import DataStream
     from raycheck.train.fit import fit
     from raycheck.train.group import Group, start_coordinator
+    from raycheck.train.ray_data import RayData
+    from raycheck.train.served_group import torchrun_group
     from raycheck.train.worker.checkpointer import Checkpointer
     from raycheck.train.worker.periodic import Periodic
 
@@ -76,18 +83,26 @@ _HOMES = {
     ),
     "raycheck.run": ("Run", "export_hf", "open_checkpoint", "open_run"),
     "raycheck.settings": ("ExportSettings", "SaveSettings"),
-    "raycheck.shards.entries.per_rank_entries": ("PerRank",),
+    "raycheck.shards.entries.per_rank_entries": ("PerRank", "RankZero"),
     "raycheck.storage_settings": ("StorageSettings",),
     "raycheck.train.actors.actor_state": ("ActorState",),
     "raycheck.train.actors.actor_checkpointer": ("ActorCheckpointer",),
     "raycheck.train.batches": ("Batches",),
+    "raycheck.train.data.data_stream": ("DataStream",),
+    "raycheck.train.ray_data": ("RayData",),
     "raycheck.train.fit": ("fit",),
     "raycheck.train.group": ("Group", "start_coordinator"),
+    "raycheck.train.served_group": ("torchrun_group",),
     "raycheck.train.worker.periodic": ("Periodic",),
     "raycheck.train.worker.checkpointer": ("Checkpointer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_FRAMEWORKS: dict[str, str] = {}
+_FRAMEWORKS: dict[str, str] = {
+    "transformers": "raycheck.frameworks.transformers",
+    "lightning": "raycheck.frameworks.lightning",
+    "accelerate": "raycheck.frameworks.accelerate",
+    "torchtitan": "raycheck.frameworks.torchtitan",
+}
 """The modules of adapters by the name under which they are reached: raycheck.NAME."""
 
 __all__ = [
@@ -100,6 +115,7 @@ __all__ = [
     "CopiedRun",
     "CorruptError",
     "DamagedError",
+    "DataStream",
     "DeletedRun",
     "DeniedError",
     "ExportSettings",
@@ -109,6 +125,8 @@ __all__ = [
     "NotFoundError",
     "PerRank",
     "Periodic",
+    "RankZero",
+    "RayData",
     "RaycheckError",
     "Run",
     "RunSummary",
@@ -133,6 +151,7 @@ __all__ = [
     "pack",
     "prune_runs",
     "start_coordinator",
+    "torchrun_group",
     "unpack",
 ]
 

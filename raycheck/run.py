@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from raycheck.shards.huggingface.export import Exported
+    from raycheck.train.data.step_samples import StepSamples
     from raycheck.views.difference import CheckpointDifference
     from raycheck.views.history import RunHistory
     from raycheck.views.kept import KeptCheckpoints
@@ -64,6 +65,26 @@ class CommittedCheckpoint(Checkpoint):
 
         state = TrainState(into, rank=0, world_size=1)
         return state.apply(self, Selection.of(into, skip), strict=strict, cast=cast).manifest.step
+
+    def samples(self, first: int, end: int) -> "list[StepSamples]":
+        """Returns which samples made the steps from `first` to before `end`, whatever the world size was.
+
+        Steps are counted from 0, so that those from 400 to before 500 lie between the checkpoints of steps 400 and 500.
+        It is known of steps before this checkpoint, of a run with raycheck.Batches in its state; this needs torch.
+        Raises ConfigError when it is not known, CorruptError for a checkpoint with other values than Batches write.
+        """
+        from raycheck.shards.state.preview import saved_values
+        from raycheck.shards.state.restore_matching import corrupt_if_odd
+        from raycheck.train.data.step_samples import positions_in, samples_of
+
+        with corrupt_if_odd(self.entry.key):
+            values = saved_values(self.read_index(self.read_manifest()))
+            found = next(positions_in(values), None)
+            if found is None:
+                raise ConfigError(
+                    f"{self.entry.key}: no raycheck.Batches was in the state, so nobody knows which samples a step had"
+                )
+            return samples_of(found, first, end, step=self.step)
 
     def manifest(self) -> Manifest:
         """Read the checkpoint's manifest from the bucket. See Checkpoint.read_manifest."""
@@ -130,6 +151,11 @@ class Run:
     def checkpoints(self) -> tuple[CommittedCheckpoint, ...]:
         """Returns the live checkpoints, in the order of their commits."""
         return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
+
+    @property
+    def borrowed(self) -> dict[str, tuple[str, ...]]:
+        """Returns the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
+        return {loan.source: loan.directories for loan in self.latest.loans}
 
     def at(self, at: int | str) -> CommittedCheckpoint:
         """Returns the committed checkpoint with this step, name or key.

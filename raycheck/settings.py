@@ -96,7 +96,7 @@ class ExportSettings:
         "epoch{epoch}/step{step:06d}". The default is the checkpoint's name; it contains step, attempt and save, so that
         it is never taken. A whole export that has the name already is left as it is.
     to: a URI or absolute path below which the directories are written. None: `exports/` in the run.
-    keep_last: keep the exports of this many of the newest checkpoints, and those of pinned checkpoints. Others that
+    keep_last: keep the exports of this many of the newest checkpoints, and those of pinned and named ones. Others that
         trainings of this run wrote there are deleted after the next export. None: all stay.
     entry, files, merge_lora, dtype, max_shard_bytes: what the directory holds, see ExportOptions.
 
@@ -199,6 +199,10 @@ class SaveSettings:
         the node is gone and Ray restarts the workers. "restart" restarts them elsewhere at once, which costs one of
         Ray's max_failures.
     save_timeout_s: seconds that a save may take from its start to its commit before it counts as failed. Default: 600.
+    base: the URI of another run in the same bucket, such as an import, that has the frozen parameters of this run.
+        Before the first step of a run that has not saved them yet, they are compared to the last bit. When they are
+        equal, this run's checkpoints refer to the base's and upload none; else a warning says why they are uploaded.
+        None, the default: every run uploads its own once.
     max_failed_saves: this many failed saves in a row end the training with SaveFailedError. Fewer only log a warning.
         Default: 3.
 
@@ -228,8 +232,12 @@ class SaveSettings:
     on_preempt: Literal["continue", "restart"] = "continue"
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
+    base: str | None = None
 
     def __post_init__(self) -> None:
+        is_place = isinstance(self.base, str) and ("://" in self.base or self.base.startswith("/"))
+        if self.base is not None and not is_place:
+            raise ConfigError(f"base={self.base!r}: give the URI of another run, or its absolute path")
         if self.every_steps != "default":
             _check_counts(self, "every_steps")
         if self.overhead is not None and not (isinstance(self.overhead, int | float) and 0 < self.overhead < 1):
@@ -295,6 +303,8 @@ def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
             texts.append(f"{spec.name}=ExportSettings({', '.join(_chosen(value))})")
         elif callable(value):  # its repr differs between processes
             texts.append(f"{spec.name}={function_name(value)}")
+        elif spec.name == "base" and isinstance(value, str):  # settings in a query are not for others to read
+            texts.append(f"base={value.partition('?')[0]!r}")
         elif value != spec.default:
             texts.append(f"{spec.name}={value!r}")
     return tuple(texts)

@@ -104,13 +104,20 @@ class Checkpoint:
     def read_index(self, manifest: Manifest, *, values: bool = True) -> Index:
         """Read the index and check it against size and checksum in the manifest.
 
-        values: False leaves out the values, for callers that need only the tensors' places. Raises as read_manifest.
+        values: False leaves out the values, for callers that need only the tensors' places. Raises as
+        read_manifest, and CorruptError when it names a component that the manifest does not.
         """
         key = object_keys.index_key(self.entry.key)
         given = self.documents.index if self.documents else None
         size, crc = manifest.index.size_bytes, manifest.index.crc32
         data = self._checked(key, given, size=size, crc=crc, said_by="the manifest")
-        return load_index(data, what=f"{self.store.uri}: {key}", values=values)
+        index = load_index(data, what=f"{self.store.uri}: {key}", values=values)
+        known = {component.name for component in manifest.components}
+        for item in index.plan.objects:
+            if item.component not in known:  # no reader would know where its bytes lie
+                raise CorruptError(f"{self.store.uri}: {key} names the component {item.component[:100]!r}, and the "
+                                   "manifest does not")  # fmt: skip
+        return index
 
     def verify(self, *, reads: bool = True) -> Iterator[Finding]:
         """Read every object of the checkpoint and compare size and checksum. Yields one finding per object.

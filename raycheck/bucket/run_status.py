@@ -21,7 +21,7 @@ SILENT_GAPS = 3
 """A run counts as silent when it has not committed for longer than SILENT_S, and for longer than SILENT_GAPS times the
 longest gap between its commits so far."""
 
-State = Literal["finished", "died", "running", "silent", "idle"]
+State = Literal["finished", "died", "running", "silent", "idle", "deleted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,8 @@ class Status:
 
     state: "finished": the live attempt came to the end of training. "died": its driver gave the run up. "running":
     there was a claim or commit lately. "silent": there was none for long; it died, or is between commits. "idle": no
-    worker group has claimed the run since it was rewound, repaired or copied.
+    worker group has claimed the run since it was rewound, repaired or copied. "deleted": somebody has deleted the run,
+    and not all of it is gone.
     is_final: the driver gave up because another start would end in the same way. at: the time of the end, or of the
     newest sign of life. now: the time of the question. text: all of it in words.
     """
@@ -51,6 +52,8 @@ def read_status(store: Store) -> Status:
 def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Status:
     """Judge a body of `latest`. record: that of the live attempt. now: the time by the store's clock."""
     attempt = body.attempt
+    if body.deleted_at is not None:
+        return Status(state="deleted", text=_of_deleted(body, now), at=body.deleted_at, now=now)
     if body.finished is not None and body.is_finished:
         head = body.entry(body.head or "")
         what = f"at step {head.step}" if head else "with nothing committed"
@@ -74,6 +77,17 @@ def status_of(body: Latest, record: AttemptRecord | None, *, now: float) -> Stat
         text = f"no sign of life for {ago(silent_s)} (died, or between commits)"
         return Status(state="silent", text=text, at=signs[-1], now=now)
     return Status(state="running", text=f"running, as far as the bucket tells: {last}", at=signs[-1], now=now)
+
+
+def _of_deleted(body: Latest, now: float) -> str:
+    text = f"deleted {ago(now - (body.deleted_at or now))} ago"
+    if not body.holds:
+        return f"{text}; that did not come to its end: repeat 'raycheck delete-run'"
+    runs = ", ".join(hold.holder for hold in body.holds[:5])
+    return (
+        f"{text}; kept for other runs, which use checkpoints of it: {runs}. Once they have dropped them, repeat "
+        "'raycheck delete-run'"
+    )
 
 
 def _attempt_of(key: str) -> int | None:

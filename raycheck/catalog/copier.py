@@ -1,12 +1,13 @@
 """Makes a mirror show what its source has: copies what is missing, swaps the mirror's `latest`, deletes what is gone.
 
 One round reads the mirror, then the source; opens the mirror for the source's newest attempt; copies the head first, so
-that there is soon something to restore, then the other checkpoints, each when it is not there yet; and shows the source
-as it was read. Whatever fails, the mirror still shows an earlier state, whole. The next round goes on from there.
+that there is soon something to restore, then the other checkpoints, several at a time; and shows the source as it was
+read. Whatever fails, the mirror still shows an earlier state, whole. The next round goes on from there.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Event
 
@@ -21,9 +22,18 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import bare_uri, overlap
-from raycheck.catalog.object_copy import DroppedError, ObjectCopier, StoppedError, check_own_directories
+from raycheck.catalog.object_copy import (
+    LOOK_EVERY_S,
+    CopiedCheckpoint,
+    DroppedError,
+    ObjectCopier,
+    check_own_directories,
+)
 from raycheck.errors import ConfigError, ConflictError, CorruptError, DamagedError, NotFoundError
 
+CHECKPOINTS_AT_ONCE = 8
+"""How many checkpoints are copied at a time, since a small one is little but waiting for answers. object_copy.py bounds
+the memory of all."""
 _ROUNDS = 20
 """How often a copy begins anew since the source has dropped its head meanwhile."""
 
@@ -131,12 +141,15 @@ class MirrorCopier:
         """Copy what the mirror lacks of `body`. Returns the mirror's body; None when the source's head is gone."""
         listed = {entry.key for entry in mine.live}
         wanted = [entry for entry in _head_first(body) if entry.key not in listed and not self._is_bad(entry)]
-        for number, entry in enumerate(wanted):
-            if not self._copy(entry) and entry.key == body.head:
-                self._refuse_damaged_head(entry.key)
+        if wanted and wanted[0].key == body.head:
+            if not self._copy_all(wanted[:1]):
+                self._refuse_damaged_head(wanted[0].key)
                 return None
-            if entry.key == body.head and number < len(wanted) - 1:
+            if wanted[1:]:
                 self._show(body, coming={entry.key for entry in wanted})
+                self._copy_all(wanted[1:])
+        else:
+            self._copy_all(wanted)
         if body.head not in listed and body.head is not None:
             self._refuse_damaged_head(body.head)
         return self._show(body, coming=())
@@ -148,23 +161,48 @@ class MirrorCopier:
         if key in self.report.damaged:
             raise DamagedError(f"the head {key} cannot be copied: {self.report.damaged[key]}")
 
-    def _copy(self, entry: Entry) -> bool:
-        """Copy a checkpoint, and note what came of it. Returns whether it is whole in the target."""
-        if self._stop.is_set():
-            raise StoppedError
-        self._begun.add(entry.key)
-        self._begun.update(entry.refs)
-        before = self.objects.sent_bytes + self.objects.in_store_bytes
+    def _copy_all(self, entries: list[Entry]) -> bool:
+        """Copy checkpoints, and note what came of them. Returns whether all are whole in the target.
+
+        Several are copied at a time, but none beside one that uses a directory of which it needs something too, so that
+        nothing is copied twice.
+        """
+        waiting, running = list(entries), dict[Future[CopiedCheckpoint], Entry]()
+        settled: set[str] = set()
+        gives_up = Event()
+        is_whole = True
+        pool = ThreadPoolExecutor(CHECKPOINTS_AT_ONCE, thread_name_prefix="raycheck-mirror")
         try:
-            self.objects.copy_checkpoint(Checkpoint(self.objects.source, entry), self._done)
+            while waiting or running:
+                for entry in _able(waiting, running.values(), settled):
+                    waiting.remove(entry)
+                    self._begun.update((entry.key, *entry.refs))
+                    checkpoint = Checkpoint(self.objects.source, entry)
+                    future = pool.submit(self.objects.copy_checkpoint, checkpoint, frozenset(self._done), gives_up)
+                    running[future] = entry
+                for future in wait(running, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED).done:
+                    entry = running.pop(future)
+                    is_whole = self._note(entry, future) and is_whole
+                    settled.update((entry.key, *entry.refs))
+        except BaseException:  # an interrupt, too: no thread outlives this call
+            gives_up.set()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        return is_whole
+
+    def _note(self, entry: Entry, future: Future[CopiedCheckpoint]) -> bool:
+        """Note what came of the copy of a checkpoint. Returns whether it is whole in the target."""
+        try:
+            copied = future.result()
         except DroppedError:
             self.report.dropped.append(entry.key)
             return False
         except DamagedError as error:
             self.report.damaged[entry.key] = str(error)
             return False
-        was_there = before == self.objects.sent_bytes + self.objects.in_store_bytes
-        (self.report.present if was_there else self.report.copied).append(entry.key)
+        self._done |= copied.keys
+        (self.report.copied if copied.is_new else self.report.present).append(entry.key)
         return True
 
     def _show(self, body: Latest, *, coming: set[str] | tuple[()]) -> Latest:
@@ -209,6 +247,16 @@ def check_places(source: Store, target: Store) -> None:
     """Raise ConfigError when source and target are one place, or one lies inside the other."""
     if overlap(source.uri, target.uri):
         raise ConfigError(f"{target.uri} is {source.uri} itself, or one of them lies inside the other")
+
+
+def _able(waiting: list[Entry], running: Collection[Entry], settled: Collection[str]) -> list[Entry]:
+    """Return those that may be copied now: no directory that one of them uses is being copied for another one."""
+    found: list[Entry] = []
+    for entry in waiting:
+        busy = {name for other in (*running, *found) for name in (other.key, *other.refs)} - set(settled)
+        if len(running) + len(found) < CHECKPOINTS_AT_ONCE and busy.isdisjoint((entry.key, *entry.refs)):
+            found.append(entry)
+    return found
 
 
 def _head_first(body: Latest) -> list[Entry]:

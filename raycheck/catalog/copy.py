@@ -15,13 +15,20 @@ from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import begin_run, first_entry, first_manifest, look_at_place
+from raycheck.bucket.protocol.new_run import (
+    Origin,
+    begin_run,
+    first_entry,
+    first_manifest,
+    look_at_place,
+    reserve_name,
+)
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import bare_uri
 from raycheck.catalog.copier import MirrorCopier, check_places, check_source
-from raycheck.catalog.object_copy import DroppedError, Job, ObjectCopier, check_own_directories
+from raycheck.catalog.object_copy import DroppedError, Job, ObjectCopier
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
 from raycheck.storage_settings import StorageSettings
 
@@ -119,7 +126,8 @@ def plan_copy(
     check_places(one, other)
     entry = _chosen(one, read_latest(one), step)
     existing, _ = look_at_place(Register(other))
-    if existing is not None and _was_copied(Checkpoint(other, _head(existing, other)), one, entry):
+    if existing is not None:
+        _copied_head(existing, other, one, entry)
         return PlannedCopy(uri=other.uri, run_id=existing.run_id)
     return PlannedCopy(uri=other.uri, run_id="", sizes={entry.key: entry.size_bytes})
 
@@ -159,19 +167,18 @@ class _Counter:
 def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Counter, stop: Event) -> CopiedRun:
     """Begin a new run at the target with a copy of one checkpoint. Step 30."""
     check_places(source, target)
-    entry = _chosen(source, read_latest(source), step)
+    lender = read_latest(source)
+    entry = _chosen(source, lender, step)
     counter.total = entry.size_bytes
     checkpoint, register = Checkpoint(source, entry), Register(target)
     existing, save = look_at_place(register)
     if existing is not None:
-        head = _head(existing, target)
-        if not _was_copied(Checkpoint(target, head), source, entry):
-            raise ConfigError(f"{target.uri}: there is another run already ({existing.run_id}); give a free place")
+        head = _copied_head(existing, target, source, entry)
         return CopiedRun(uri=target.uri, run_id=existing.run_id, head=head.key, present=(head.key,))
     old = checkpoint.read_manifest()
-    check_own_directories(source.uri, old.key, old.refs)
     objects = ObjectCopier(source, target, stop=stop, progress=counter.add)
-    new, there = _name_for(objects, old, _origin(source, entry), save)
+    origin = Origin(run_id="", uri=bare_uri(source.uri), source_run_id=lender.run_id, checkpoint=old.key)
+    new, there = _name_for(objects, old, origin, save, restored_from=_origin(source, entry))
     pairs = zip(old.objects(), new.objects(), strict=True)
     jobs = [Job(key=key, new_key=new_key, record=record) for (key, record), (new_key, _) in pairs]
     try:
@@ -193,21 +200,23 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Co
     )
 
 
-def _name_for(objects: ObjectCopier, old: Manifest, origin: str, save: int) -> tuple[Manifest, dict[str, int]]:
+def _name_for(
+    objects: ObjectCopier, old: Manifest, origin: Origin, save: int, *, restored_from: str
+) -> tuple[Manifest, dict[str, int]]:
     """Return the new checkpoint's manifest, and the sizes of its objects that an earlier try has left.
 
-    The last try's name is used again, unless something else lies there: an object with other bytes, or a manifest.
-    save: the lowest save number that no directory has.
+    The last try's name is used again when it was reserved for this very copy, and all objects below it are right.
+    Another copy of the checkpoint may be at work there: it writes the same bytes. save: the lowest save number that no
+    directory has.
     """
-    for number in (save - 1, save):
-        name = CheckpointName(step=old.step, attempt=0, save=number)
-        new = first_manifest(old, name, restored_from=origin)
-        prefix = object_keys.checkpoint_prefix(str(name))
-        there = {item.key: item.size_bytes for item in objects.target.list_objects(prefix)} if number else {}
-        records = dict(new.objects())
-        if number == save or (there and all(key in records and objects.is_right(key, records[key]) for key in there)):
-            return new, there
-    raise AssertionError("unreachable: the last name is free")
+    last = CheckpointName(step=old.step, attempt=0, save=max(1, save - 1))
+    prefix, mark = object_keys.checkpoint_prefix(str(last)), object_keys.origin_key(str(last))
+    there = {item.key: item.size_bytes for item in objects.target.list_objects(prefix)}
+    records = dict(first_manifest(old, last, restored_from=restored_from).objects())
+    found = there.keys() - {mark}
+    can_go_on = mark in there and all(key in records and objects.is_right(key, records[key]) for key in found)
+    name = reserve_name(objects.target, origin, step=old.step, save=last.save if can_go_on else save)
+    return first_manifest(old, name, restored_from=restored_from), there if name == last else {}
 
 
 def _chosen(source: Store, body: Latest, step: int | str) -> Entry:
@@ -218,7 +227,6 @@ def _chosen(source: Store, body: Latest, step: int | str) -> Entry:
         raise NotFoundError(f"{source.uri}: no checkpoint {step}; there are those of the steps: {known}")
     if entries[-1].damaged:
         raise DamagedError(f"{source.uri}: {entries[-1].key} is damaged: {entries[-1].damaged}")
-    check_own_directories(source.uri, entries[-1].key, entries[-1].refs)
     return entries[-1]
 
 
@@ -227,6 +235,14 @@ def _head(body: Latest, target: Store) -> Entry:
     if entry is None:
         raise ConfigError(f"{target.uri}: a run has begun there, without a checkpoint. Give a free place")
     return entry
+
+
+def _copied_head(body: Latest, target: Store, source: Store, entry: Entry) -> Entry:
+    """Return the head of the run that is at the target. Raises ConfigError when it is no copy of that checkpoint."""
+    head = _head(body, target)
+    if not _was_copied(Checkpoint(target, head), source, entry):
+        raise ConfigError(f"{target.uri}: there is another run already ({body.run_id}); give a free place")
+    return head
 
 
 def _was_copied(copy: Checkpoint, source: Store, entry: Entry) -> bool:

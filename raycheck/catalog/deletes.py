@@ -1,14 +1,26 @@
-"""Deletes checkpoints and runs by hand."""
+"""Deletes checkpoints and runs by hand, and says beforehand what that would come to."""
 
+from dataclasses import dataclass
+
+from raycheck.bucket.format.latest import Entry, Hold
 from raycheck.bucket.protocol import delete
 from raycheck.bucket.protocol.delete import DeletedRun
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.run_status import read_status
-from raycheck.bucket.store import open_store
+from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.storage_settings import StorageSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedDelete:
+    """Says what the delete of a run would delete, at most. holds: the runs that use directories of it, which stay."""
+
+    num_objects: int
+    size_bytes: int
+    holds: tuple[Hold, ...] = ()
 
 
 def delete_checkpoint(
@@ -22,10 +34,19 @@ def delete_checkpoint(
     """
     key = open_run(uri, storage).at(at).entry.key
     register = Register(open_store(uri, storage))
-    delete.delete_checkpoint(register, key)
+    body = delete.delete_checkpoint(register, key)
     if not grace_s:
-        prune(register, grace_s=0.0)
+        others = frozenset(item.key for item in body.evicted) - {key}  # whose readers keep their time
+        prune(register, grace_s=0.0, spare=others)
     return key
+
+
+def plan_delete_checkpoint(uri: str, at: int | str, *, storage: StorageSettings | None = None) -> Entry:
+    """Return the entry of the checkpoint that `delete_checkpoint` would delete. Writes nothing, and raises alike."""
+    run = open_run(uri, storage)
+    entry = run.at(at).entry
+    delete.check_checkpoint(run.store.uri, run.latest, entry.key)
+    return entry
 
 
 def delete_run(
@@ -40,10 +61,36 @@ def delete_run(
 
     live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
     until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone.
-    Raises NotFoundError when there is no run, ConfigError when it is refused.
+    Raises NotFoundError when there is no run, ConflictError when somebody starts it at this moment, ConfigError when it
+    is refused, also since another run lies in its folder.
     """
     store = open_store(uri, storage)
+    register = Register(store)
+    counter = register.read_existing()[0].counter  # before the question: what comes after it stops the delete
+    _refuse_running(uri, store, live=live)
+    return delete.delete_run(
+        register, keeps_shared=keep_shared, keeps_exports=keep_exports, only_at=None if live else counter
+    )
+
+
+def plan_delete_run(
+    uri: str,
+    *,
+    live: bool = False,
+    keep_shared: bool = False,
+    keep_exports: bool = False,
+    storage: StorageSettings | None = None,
+) -> PlannedDelete:
+    """Say what `delete_run` would delete. Writes nothing, and raises what it would raise before its first write."""
+    run = open_run(uri, storage)
+    _refuse_running(uri, run.store, live=live)
+    delete.check_folder(run.store)
+    delete.check_users(run.store, run.latest, keeps_shared=keep_shared)
+    sizes = [item.size_bytes for item in delete.objects_of(run.store, keeps_exports=keep_exports)]
+    return PlannedDelete(num_objects=len(sizes), size_bytes=sum(sizes), holds=delete.users_of(run.store, run.latest))
+
+
+def _refuse_running(uri: str, store: Store, *, live: bool) -> None:
     status = read_status(store)
     if status.state in ("running", "silent") and not live:
         raise ConfigError(f"{uri}: it is {status.text}. Stop it first, or delete it all the same with --live")
-    return delete.delete_run(Register(store), keeps_shared=keep_shared, keeps_exports=keep_exports)

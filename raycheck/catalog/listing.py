@@ -52,13 +52,15 @@ class RunSummary:
     uri: the run's address, for every other command. name: the path of the run's folder below the prefix.
     state: "finished", "died" (its driver gave it up), "running" (there was a claim or commit lately), "silent" (there
         was none for long) and "idle" (nobody has started it since it was rewound, repaired or copied), as `raycheck
-        show` says them; "uncommitted": it has no checkpoint and does not run; "lost": checkpoints lie there, but
+        show` says them; "deleted": what is left is kept for runs that use it, or its delete was interrupted;
+        "uncommitted": it has no checkpoint and does not run; "lost": checkpoints lie there, but
         `latest` is missing; "damaged": `latest` could not be read, twice; "newer": a newer raycheck wrote it;
         "unreadable": the store refused or failed.
     text: the state in words, with what to do. is_resumable: training is over, has not come to its end, and the next
         start goes on from `step`.
     step: that of the head, None without one. committed_at, age_s: the time of the newest commit by the store's clock,
-        and how long ago that was. metrics: those of the head that `latest` repeats.
+        and how long ago that was. idle_s: how long ago something happened to the run for the last time: a claim, a
+        commit, or its end. metrics: those of the head that `latest` repeats.
     num_checkpoints: how many checkpoints are live. size_bytes, max_size_bytes: how many bytes these keep at least and
         at most. The two are equal where no checkpoint refers to another's directory: `latest` has the size of each
         checkpoint with all that it refers to, and does not say how much of that several of them share. What retention
@@ -76,6 +78,7 @@ class RunSummary:
     step: int | None = None
     committed_at: float | None = None
     age_s: float | None = None
+    idle_s: float | None = None
     metrics: Mapping[str, float]
     num_checkpoints: int = 0
     size_bytes: int = 0
@@ -260,7 +263,7 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
     committed_at = max((entry.committed_at for entry in body.live), default=None)
     state: RunState = status.state
     text = status.text
-    if head is None and state not in ("running", "finished"):
+    if head is None and state not in ("running", "finished", "deleted"):
         state, text = "uncommitted", f"never committed anything; {text}"
     least, most = kept_bytes(body.live)
     return RunSummary(
@@ -273,6 +276,7 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
         step=None if head is None else head.step,
         committed_at=committed_at,
         age_s=None if committed_at is None else max(0.0, status.now - committed_at),
+        idle_s=max(0.0, status.now - max(status.at, body.attempt.claimed_at, committed_at or 0.0)),
         metrics=_metrics(head),
         num_checkpoints=len(body.live),
         size_bytes=least,

@@ -4,14 +4,16 @@ memory.
 Bytes are compared with the manifest's checksum while they stream, and the last part of an object is sent only when all
 of them were right. So an object that exists in the target has the right bytes, as far as they arrived unchanged. That
 is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last: one
-that is there proves that its objects are there too (I1). Within one S3 bucket the store copies by itself, and proves it
-by CRC-32.
+that is there proves that its objects are there too (I1). Between buckets that are reached in one way, S3 copies by
+itself, and proves it by CRC-32.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event, Lock
+from threading import Condition, Event, Lock
+from typing import TypeVar
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
@@ -20,16 +22,20 @@ from raycheck.bucket.format.manifest import Blob, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, missing_error
-from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import bucket_root
+from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
 
 AT_ONCE = 4
-"""How many objects are copied at a time. Each has at most about six parts of 16 MiB in memory."""
-_LOOK_EVERY_S = 0.2
+"""How many objects of a checkpoint are copied at a time."""
+OBJECT_BYTES = 6 * 16 * 1024 * 1024
+"""How much memory a large object takes at most while it is copied: about six parts of 16 MiB."""
+ROOM_BYTES = 4 * OBJECT_BYTES
+"""How much memory all objects take that are copied at a time, of whatever checkpoints."""
+LOOK_EVERY_S = 0.2
 """How soon the main thread, which alone hears of Ctrl-C, wakes while other threads copy."""
+T = TypeVar("T")
 
 
 class StoppedError(Exception):
@@ -49,8 +55,40 @@ class Job:
     record: Blob | ShardRecord
 
 
+class _Room:
+    """Has a number of bytes, of which each copy takes what it needs, and gives it back. Used by several threads."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, size_bytes: int, is_over: Callable[[], bool]) -> Iterator[None]:
+        """Wait for so many bytes, and hold them. Raises StoppedError as soon as the copy is over."""
+        with self._changed:
+            while self._left < size_bytes:
+                self._changed.wait(LOOK_EVERY_S)
+                if is_over():
+                    raise StoppedError
+            self._left -= size_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += size_bytes
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiedCheckpoint:
+    """Says what the copy of a checkpoint came to. keys: its objects, whole in the target. is_new: any was not there."""
+
+    keys: frozenset[str]
+    is_new: bool
+
+
 class ObjectCopier:
-    """Copies objects between two stores, and counts.
+    """Copies objects between two stores, and counts. Several threads may use it.
 
     sent_bytes: what went through this process. in_store_bytes: what the store has copied by itself. found_bytes: what
     was there already, and right. progress: called with each number of bytes that are done, from several threads.
@@ -62,13 +100,13 @@ class ObjectCopier:
         self.source, self.target = source, target
         self.sent_bytes = self.in_store_bytes = self.found_bytes = 0
         self._stop, self._progress, self._lock = stop, progress, Lock()
-        self._shared = _one_bucket(source, target)
+        self._room = _Room(ROOM_BYTES)
 
-    def copy_checkpoint(self, checkpoint: Checkpoint, done: set[str]) -> None:
+    def copy_checkpoint(self, checkpoint: Checkpoint, done: Collection[str], gives_up: Event) -> CopiedCheckpoint:
         """Copy a checkpoint under its own name, its manifest last and byte for byte.
 
-        done: the keys that are known to be whole in the target, to which this adds. Raises DroppedError, DamagedError
-        (which names the object), StoreError, StoppedError.
+        done: the keys that are known to be whole in the target. gives_up: ends the copy with StoppedError when it is
+        set. Raises DroppedError, DamagedError (which names the object), StoreError, StoppedError.
         """
         try:
             data = checkpoint.read_manifest_bytes()
@@ -78,32 +116,46 @@ class ObjectCopier:
         check_own_directories(checkpoint.store.uri, manifest.key, manifest.refs)
         there = self._sizes(manifest)
         key = object_keys.manifest_key(manifest.key)
-        if key in there and self._holds(key, data):
-            found = {key for key, _ in manifest.objects()} - done
-            self._count(found=sum(record.size_bytes for key, record in manifest.objects() if key in found))
-            done.update(found)
-            return
         jobs = [Job(key=key, new_key=key, record=record) for key, record in manifest.objects() if key not in done]
-        self.copy_objects(manifest.key, jobs, there)
-        done.update(job.key for job in jobs)
+        keys = frozenset(job.key for job in jobs)
+        if key in there and self._holds(key, data):
+            self._count(found=sum(job.record.size_bytes for job in jobs))
+            return CopiedCheckpoint(keys=keys, is_new=False)
+        is_new = self.copy_objects(manifest.key, jobs, there, gives_up=gives_up)
         try:
             put_once(self.target, key, data)
         except SaveFailedError as error:
             raise CorruptError(f"{error}. Another run's manifest lies there: copy to a free place") from None
+        return CopiedCheckpoint(keys=keys, is_new=is_new)
 
-    def copy_objects(self, name: str, jobs: list[Job], there: Mapping[str, int], *, trusts: bool = True) -> None:
+    def copy_objects(
+        self,
+        name: str,
+        jobs: list[Job],
+        there: Mapping[str, int],
+        *,
+        trusts: bool = True,
+        gives_up: Event | None = None,
+    ) -> bool:
         """Copy the objects of checkpoint `name`, but for those that are in the target and right.
 
         there: the sizes of what is in the target. trusts: believe a checksum that the target states; False where an
-        object there may be another source's. Then it is read.
+        object there may be another source's. Then it is read. gives_up: ends it with StoppedError when it is set.
+        Returns whether any object had to be copied.
         """
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-copy")
-        gives_up = Event()
+        fails = Event()
+        ends = (self._stop, fails) if gives_up is None else (self._stop, fails, gives_up)
+
+        def is_over() -> bool:
+            return any(event.is_set() for event in ends)
+
         try:
-            running = [pool.submit(self._copy, name, job, there.get(job.new_key), trusts, gives_up) for job in jobs]
-            _wait(running)
+            return any(
+                _finished([pool.submit(self._copy, name, job, there.get(job.new_key), trusts, is_over) for job in jobs])
+            )
         except BaseException:  # an interrupt, too: no thread outlives this call
-            gives_up.set()
+            fails.set()
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -115,26 +167,31 @@ class ObjectCopier:
         except (NotFoundError, CorruptError):
             return False
 
-    def _copy(self, name: str, job: Job, size_there: int | None, trusts: bool, gives_up: Event) -> None:
+    def _copy(self, name: str, job: Job, size_there: int | None, trusts: bool, is_over: Callable[[], bool]) -> bool:
+        """Copy one object, unless it is there. Returns whether it was not."""
         size = job.record.size_bytes
         if size < 0:
             raise DamagedError(f"{self.source.uri}: the manifest of {name} gives {job.key} a size of {size} bytes")
-        if size_there == size and ((trusts and self._is_proven(job)) or self.is_right(job.new_key, job.record)):
-            self._count(found=size)
-            return
-        if size >= MIN_PART_BYTES and self._copied_in_store(job, gives_up):
-            self._count(in_store=size)
-            return
-        try:
-            again_if_corrupt(lambda: self._stream(name, job, gives_up))
-        except CorruptError as error:
-            raise DamagedError(str(error)) from None
-        if not (self._is_proven(job) or self.is_right(job.new_key, job.record)):
-            raise StoreError(f"{self.target.uri}: {job.new_key} does not have the bytes that were written; try again")
+        with self._room.taken(min(size, OBJECT_BYTES), is_over):
+            if size_there == size and ((trusts and self._is_proven(job)) or self.is_right(job.new_key, job.record)):
+                self._count(found=size)
+                return False
+            if size >= MIN_PART_BYTES and self._copied_in_store(job, is_over):
+                self._count(in_store=size)
+                return True
+            try:
+                again_if_corrupt(lambda: self._stream(name, job, is_over))
+            except CorruptError as error:
+                raise DamagedError(str(error)) from None
+            if not (self._is_proven(job) or self.is_right(job.new_key, job.record)):
+                raise StoreError(
+                    f"{self.target.uri}: {job.new_key} does not have the bytes that were written; try again"
+                )
         with self._lock:
             self.sent_bytes += size
+        return True
 
-    def _stream(self, name: str, job: Job, gives_up: Event) -> None:
+    def _stream(self, name: str, job: Job, is_over: Callable[[], bool]) -> None:
         record = job.record
         step = self.target.part_bytes(record.size_bytes)
         if record.size_bytes == 0 and record.crc32:
@@ -145,7 +202,7 @@ class ObjectCopier:
             nonlocal shown
             crc = 0
             for start in range(0, record.size_bytes, step):
-                if gives_up.is_set() or self._stop.is_set():
+                if is_over():
                     raise StoppedError
                 stop = min(start + step, record.size_bytes)
                 data = self._read(name, job.key, start, stop)
@@ -168,23 +225,20 @@ class ObjectCopier:
             error = missing_error(self.source, name, key)
             raise DroppedError if isinstance(error, NotFoundError) else error from None
 
-    def _copied_in_store(self, job: Job, gives_up: Event) -> bool:
-        if self._shared is None:
-            return False
-        store, source_prefix, target_prefix = self._shared
+    def _copied_in_store(self, job: Job, is_over: Callable[[], bool]) -> bool:
         size = job.record.size_bytes
 
         def ranges() -> Iterator[Range]:
             start = 0
             while start < size:
-                if gives_up.is_set() or self._stop.is_set():
+                if is_over():
                     raise StoppedError
                 left = size - start
                 stop = size if left < MAX_COPIED_BYTES + MIN_PART_BYTES else start + MAX_COPIED_BYTES
-                yield Range(source_prefix + job.key, start, stop, None)
+                yield Range(job.key, start, stop, None)
                 start = stop
 
-        return store.put_assembled(target_prefix + job.new_key, ranges(), size, job.record.crc32)
+        return self.target.put_assembled(job.new_key, ranges(), size, job.record.crc32, source=self.source)
 
     def _is_proven(self, job: Job) -> bool:
         try:
@@ -233,22 +287,16 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
     if foreign:
         raise ConfigError(
             f"{uri}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
-            "'raycheck fork --copy' makes a run of its own from it, in any place; copy that one"
+            f"'raycheck cp --step {name}' makes a run of its own from it, in any place"
         )
 
 
-def _wait(running: list[Future[None]]) -> None:
+def _finished(running: Iterable[Future[T]]) -> list[T]:
+    """Wait for all of these, and return their results. Raises the error of the first that has failed."""
+    running = list(running)
     left = set(running)
     while left:
-        done, left = wait(left, timeout=_LOOK_EVERY_S, return_when=FIRST_EXCEPTION)
+        done, left = wait(left, timeout=LOOK_EVERY_S, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
-
-
-def _one_bucket(source: Store, target: Store) -> tuple[Store, str, str] | None:
-    """Return the store of the bucket that has both roots, with their prefixes in it. None when there is no such, or it
-    cannot copy by itself."""
-    if not source.uri.startswith("s3://") or not target.uri.startswith("s3://"):
-        return None
-    (one, source_prefix), (other, target_prefix) = bucket_root(source.uri), bucket_root(target.uri)
-    return (open_store(other), source_prefix, target_prefix) if one == other else None
+    return [future.result() for future in running]

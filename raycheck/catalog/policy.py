@@ -1,20 +1,22 @@
 """Prunes many runs by the rules of a file: the public `prune_runs`.
 
-A rule says which runs it is about, by their state and by how long ago they committed, and what such a run keeps. The
-first rule that fits a run decides; a run that none fits is left alone. Each run is pruned by itself, as
-`raycheck prune` does it: safe beside a training, and to be repeated after a crash.
+A rule says which runs it is about, by their state and by how long nothing has happened to them, and what such a run
+keeps. The first rule that fits a run decides; a run that none fits is left alone. Each run is looked at once more when
+its turn comes, which may be hours after the listing, and is deleted only if nobody has written its `latest` since.
+It is pruned by itself, as `raycheck prune` does it: safe beside a training, and to be repeated after a crash.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from raycheck.bucket.protocol.delete import delete_run
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.protocol.delete import check_folder, check_users, delete_run
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, NO_RULES, plan_prune, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
-from raycheck.catalog.listing import DEPTH, RunState, RunSummary, list_runs
-from raycheck.errors import ConfigError, RaycheckError
+from raycheck.catalog.listing import DEPTH, RunState, RunSummary, find_runs, list_runs
+from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.settings import Retention
 from raycheck.storage_settings import StorageSettings
 
@@ -30,7 +32,8 @@ class Rule:
     """Says what runs in certain states keep.
 
     states: those of `list_runs`; () for all. name: the beginning of the run's path below the prefix. idle_days: only
-    runs whose newest commit is older than this. keep: which checkpoints stay. delete: the whole run goes instead.
+    runs to which nothing has happened for so long, no claim and no commit. keep: which checkpoints stay. delete: the
+    whole run goes instead.
     """
 
     states: tuple[str, ...] = ()
@@ -40,8 +43,8 @@ class Rule:
     delete: bool = False
 
     def fits(self, run: RunSummary) -> bool:
-        """Returns whether the rule is about this run. A run whose age is not known is not old."""
-        is_old = not self.idle_days or (run.age_s is not None and run.age_s >= self.idle_days * DAY_S)
+        """Returns whether the rule is about this run. A run of which it is not known is not idle."""
+        is_old = not self.idle_days or (run.idle_s is not None and run.idle_s >= self.idle_days * DAY_S)
         return (not self.states or run.state in self.states) and run.name.startswith(self.name) and is_old
 
 
@@ -129,25 +132,46 @@ def prune_runs(
 def _pruned(
     run: RunSummary, rules: tuple[Rule, ...], *, dry_run: bool, grace_s: float, storage: StorageSettings | None
 ) -> PrunedRun:
-    number = next((number for number, rule in enumerate(rules, 1) if rule.fits(run)), None)
+    number = _rule_for(run, rules)
+    done = PrunedRun(uri=run.uri, name=run.name, state=run.state, rule=number)
     if number is None:
-        return PrunedRun(uri=run.uri, name=run.name, state=run.state)
-    rule = rules[number - 1]
+        return done
     try:
         store = open_store(run.uri, storage)
         register = Register(store)
-        if rule.delete:
-            names = tuple(entry.key for entry in register.read_existing()[0].live)
-            freed = sum(item.size_bytes for item in store.list_objects(""))
-            if not dry_run:
-                delete_run(register)
-        else:
-            found = plan_prune(register, rule.keep, grace_s=grace_s)
-            names, freed = tuple(item.name for item in found), sum(item.size_bytes for item in found)
-            if not dry_run:
-                prune(register, rule.keep, grace_s=grace_s)
+        body = register.read_existing()[0]  # before the question: a delete is refused when somebody has written since
+        looked = find_runs(store, depth=0)
+        if not looked:
+            raise NotFoundError(f"{store.uri}: somebody has deleted the run just now")
+        run = replace(looked[0], name=run.name)
+        number = _rule_for(run, rules)
+        done = replace(done, state=run.state, rule=number)
+        if number is None:
+            return done
+        rule = rules[number - 1]
+        return _obeyed(rule, register, body, done, dry_run=dry_run, grace_s=grace_s)
     except RaycheckError as error:
-        return PrunedRun(uri=run.uri, name=run.name, state=run.state, rule=number, problem=str(error))
-    return PrunedRun(
-        uri=run.uri, name=run.name, state=run.state, rule=number, names=names, freed_bytes=freed, is_deleted=rule.delete
-    )
+        return replace(done, problem=str(error))
+
+
+def _rule_for(run: RunSummary, rules: tuple[Rule, ...]) -> int | None:
+    return next((number for number, rule in enumerate(rules, 1) if rule.fits(run)), None)
+
+
+def _obeyed(
+    rule: Rule, register: Register, body: Latest, done: PrunedRun, *, dry_run: bool, grace_s: float
+) -> PrunedRun:
+    """Do with a run what `rule` says, or only plan it. Returns `done` with what goes."""
+    store = register.store
+    if not rule.delete:
+        found = plan_prune(register, rule.keep, grace_s=grace_s)
+        if not dry_run:
+            prune(register, rule.keep, grace_s=grace_s)
+        freed = sum(item.size_bytes for item in found)
+        return replace(done, names=tuple(item.name for item in found), freed_bytes=freed)
+    check_folder(store)
+    check_users(store, body, keeps_shared=False)
+    freed = sum(item.size_bytes for item in store.list_objects(""))
+    if not dry_run:
+        delete_run(register, only_at=body.counter)
+    return replace(done, names=tuple(entry.key for entry in body.live), freed_bytes=freed, is_deleted=True)

@@ -1,6 +1,7 @@
 """The command line `raycheck`: this file puts the commands together and turns errors into one line.
 
 - browse.py shows and verifies what is in a run's bucket: `ls`, `show`, `verify`.
+- data.py says which samples made a run's steps: `data`.
 - manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
 - names.py names and scores single checkpoints: `name`, `rename`, `unname`, `score`.
 - bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
@@ -26,7 +27,7 @@ from typing import Annotated
 import typer
 
 import raycheck
-from raycheck.cli import browse, demo, docs, export, manage, names, submit, watch_node
+from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, watch_node
 from raycheck.cli.bench import command as bench
 from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
@@ -45,6 +46,7 @@ for topic in (
     browse,
     tensors,
     page,
+    data,
     manage,
     names,
     runs,

@@ -13,23 +13,11 @@ from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
 from raycheck.catalog.listing import list_runs
-from raycheck.cli.options import (
-    Json,
-    Step,
-    Storage,
-    Text,
-    Uri,
-    age,
-    out,
-    print_json,
-    settings_of,
-    short_number,
-    size,
-    time_of,
-)
+from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import CorruptError, NotFoundError
 from raycheck.run import Run, open_run
 from raycheck.storage_settings import StorageSettings
+from raycheck.views.in_words import age, short_number, size, time_of
 
 MAX_PLACES = 10
 """How many damaged places are shown of one object."""
@@ -76,6 +64,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     ]
     status = read_status(run.store)
     facts: dict[str, Any] = {"run": uri, "run_id": run.latest.run_id, "head": run.latest.head}
+    facts |= {"borrowed": {way: list(names) for way, names in run.borrowed.items()}}
     facts |= {"state": status.state, "state_at": status.at, "state_text": status.text, "attempts": attempts}
     if checkpoint is not None:
         facts["checkpoint"] = _facts(run, checkpoint) | _details(checkpoint)
@@ -85,6 +74,8 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     out.print(Text(f"run {uri}"))
     out.print(Text(f"id {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
     out.print(Text(f"{status.text}\n"))
+    for way, names in run.borrowed.items():
+        out.print(Text(f"uses {len(names)} checkpoint(s) of {way}: {', '.join(names[:3])}\n"))
     table = Table("attempt", "ranks", "restored", "saves", "claimed", "age", box=None, pad_edge=False)
     for item in run.latest.attempts:
         ranks = item.world_size or "by hand"

@@ -13,13 +13,21 @@ from raycheck.errors import ConfigError
 
 FIRST = (
     "training",
+    "transformers",
+    "trl",
+    "lightning",
+    "data",
+    "ray",
     "restoring",
     "storage",
     "huggingface",
+    "accelerate",
+    "torchtitan",
     "failures",
     "preemption",
     "actors",
     "command-line",
+    "page",
     "catalog",
     "limits",
 )

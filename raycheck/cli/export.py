@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.views.in_words import size
 
 
 def export_hf(  # noqa: PLR0917  typer makes options of them

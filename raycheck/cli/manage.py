@@ -1,4 +1,4 @@
-"""Commands that decide what a run keeps (pin, prune, sweep), go back in it, and rebuild a lost `latest`."""
+"""Commands that decide what a run keeps (prune, sweep), go back in it, and rebuild a lost `latest`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,23 +19,13 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri, kind_of
-from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
-from raycheck.storage_settings import StorageSettings
+from raycheck.views.in_words import size
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
-
-
-def pin(uri: Uri, step: At, storage: Storage = None) -> None:
-    """Keep a checkpoint, whatever retention rules say."""
-    _pin(uri, step, settings_of(storage), pinned=True)
-
-
-def unpin(uri: Uri, step: At, storage: Storage = None) -> None:
-    """Leave a pinned checkpoint to retention rules again."""
-    _pin(uri, step, settings_of(storage), pinned=False)
 
 
 def prune(  # noqa: PLR0917  typer makes options of them
@@ -92,7 +82,8 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
     """Delete older Hugging Face exports of this run.
 
     Only those that its trainings wrote are deleted, even while somebody reads them. A directory goes only when its
-    record proves that it is this run's, whole and unchanged. Exports by hand and those of pinned checkpoints stay.
+    record proves that it is this run's, whole and unchanged. Exports by hand stay, and those of pinned and named
+    checkpoints.
     """
     settings = settings_of(storage)
     body = read_latest(open_store(uri, settings))
@@ -171,17 +162,6 @@ def _kept_by(entry: Entry) -> str:
     return f"{'  pinned' if entry.pinned else ''}{f'  named {entry.name}' if entry.name else ''}"
 
 
-def _pin(uri: str, step: str, storage: StorageSettings | None, *, pinned: bool) -> None:
-    run = open_run(uri, storage)
-    checkpoint = run.at(step)
-    (run.pin if pinned else run.unpin)(checkpoint.entry.key)
-    out.print(
-        Text(
-            f"{checkpoint.entry.key} is {'pinned' if pinned else 'no longer pinned; retention rules apply to it again'}"
-        )
-    )
-
-
 def _best(run: Latest, keep_best: str | None) -> Any:
     """Returns --keep-best as Retention takes it. Raises ConfigError for a metric that no checkpoint of the run has."""
     if keep_best is None:
@@ -216,4 +196,4 @@ def _print_deletions(
         out.print(Text("the others are deleted after that time, by the run's next commit or the next prune"))
 
 
-COMMANDS = (pin, unpin, prune, prune_exports, sweep, rewind, repair)
+COMMANDS = (prune, prune_exports, sweep, rewind, repair)

@@ -1,4 +1,4 @@
-"""Commands that name and score single checkpoints. They are safe beside a running training."""
+"""Commands that pin, name and score single checkpoints. They are safe beside a running training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,15 +8,26 @@ import typer
 
 from raycheck.bucket.format.label import Label, check_scores
 from raycheck.bucket.format.latest import Entry, Latest
-from raycheck.bucket.protocol import name_and_score
+from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
-from raycheck.cli.options import At, Json, Storage, Text, Uri, age, out, print_json, settings_of, short_number
+from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
 from raycheck.run import Run
+from raycheck.views.in_words import age, short_number
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, or why it cannot.")]
 Given = Annotated[str, typer.Argument(metavar="NAME", help="The name that the checkpoint has.")]
+
+
+def pin(uri: Uri, step: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
+    """Keep a checkpoint, whatever retention rules say."""
+    _pin(uri, step, storage, pinned=True, dry_run=dry_run, as_json=as_json)
+
+
+def unpin(uri: Uri, step: At, dry_run: DryRun = False, as_json: Json = False, storage: Storage = None) -> None:
+    """Leave a pinned checkpoint to retention rules again."""
+    _pin(uri, step, storage, pinned=False, dry_run=dry_run, as_json=as_json)
 
 
 def name(  # noqa: PLR0917  typer makes options of them
@@ -24,7 +35,8 @@ def name(  # noqa: PLR0917  typer makes options of them
     step: At,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Up to 100 letters, digits and '_.-'.")],
     expire_after: Annotated[
-        float | None, typer.Option(help="Keep it for this many seconds from now; default: for ever.")
+        float | None,
+        typer.Option(help="Keep it for this many seconds from now, then drop it; default: for ever."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Take the name from another step, or another name from this checkpoint.")
@@ -98,6 +110,20 @@ def score(  # noqa: PLR0917  typer makes options of them
     _say(run, body, key, now=now, dry_run=dry_run, as_json=as_json)
 
 
+def _pin(uri: str, step: str, storage: Path | None, *, pinned: bool, dry_run: bool, as_json: bool) -> None:
+    run, now = _opened(uri, storage)
+    key = run.at(step).entry.key
+    if dry_run:
+        body = pin_and_evict.with_pin(run.store.uri, run.latest, key, pinned=pinned)
+    else:
+        body = (run.pin(key) if pinned else run.unpin(key)).latest
+    if as_json:
+        _say(run, body, key, now=now, dry_run=dry_run, as_json=True)
+        return
+    what = "pinned" if pinned else "no longer pinned; retention rules apply to it again"
+    out.print(Text(f"{key} {'would be' if dry_run else 'is'} {what}"))
+
+
 def _opened(uri: str, storage: Path | None) -> tuple[Run, float]:
     """Returns the run, and the time by its store's clock."""
     store = open_store(uri, settings_of(storage))
@@ -144,6 +170,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
         "key": entry.key,
         "step": entry.step,
         "name": entry.name,
+        "pinned": entry.pinned,
         "expires_at": entry.expires_at,
         "scores": dict(entry.scores),
     }
@@ -155,4 +182,4 @@ def _in_words(entry: Entry, *, now: float) -> str:
     return f"{f'named {entry.name}' if entry.name else 'no name'}{until}{scores}"
 
 
-COMMANDS = (name, rename, unname, score)
+COMMANDS = (pin, unpin, name, rename, unname, score)

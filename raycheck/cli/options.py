@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,6 @@ import rich.text
 import typer
 from rich.console import Console
 
-from raycheck.bucket.run_status import ago
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
 from raycheck.terminal import printable
@@ -43,15 +41,6 @@ class Text(rich.text.Text):
         super().__init__(before + printable(bare) + after)
 
 
-def size(count: float) -> str:
-    """Returns a number of bytes as people read it: 1.5 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def settings_of(file: Path | None) -> StorageSettings | None:
     """Returns the storage settings in the file given with --storage; None without a file. Raises ConfigError."""
     if file is None:
@@ -73,27 +62,6 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{option} {file}: it must hold name: value pairs")
     return found
-
-
-def time_of(at: float) -> str:
-    """Returns a time in unix seconds as people and programs read it: 2026-08-01T12:00:00Z.
-
-    Times come from a bucket, so that any number may be there; one that is no date is shown as that.
-    """
-    try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (ValueError, OverflowError, OSError):
-        return f"no date ({at:.3g})"
-
-
-def age(at: float, now: float) -> str:
-    """Returns how long before or after `now` a time is, in one unit: "3 min ago", "in 2 d"."""
-    return f"{ago(now - at)} ago" if at <= now else f"in {ago(at - now)}"
-
-
-def short_number(value: float) -> str:
-    """Returns a number with at most six significant digits, and a whole number unchanged."""
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,10 +7,11 @@ to 127.0.0.1 is refused. What changes a run must come from the page itself.
 """
 
 import hmac
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 COOKIE = "raycheck-token"
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -27,7 +28,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_local(host: str) -> bool:
@@ -46,7 +46,7 @@ class Guard:
         self._token = token
         self._hosts = LOCAL | {host.lower() for host in hosts}
 
-    def middleware(self) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    def middleware(self) -> Middleware:
         """Returns the middleware that asks `refusal` first, takes the token from the URL, and adds HEADERS."""
 
         @web.middleware

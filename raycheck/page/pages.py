@@ -24,7 +24,7 @@ MAX_VALUE_TEXT = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PageScope:
     """Holds where the page looks, fixed when it starts.
 
     prefix: the folder of runs, or one run. price: dollars for a GiB and month.
@@ -51,7 +51,7 @@ class Place:
         return (f"{base.rstrip('/')}/{name}" if name else base) + mark + query
 
 
-def runs_view(place: Place) -> dict[str, Any]:
+def runs_view(place: PageScope) -> dict[str, Any]:
     """Return what the list of runs shows."""
     found = list_runs(place.prefix, place.storage)
     itself = place.prefix.partition("?")[0].rstrip("/")
@@ -70,7 +70,7 @@ def runs_view(place: Place) -> dict[str, Any]:
     }
 
 
-def run_view(place: Place, name: str) -> dict[str, Any]:
+def run_view(place: PageScope, name: str) -> dict[str, Any]:
     """Return what the view of a run shows."""
     run = place.run(name)
     history, kept = run.history(), run.kept()
@@ -90,12 +90,12 @@ def run_view(place: Place, name: str) -> dict[str, Any]:
     }
 
 
-def live_version(place: Place, name: str) -> int:
+def live_version(place: PageScope, name: str) -> int:
     """Return the number of writes of the run's `latest`: a page that shows another one is out of date."""
     return place.run(name).latest.counter
 
 
-def checkpoint_view(place: Place, name: str, at: str, *, search: str = "") -> dict[str, Any]:
+def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -> dict[str, Any]:
     """Return what the view of a checkpoint shows."""
     run = place.run(name)
     checkpoint = run.at(at)
@@ -133,12 +133,12 @@ def _values(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: text[:MAX_VALUE_TEXT] + " ..." * (len(text) > MAX_VALUE_TEXT) for name, text in texts.items()}
 
 
-def tensor_view(place: Place, name: str, at: str, tensor: str, *, max_bytes: int | None = None) -> dict[str, Any]:
+def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes: int | None = None) -> dict[str, Any]:
     """Return what the view of a tensor shows: a sample of its values. Raises ConfigError above MAX_SAMPLE_BYTES."""
     if max_bytes is not None and max_bytes > MAX_SAMPLE_BYTES:
         raise ConfigError(f"max_bytes={max_bytes}: one view reads at most {MAX_SAMPLE_BYTES} bytes")
     checkpoint = place.run(name).at(at)
-    (summary,) = [item for item in _tensors(checkpoint) if item.name == tensor] or [None]
+    summary = next((item for item in _tensors(checkpoint) if item.name == tensor), None)
     if summary is None:
         raise NotFoundError(f"{checkpoint.entry.key} has no tensor {tensor!r}")
     sample = checkpoint.sample(tensor, max_bytes=max_bytes)
@@ -155,7 +155,7 @@ def tensor_view(place: Place, name: str, at: str, tensor: str, *, max_bytes: int
     }
 
 
-def diff_view(place: Place, name: str, before: str, after: str) -> dict[str, Any]:
+def diff_view(place: PageScope, name: str, before: str, after: str) -> dict[str, Any]:
     """Return what the comparison of two checkpoints shows."""
     run = place.run(name)
     found = run.at(before).diff(run.at(after))

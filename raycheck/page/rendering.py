@@ -12,10 +12,10 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from raycheck.cli.options import age, short_number, size, time_of
 from raycheck.page.charts import CHART_HEIGHT, LEFT, ROW, WIDTH
-from raycheck.page.pages import Place, version
+from raycheck.page.pages import PageScope, version
 from raycheck.terminal import printable_lines
+from raycheck.views.in_words import age, short_number, size, time_of
 
 
 @cache
@@ -50,6 +50,6 @@ def _link(page: str, **arguments: object) -> str:
     return f"{page}?{query}" if query else page
 
 
-def render(template: str, place: Place, **values: Any) -> str:
+def render(template: str, place: PageScope, **values: Any) -> str:
     """Returns the HTML of a view."""
     return _environment().get_template(template).render(place=place, prefix=place.prefix.partition("?")[0], **values)

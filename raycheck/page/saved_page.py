@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from raycheck.page.pages import Place, run_view
+from raycheck.page.pages import PageScope, run_view
 from raycheck.page.rendering import render
 from raycheck.page.server import static_text
 
 
-def save_run(place: Place, path: Path) -> None:
+def save_run(place: PageScope, path: Path) -> None:
     """Write the run at the place's prefix into `path`, with the style sheet inside.
 
     Raises NotFoundError when no run lies there.

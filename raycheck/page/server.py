@@ -12,7 +12,7 @@ from aiohttp import web
 from raycheck import ConfigError, NotFoundError, RaycheckError
 from raycheck.page import pages
 from raycheck.page.guard import Guard, is_local
-from raycheck.page.pages import Place
+from raycheck.page.pages import PageScope
 from raycheck.page.rendering import render
 
 TIMEOUT_S = 60.0
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
 
 
-def make_app(place: Place, *, token: str, allow_hosts: Collection[str] = ()) -> web.Application:
+def make_app(place: PageScope, *, token: str, allow_hosts: Collection[str] = ()) -> web.Application:
     """Returns the application that serves the page. token: see Guard."""
     app = web.Application(middlewares=[Guard(token, allow_hosts).middleware()])
     views = _Views(place)
@@ -35,7 +35,7 @@ def make_app(place: Place, *, token: str, allow_hosts: Collection[str] = ()) -> 
 
 
 def serve(
-    place: Place,
+    place: PageScope,
     *,
     host: str,
     port: int,
@@ -76,53 +76,54 @@ async def _serve(app: web.Application, host: str, port: int, token: str, on_star
 class _Views:
     """Has one handler per view."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PageScope) -> None:
         self._place = place
 
     async def runs(self, request: web.Request) -> web.Response:
-        return await self._shown(request, "runs.html", pages.runs_view)
+        del request
+        return await self._shown("runs.html", pages.runs_view)
 
     async def run(self, request: web.Request) -> web.Response:
-        return await self._shown(request, "run.html", pages.run_view, _asked(request, "name"))
+        return await self._shown("run.html", pages.run_view, _asked(request, "name"))
 
     async def live(self, request: web.Request) -> web.Response:
         """Answers with the number of writes of `latest`, for a page that asks whether it is out of date."""
-        version = await asyncio.wait_for(
-            asyncio.to_thread(pages.live_version, self._place, _asked(request, "name")), TIMEOUT_S
-        )
-        return web.json_response({"version": version})
+        status, found = await self._read(pages.live_version, _asked(request, "name"))
+        return web.json_response({"version": found} if status == 200 else {"error": found}, status=status)
 
     async def checkpoint(self, request: web.Request) -> web.Response:
         view = partial(pages.checkpoint_view, search=request.query.get("search", ""))
-        return await self._shown(request, "checkpoint.html", view, _asked(request, "name"), _asked(request, "at"))
+        return await self._shown("checkpoint.html", view, _asked(request, "name"), _asked(request, "at"))
 
     async def tensor(self, request: web.Request) -> web.Response:
         asked = request.query.get("max_bytes", "")
         view = partial(pages.tensor_view, max_bytes=int(asked) if asked.isdecimal() and len(asked) < 12 else None)
         names = [_asked(request, name) for name in ("name", "at", "tensor")]
-        return await self._shown(request, "tensor.html", view, *names)
+        return await self._shown("tensor.html", view, *names)
 
     async def diff(self, request: web.Request) -> web.Response:
         names = [_asked(request, name) for name in ("name", "before", "after")]
-        return await self._shown(request, "diff.html", pages.diff_view, *names)
+        return await self._shown("diff.html", pages.diff_view, *names)
 
-    async def _shown(
-        self, request: web.Request, template: str, view: Callable[..., dict[str, Any]], *arguments: str
-    ) -> web.Response:
+    async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
         """Returns the HTML of a view, or of the error that kept it from being read."""
-        status = 200
-        try:
-            values = await asyncio.wait_for(asyncio.to_thread(view, self._place, *arguments), TIMEOUT_S)
-            html = render(template, self._place, **values)
-        except NotFoundError as error:
-            status, html = 404, render("error.html", self._place, error=str(error))
-        except RaycheckError as error:
-            status, html = 502, render("error.html", self._place, error=str(error))
-        except TimeoutError:
-            text = f"the bucket did not answer within {TIMEOUT_S:.0f} s"
-            status, html = 504, render("error.html", self._place, error=text)
-        del request
+        status, found = await self._read(view, *arguments)
+        if status == 200:
+            html = render(template, self._place, **found)
+        else:
+            html = render("error.html", self._place, error=found)
         return web.Response(status=status, text=html, content_type="text/html")
+
+    async def _read(self, view: Callable[..., Any], *arguments: str) -> tuple[int, Any]:
+        """Reads from the bucket in a thread. Returns 200 and what `view` returns, or another status and an error."""
+        try:
+            return 200, await asyncio.wait_for(asyncio.to_thread(view, self._place, *arguments), TIMEOUT_S)
+        except NotFoundError as error:
+            return 404, str(error)
+        except RaycheckError as error:
+            return 502, str(error)
+        except TimeoutError:
+            return 504, f"the bucket did not answer within {TIMEOUT_S:.0f} s"
 
 
 def _asked(request: web.Request, name: str) -> str:

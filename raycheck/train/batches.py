@@ -1,12 +1,14 @@
 """Streams global batches: every optimizer step sees the same samples, whatever the world size.
 
-The order of an epoch is a pure function of (seed, epoch). The position counts samples CONSUMED, at the end of each
-step, so that workers which fetch ahead do not count. One loader gives batches at a time, from where the stream was when
-it gave its first one: a loader that was made before a restore follows it, one that was begun before is refused.
-No global random state is touched: without a generator of its own `iter(DataLoader)` draws from it, even unshuffled.
+The order of an epoch is a pure function of (seed, epoch); that of a stream is the stream's own. The position counts
+samples CONSUMED, at the end of each step, so that workers which fetch ahead do not count. One loader gives batches at
+a time, from where the stream was when it gave its first one: a loader that was made before a restore follows it, one
+that was begun before is refused. No global random state is touched: without a generator of its own `iter(DataLoader)`
+draws from it, even unshuffled.
 """
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
+from itertools import count
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -16,8 +18,24 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.random_generators import generators_in, kind_of_generator
 from raycheck.train.data.batch_loader import BatchLoader
-from raycheck.train.data.epoch_order import epoch_order, rank_share
+from raycheck.train.data.data_stream import SampleStream
+from raycheck.train.data.epoch_order import (
+    Skips,
+    epoch_order,
+    is_left_out,
+    kept_batches,
+    order_digest,
+    own_order,
+    rank_share,
+)
 from raycheck.train.data.sample_seeding import SeededPerSample
+from raycheck.train.data.shared_streams import (
+    Positions,
+    ShareOfStreams,
+    StreamState,
+    plan_streams,
+    stream_loader,
+)
 from raycheck.train.data.stream_position import StreamPosition
 from raycheck.train.log import event, logger
 from raycheck.train.ray_api.train_context import rank_and_world_size
@@ -25,16 +43,26 @@ from raycheck.train.ray_api.train_context import rank_and_world_size
 _SET_BY_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 
 
-class Batches:
-    """Gives a map-style dataset out as a stream of global batches, shared among the ranks.
+class Batches(SampleStream):
+    """Gives a dataset out as a stream of global batches, shared among the ranks.
 
     Put it into the Checkpointer's state: then a restore goes on with the next sample, even with another world size.
 
-    dataset: has `__len__` and `__getitem__`. global_batch: samples per batch, over all ranks together; each rank takes
+    dataset: has `__len__` and `__getitem__`, or is an IterableDataset of torch or Hugging Face, which gives its samples
+    in one order. global_batch: samples per batch, over all ranks together; each rank takes
     a nearly equal share of each batch (shares differ by at most one sample). The last len(dataset) % global_batch
     samples of an epoch's order are left out of that epoch. seed: what the order depends on, together with the epoch.
-    shuffle: whether each epoch has a random order of its own, or the dataset's. rank, world_size: this rank and the
-    number of ranks; by default those of Ray Train, else of torch.distributed, else 0 and 1.
+    shuffle: whether each epoch has a random order of its own, or the dataset's. order: an order of your own, such as
+    by length: a function that is called with an epoch's number and returns the indices of its samples, equal on all
+    ranks and after every restart, and equally many in each epoch; an index may come more than once. It takes the place
+    of shuffle, and of the dataset's length in what is said above. rank, world_size: this rank and the number of ranks;
+    by default those of Ray Train, else of torch.distributed, else 0 and 1. skip: batches that are left out, as (epoch,
+    first batch, last batch + 1), counted from 0; it may change at a restart, and nothing else moves.
+
+    Every rank reads all of an IterableDataset and takes its part. batches_per_epoch, for an IterableDataset only: an
+    epoch has that many batches, and the data begins anew whenever it ends. The ranks then share the shards of a dataset
+    that has `shard` and `num_shards`, so that each shard is read by the ranks that train on it. A restore goes to the
+    position by the dataset's `state_dict` where that is exact; else it reads the samples before it once more.
 
     Random augmentation in loader workers is seeded per sample from (seed, epoch, position): it depends neither on the
     world size nor on a restart. This holds for the global generators, and for those in the dataset's attributes. With
@@ -51,24 +79,47 @@ class Batches:
         global_batch: int,
         seed: int = 0,
         shuffle: bool = True,
+        order: Callable[[int], Sequence[int]] | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        skip: Iterable[Sequence[int]] = (),
+        batches_per_epoch: int | None = None,
     ) -> None:
         here = rank_and_world_size()
         self._rank = here[0] if rank is None else rank
         self._world_size = here[1] if world_size is None else world_size
         self._dataset = dataset
-        self._length = _length_of(dataset)
+        self._is_stream = is_stream(dataset)
+        samples = None if self._is_stream else _length_of(dataset)
+        self._order = None if order is None else _order_of(order, samples)
+        first = self._order(0) if self._order is not None else None
+        self._length = samples if first is None else len(first)
+        self._digest = {} if first is None else {"order": order_digest(first)}  # of the first epoch, which is enough
         self._global_batch = _whole("global_batch", global_batch)
-        if not self._world_size <= self._global_batch <= self._length:
+        longest = self._global_batch if self._length is None else self._length
+        if not self._world_size <= self._global_batch <= longest:
             raise ConfigError(
                 f"Batches(global_batch={global_batch}) must lie between the world size ({self._world_size}) and the "
-                f"dataset's length ({self._length}): each rank needs a sample in each batch"
+                f"dataset's length ({longest}): each rank needs a sample in each batch"
             )
         self._seed = _whole("seed", seed)
         self._shuffle = shuffle
-        self._position = StreamPosition(global_batch=self._global_batch, batches_per_epoch=self.batches_per_epoch)
-        self._before_first: Callable[[], object] | None = None
+        self._skips = _skips(skip)
+        self._batches_per_epoch = _batches_per_epoch(batches_per_epoch, self._length, self._global_batch)
+        self._position = StreamPosition(global_batch=self._global_batch, batches_left=self._batches_left)
+        self._plan = plan_streams(
+            dataset,
+            global_batch=self._global_batch,
+            rank=self._rank,
+            world_size=self._world_size,
+            is_endless=batches_per_epoch is not None,
+            seed=self._seed,
+        )
+        self._streams: dict[int, StreamState] = {}  # up to the end of the last step
+        self._fetched = Positions()
+        self._given_states: list[StreamState] = []
+        self._saved_workers: bool | None = None  # whether a worker read the stream that was restored
+        self._has_worker = False
         self._has_warned: set[str] = set()
         self._saved_elsewhere: set[int] = set()  # ids of the generators that the state saves by itself
 
@@ -79,17 +130,31 @@ class Batches:
 
     @property
     def epoch_step(self) -> int:
-        """Returns the number of batches consumed of this epoch."""
+        """Returns the number of batches consumed of this epoch, skipped ones included."""
         return self._position.epoch_step
 
     @property
     def batches_per_epoch(self) -> int:
-        """Returns the number of global batches in a whole epoch."""
-        return self._length // self._global_batch
+        """Returns the number of global batches in a whole epoch, those to skip included.
+
+        Raises ConfigError for a stream that does not say how long it is.
+        """
+        if self._batches_per_epoch is None:
+            raise ConfigError("nobody knows how many batches a stream has: give Batches(batches_per_epoch=...)")
+        return self._batches_per_epoch
+
+    @property
+    def is_in_mid_epoch(self) -> bool:
+        return self._position.consumed > 0
+
+    @property
+    def merges_ranks(self) -> bool:
+        """Returns whether each rank knows its own shards' positions only, so that a restore puts them together."""
+        return self._plan.streams > 1
 
     @property
     def samples(self) -> int:
-        """Returns the number of samples consumed over all epochs and ranks."""
+        """Returns the number of samples consumed over all epochs and ranks. What was skipped does not count."""
         return self._position.samples
 
     def loader(
@@ -116,52 +181,87 @@ class Batches:
         if epoch is not None:
             epoch = _whole("epoch", epoch)
             self._position.check_epoch(epoch)
-        return BatchLoader(self._position, epoch, lambda begun: self._open_epoch(begun, through, options))
+        if self._is_stream:
+            return BatchLoader(
+                self,
+                self._position,
+                epoch,
+                lambda begun: self._open_stream(begun, through, options),
+                self._take_positions,
+            )
+        return BatchLoader(self, self._position, epoch, lambda begun: self._open_epoch(begun, through, options))
 
     def _open_epoch(
         self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]
-    ) -> tuple[int, Iterable[Any]]:
-        """Returns how many batches of this rank are left of an epoch, and these. Puts random state back before them."""
-        order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        start = self._position.consumed
-        share = rank_share(order, self._global_batch, self._rank, self._world_size, start=start)
+    ) -> tuple[Iterable[int], Iterable[Any]]:
+        """Returns the numbers of the batches that are left of an epoch, and this rank's share of these. Puts random
+        state back before them."""
+        assert self._length is not None, "a stream has no order of its own"
+        if self._order is not None:
+            order = self._order(epoch)
+        else:
+            order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        numbers = kept_batches(self._skips, epoch, self._position.epoch_step, self.batches_per_epoch)
         if not options.get("num_workers"):
             self._warn_of_generators()
         loader: DataLoader[Any] = DataLoader(
             SeededPerSample(self._dataset, self._seed, epoch),
-            batch_sampler=share,
+            batch_sampler=rank_share(order, self._global_batch, self._rank, self._world_size, numbers),
             generator=torch.Generator().manual_seed(self._seed),
             **options,
         )
         batches = through(loader) if through else loader
-        if self._before_first is not None:
-            call, self._before_first = self._before_first, None
-            call()
-        return len(share), batches
+        self._begin_batches()
+        return numbers, batches
+
+    def _open_stream(
+        self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]
+    ) -> tuple[Iterable[int], Iterable[Any]]:
+        """Returns what `_open_epoch` does, of a stream, which is read from where the last step left it."""
+        self._has_worker = bool(options.get("num_workers"))
+        if self._saved_workers not in (None, self._has_worker):
+            raise StateMismatchError(
+                "Batches.loader(num_workers=...): a stream may come in another order in a loader worker than without "
+                f"one. The checkpoint's was read {'in' if self._saved_workers else 'without'} one: do so again"
+            )
+        first, skips = self._position.epoch_step, self._skips
+        states = self._streams if self._plan.is_endless or self.is_in_mid_epoch else {}
+        self._fetched = Positions()
+        share = ShareOfStreams(
+            self._dataset,
+            self._plan,
+            states,
+            first=first,
+            last=self._batches_per_epoch,
+            left_out={batch for at, low, high in skips if at == epoch for batch in range(low, high)}.__contains__,
+            turn=0 if self._plan.is_endless else epoch,
+        )
+        loader = stream_loader(
+            share, self._fetched, {**options, "generator": torch.Generator().manual_seed(self._seed)}
+        )
+        batches = through(loader) if through else loader
+        self._begin_batches()
+        return (batch for batch in count(first) if not is_left_out(skips, epoch, batch)), batches
+
+    def _take_positions(self) -> None:
+        """Take over the positions of the streams after the batch that the training loop has just got."""
+        self._given_states = self._fetched.waiting.popleft()
+
+    def _batches_left(self, epoch: int, batch: int) -> int | None:
+        if self._batches_per_epoch is None:
+            return None
+        return len(kept_batches(self._skips, epoch, batch, self._batches_per_epoch))
 
     def end_step(self) -> None:
-        """Count as consumed what the training loop was given. Checkpointer.end_step calls this."""
         self._position.end_step()
+        self._streams.update({state.number: state for state in self._given_states})
         self._warn_of_look_ahead()
 
     def end_epoch(self) -> None:
-        """Go to the beginning of the next epoch. Checkpointer.end_epoch calls this."""
         self._position.end_epoch()
 
     def end_loaders(self) -> None:
-        """Refuse the next batch of any loader that was begun before a restore. Checkpointer.restore calls this.
-
-        That holds in a fresh run too: otherwise the script would run until its first restart only.
-        """
         self._position.end_loaders()
-
-    def before_first_batch(self, call: Callable[[], object]) -> None:
-        """Have `call` run once, just before the next batch is fetched, if the stream is in the middle of an epoch.
-
-        There random state is put back exactly. At the beginning of an epoch, the script's own draws come before the
-        first batch in every run, and nothing may be put back over them.
-        """
-        self._before_first = call if self._position.consumed else None
 
     def leave_to_state(self, entries: Iterable[object]) -> None:
         """Note which generators the state saves by itself, so that nobody is warned of them."""
@@ -177,22 +277,58 @@ class Batches:
             "shuffle": self._shuffle,
             "global_batch": self._global_batch,
             "length": self._length,
+            **self._digest,
+            "history": self._position.history.state(),
+            **(self._stream_state() if self._is_stream else {}),
+        }
+
+    def _stream_state(self) -> dict[str, Any]:
+        return {
+            "batches_per_epoch": self._batches_per_epoch,
+            "streams": self._plan.streams,
+            "sources": [state.as_dict() for number in self._plan.mine() if (state := self._streams.get(number))],
+            "has_worker": self._has_worker,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. Raises StateMismatchError when the saved order differs from this one."""
-        self.check_state_dict(state)
-        samples = int(state["samples"]) if "samples" in state else None
-        self._position.restore(epoch=int(state["epoch"]), consumed=int(state["consumed"]), samples=samples)
+        self.load_rank_states([state])
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        """Go to a saved position. states: those of all ranks that saved, which know the positions of their shards."""
+        self.check_rank_states(states)
+        state = states[0]
+        epoch, consumed = int(state["epoch"]), int(state["consumed"])
+        # An earlier raycheck counted no samples, and knew of no epoch that was left half-way.
+        whole = epoch * (self._batches_per_epoch or 0) * self._global_batch + consumed
+        self._position.restore(
+            epoch=epoch, consumed=consumed, samples=int(state.get("samples", whole)), history=state.get("history")
+        )
+        if self._is_stream:
+            sources = [StreamState(**source) for one in states for source in one["sources"]]
+            self._streams = {source.number: source for source in sources}
+            self._given_states = []
+            self._saved_workers = bool(state["has_worker"]) if sources else None
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises StateMismatchError when a saved position would mean other samples here; changes nothing."""
-        mine = self.state_dict()
+        self.check_rank_states([state])
+
+    def check_rank_states(self, states: list[dict[str, Any]]) -> None:
+        """Raises StateMismatchError as `check_state_dict` does, for the states of all ranks that saved."""
+        mine, names = self.state_dict(), ["seed", "shuffle", "global_batch", "length", "order"]
+        names += ["batches_per_epoch", "streams"] if self._is_stream else []
         other = [
-            f"{name}: saved {state[name]!r}, here {mine[name]!r}"
-            for name in ("seed", "shuffle", "global_batch", "length")
-            if state[name] != mine[name]
+            f"{name}: saved {state.get(name)!r}, here {mine.get(name)!r}"
+            for state in states[:1]
+            for name in names
+            if state.get(name) != mine.get(name)
         ]
+        if len({(state["epoch"], state["consumed"]) for state in states}) > 1:
+            other.append("the ranks' positions differ")
+        there = {source["number"] for state in states for source in state.get("sources", ())}
+        if there and there != {*range(self._plan.streams)}:
+            other.append(f"positions of the shards {sorted(there)} were saved, of {self._plan.streams}")
         if other:
             raise StateMismatchError(
                 "the data stream differs from the checkpoint's, so its position would mean other samples: "
@@ -224,18 +360,59 @@ class Batches:
             logger.warning(event(text, rank=self._rank))
 
 
+def _order_of(order: Callable[[int], Sequence[int]], samples: int | None) -> Callable[[int], list[int]]:
+    """Returns a user's order with its checks. samples: the dataset's length, None for a stream, which has no order."""
+    if samples is None:
+        raise ConfigError("Batches(order=): an IterableDataset gives its samples in an order of its own")
+    return own_order(order, samples)
+
+
+def is_stream(dataset: object) -> bool:
+    """Returns whether a dataset is an IterableDataset, torch's or Hugging Face's."""
+    return isinstance(dataset, IterableDataset) or any(
+        kind.__name__ == "IterableDataset" and kind.__module__.startswith("datasets.") for kind in type(dataset).__mro__
+    )
+
+
+def _batches_per_epoch(given: int | None, length: int | None, global_batch: int) -> int | None:
+    """Returns how many batches an epoch has; None for a stream that ends by itself."""
+    if length is not None:
+        if given is not None:
+            raise ConfigError(
+                f"Batches(batches_per_epoch={given}): this dataset says how long it is; an IterableDataset does not"
+            )
+        return length // global_batch
+    if given is not None and _whole("batches_per_epoch", given) < 1:
+        raise ConfigError(f"Batches(batches_per_epoch={given}): give at least 1")
+    return None if given is None else index(given)
+
+
+def _skips(given: Iterable[Sequence[int]]) -> Skips:
+    """Returns the batches to skip. Raises ConfigError for what is no (epoch, first batch, last batch + 1)."""
+    skips = []
+    for item in given:
+        try:
+            epoch, first, end = (_whole("skip", number) for number in item)
+        except (TypeError, ValueError):
+            raise ConfigError(f"Batches(skip=[{item!r}]): give (epoch, first batch, last batch + 1)") from None
+        if not (epoch >= 0 and 0 <= first < end):
+            raise ConfigError(f"Batches(skip=[{item!r}]): give (epoch, first batch, last batch + 1), counted from 0")
+        skips.append((epoch, first, end))
+    return tuple(skips)
+
+
 def _length_of(dataset: object) -> int:
     """Returns the number of samples in a dataset. Raises ConfigError when it has no samples by number."""
     name = type(dataset).__qualname__
     advice = (
-        "Batches need a map-style dataset, with __len__ and __getitem__: only then can every rank go to any position. "
-        "For a stream use torchdata's StatefulDataLoader in the state, which goes on at the same world size"
+        "Batches need a map-style dataset, with __len__ and __getitem__, or an IterableDataset. Any other stream can "
+        "be given to torchdata's StatefulDataLoader, which in the state goes on at the same world size"
     )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             f"Batches(DataLoader): give its dataset, and to Batches.loader the DataLoader's options. {advice}"
         )
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"Batches({name}): it cannot be asked for one sample by its number. {advice}")
     try:
         return len(dataset)

@@ -24,6 +24,8 @@ from raycheck.train.ray_api.controller_callbacks import RunGuard, guarded
 from raycheck.train.ray_api.failure_causes import causes_of, final_error, mistake_behind
 from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage, storage_uri
 from raycheck.train.ray_api.trainer_checks import keep_collectives_whole, refuse_unsupported, release_nodes_of
+from raycheck.train.ray_api.tune_session import given_pointer, in_tune, report_commits_of, trial_id
+from raycheck.train.ray_api.validation import scored_validation
 
 MAX_FAILURES = 3
 CONTROLLER_RETRIES = 3
@@ -65,6 +67,14 @@ def fit(
     refuse_unsupported(trainer)
     config = trainer.run_config
     where = storage_uri(config) if storage is None else with_settings(storage_uri(config), storage)
+    if in_tune() and resume == "auto":
+        return _fit_trial(trainer, where)
+    return _fit_run(trainer, where, resume, storage)
+
+
+def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettings | None) -> Result:
+    """Runs the trainer with its run in the storage at `where`. See fit."""
+    config = trainer.run_config
     uri = join_uri(where, config.name)
     store = open_store(uri)
     wish = settle_resume(resume, store, storage)
@@ -78,7 +88,11 @@ def fit(
     callbacks = list(config.callbacks or ())
     config.callbacks = guarded(callbacks, coordinator, uri)
     try:
-        with ray_storage(config, where), saves_on_signals(lambda: _save_now(coordinator)):
+        with (
+            ray_storage(config, where),
+            scored_validation(trainer, uri),
+            saves_on_signals(lambda: _save_now(coordinator)),
+        ):
             return _fit_again(trainer)
     except BaseException as error:
         final = (final_error(error) or mistake_behind(error)) if isinstance(error, TrainingFailedError) else None
@@ -89,6 +103,28 @@ def fit(
     finally:
         config.callbacks = callbacks
         ray.kill(coordinator)
+
+
+def _fit_trial(trainer: Any, where: str) -> Result:
+    """Runs the trainer in a trial of Ray Tune's, from the commit that Tune gives it.
+
+    Its own one is its run's, which goes on. Another trial's is forked, into a run of its own: the trial's earlier run
+    stays as it is.
+    """
+    config = trainer.run_config
+    name, pointer = config.name, given_pointer()
+    try:
+        if pointer is not None and pointer.trial == trial_id():
+            config.name = pointer.run
+        elif pointer is not None:
+            config.name = f"{name}-from-{pointer.trial}-{uuid4().hex[:6]}"
+            source, target = (open_store(join_uri(where, run)) for run in (pointer.run, config.name))
+            fork(source, target, run_id=uuid4().hex, key=pointer.key)
+            logger.info(event("goes on from another trial's commit", source=pointer.key, of=source.uri, run=target.uri))
+        report_commits_of(config.name)
+        return _fit_run(trainer, where, "auto", None)
+    finally:
+        config.name = name
 
 
 def settle_resume(resume: str | int, store: Store, storage: StorageSettings | None) -> Resume:

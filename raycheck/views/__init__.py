@@ -4,6 +4,8 @@
 - tensors.py lists a checkpoint's tensors, with the moments of each parameter under it.
 - difference.py compares two checkpoints by their checksums, without reading a tensor.
 - tensor_sample.py reads some of a tensor's values within a byte budget, and describes them.
+- kept.py says why each checkpoint stays.
+- in_words.py says sizes, times and numbers as people read them.
 - element_types.py turns a tensor's bytes into numbers without torch.
 
 Nothing here writes (I8), or imports torch or ray.

@@ -1,10 +1,12 @@
 """Copies of runs and checkpoints: whole, verified, repeatable, and never in the way of a training."""
 
 import tracemalloc
+import urllib.request
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from uuid import uuid4
 
 import pytest
@@ -23,9 +25,10 @@ from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, parse_uri
 from raycheck.bucket.store.part_sizes import MIN_PART_BYTES, PART_SIZES, PartSizes
 from raycheck.catalog.copy import plan_copy
+from raycheck.catalog.object_copy import StoppedError
 from raycheck.demo.server import s3_server
 from raycheck.settings import Retention
 from tests.shards.huggingface.test_server_side_copy import prover
@@ -324,14 +327,22 @@ def test_what_an_earlier_try_left_of_a_checkpoint_is_used_when_it_is_right() -> 
     store = trained(source).store
     shard = store.get(object_keys.shard_key("step-000000020-a1-s2", "train", 0)).data
     key = object_keys.shard_key("step-000000020-a0-s1", "train", 0)
+    stop = Event()
+    with pytest.raises(StoppedError):
+        copy_run(source, target, step=20, progress=lambda *_: stop.set(), stop=stop)  # it has reserved the name
+    origin = open_store(target).get(mark := object_keys.origin_key("step-000000020-a0-s1")).data
     open_store(target).put(key, shard)
 
     done = copy_run(source, target, step=20)
 
-    assert (done.found_bytes, done.head) == (len(shard), "step-000000020-a0-s1")
-    open_store(other := place()).put(key, bytes(len(shard)))
-    assert copy_run(source, other, step=20).head == "step-000000020-a0-s2"
-    assert_invariants(open_store(other))
+    assert done.found_bytes >= len(shard)
+    assert done.head == "step-000000020-a0-s1"
+    for data, mine in ((bytes(len(shard)), origin), (shard, None), (shard, b"another's")):
+        open_store(other := place()).put(key, data)
+        if mine is not None:
+            open_store(other).put(mark, mine)
+        assert copy_run(source, other, step=20).head == "step-000000020-a0-s2"
+        assert_invariants(open_store(other))
 
 
 def test_a_plan_writes_nothing() -> None:
@@ -366,6 +377,38 @@ def large(store: Store, sizes: list[int]) -> None:
         store.put(key, store.get(old_key).data)
     write_manifest(store, new)
     assert driver.commit(new)
+
+
+def another_bucket(uri: str) -> str:
+    """Make a bucket beside that of `uri`, with the same settings."""
+    at, name = parse_uri(uri), f"bucket-{uuid4().hex}"
+    request = urllib.request.Request(f"{at.settings.endpoint}/{name}", method="PUT")
+    with urllib.request.urlopen(request, timeout=30):
+        return uri.replace(f"//{at.bucket}", f"//{name}", 1)
+
+
+@pytest.mark.parametrize("proof", ["right", "wrong", "none", "denied"])
+def test_between_two_buckets_that_are_reached_in_one_way_the_store_copies_if_it_may(
+    s3: str, wire: FaultProxy, monkeypatch: pytest.MonkeyPatch, proof: str
+) -> None:
+    monkeypatch.setitem(PART_SIZES, "s3", PartSizes(part_bytes=MIN_PART_BYTES))
+    one = uuid4().hex
+    large(open_store(join_uri(s3, one)), [12 * MIB, 100])
+    dest = another_bucket(s3)
+    there = wire.uri.replace(f"//{parse_uri(s3).bucket}", f"//{parse_uri(dest).bucket}", 1)
+    if proof == "denied":
+        wire.rule("deny", "PUT", ".*partNumber", times=1)
+    elif proof != "none":
+        wrong = int(proof == "wrong")
+        edit = prover(open_store(join_uri(s3, one)), lambda data: zlib.crc32(data) ^ wrong)
+        wire.rule("edit", "PUT", ".*partNumber", times=99, edit=edit)
+
+    done = copy_run(join_uri(wire.uri, one), join_uri(there, one))
+
+    assert done.in_store_bytes == (12 * MIB if proof == "right" else 0)
+    assert any("x-amz-copy-source" in head.headers for head in wire.heads)
+    assert_copy(open_store(join_uri(s3, one)), open_store(join_uri(dest, one)))
+    assert list(open_store(join_uri(dest, one)).list_uploads("")) == []
 
 
 @pytest.mark.parametrize("proof", ["right", "wrong", "none"])

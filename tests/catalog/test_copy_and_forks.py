@@ -45,16 +45,24 @@ def test_a_run_that_borrows_from_another_one_is_refused_before_anything_is_writt
     fork, target = f"{bucket}/runs/fork", f"{bucket}/copy"
     key = fork_run(source.store.uri, fork).key
 
-    for step in (None, key):
-        for verb in (plan_copy, copy_run):
-            with pytest.raises(ConfigError, match="raycheck fork --copy"):
-                verb(fork, target, step=step)
+    for verb in (plan_copy, copy_run):
+        with pytest.raises(ConfigError, match=f"raycheck cp --step {key}"):
+            verb(fork, target)
     assert everything(open_store(target)) == {}
-    fork_run(fork, f"{bucket}/runs/independent", copy=True)
-    copy_run(f"{bucket}/runs/independent", target)
 
-    assert assert_whole(target).head == key
+
+def test_one_checkpoint_of_a_fork_is_copied_with_all_that_it_borrows(bucket: str, source: Driver) -> None:
+    fork, target = f"{bucket}/runs/fork", f"{bucket}/copy"
+    key = fork_run(source.store.uri, fork).key
+    assert plan_copy(fork, target, step=key).sizes
+
+    done = copy_run(fork, target, step=key)
+
+    body = assert_whole(target)
+    assert (body.head, body.live[0].refs, body.loans) == (done.head, (), ())
     assert assert_invariants(open_store(target)) is not None
+    copy_run(target, f"{bucket}/again")
+    assert assert_whole(f"{bucket}/again").head == done.head
 
 
 def test_a_mirror_keeps_what_was_forked_from_it_and_takes_over_no_holds(bucket: str, source: Driver) -> None:

@@ -19,6 +19,7 @@ from raycheck.bucket.store import open_store
 from raycheck.bucket.store.local import LocalStore
 from raycheck.catalog.importing import new_checkpoint, torch_file
 from raycheck.catalog.importing.import_checkpoint import import_checkpoint
+from raycheck.catalog.importing.model_order import parameters_in_order
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.run import export_hf, open_run
 from tests.support import hf_models
@@ -354,6 +355,16 @@ def test_a_source_in_a_bucket_and_an_import_that_is_repeated(tmp_path: Path) -> 
     open_store("memory://sources").put("other.pt", (tmp_path / "last.pt").read_bytes())
     with pytest.raises(ConfigError, match="there is a run already"):
         import_checkpoint("memory://sources/other.pt", dest)
+    with pytest.raises(ConfigError, match="not what is imported now"):
+        import_checkpoint(source, dest, step=6)
+    with pytest.raises(ConfigError, match="not what is imported now"):
+        import_checkpoint(source, dest, step=5, entries={"net": "model"})
+    with torch.no_grad():
+        next(net.parameters()).add_(1.0)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    open_store("memory://sources").put("last.pt", (tmp_path / "last.pt").read_bytes())
+    with pytest.raises(ConfigError, match="not what is imported now"):
+        import_checkpoint(source, dest, step=5)
 
 
 def test_chosen_entries_and_given_names(tmp_path: Path) -> None:
@@ -478,6 +489,30 @@ def test_hostile_sources_are_refused_by_name_and_nothing_is_committed(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_follows_an_empty_dict_in_a_list_of_dcp_keeps_its_place(tmp_path: Path) -> None:
+    state = {"parts": [torch.zeros(2), {}, torch.ones(2)], "model": {"w": torch.ones(3)}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+
+    done = import_checkpoint(str(tmp_path / "dcp"), f"file://{tmp_path}/runs/new")
+
+    assert "parts.1" in done.notes[0]
+    head = checked(done.uri)
+    parts = head.read_index(head.read_manifest()).values["parts"]
+    assert parts["$held"] == [{"$tensor": "parts.0"}, {}, {"$tensor": "parts.2"}]
+
+
+def test_a_submodule_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    net = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 1)})
+    torch.save({"model": net.state_dict()}, tmp_path / "last.pt")
+
+    done = import_checkpoint(str(tmp_path / "last.pt"), f"file://{tmp_path}/runs/new")
+
+    live = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 1)})
+    checked(done.uri).restore(into={"model": live})
+    assert_equal(live.state_dict(), net.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_metadata_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     for what, change in (("../secret", None), (None, 1 << 60)):
         folder = tmp_path / f"dcp{what is None}"
@@ -540,3 +575,10 @@ def test_a_crash_at_any_write_leaves_no_run_and_the_next_try_succeeds(tmp_path: 
     else:
         pytest.fail("the import never came to its end")
     assert at > 4
+
+
+def test_a_configuration_with_more_layers_than_weights_is_not_built() -> None:
+    config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+
+    assert parameters_in_order(config | {"text_config": {"num_hidden_layers": 10**9}}, {"a", "b"}) == []
+    assert parameters_in_order(config | {"num_hidden_layers": 10**9}, {"a", "b"}) == []

@@ -74,6 +74,38 @@ def test_an_abandoned_run_is_deleted_and_one_that_others_use_is_named(runs: str,
     assert not (tmp_path / "runs/a/done/latest").exists()
 
 
+def test_a_run_that_is_started_after_the_listing_is_not_deleted(runs: str, monkeypatch) -> None:
+    trained(f"{runs}/z/restarted", 2, finishes=True)
+    listed = raycheck.list_runs(runs, sort="name")
+
+    def list_runs(*_, **__):
+        Driver(open_store(f"{runs}/z/restarted"), owner="bob").claim("g2")
+        return listed
+
+    monkeypatch.setattr("raycheck.catalog.policy.list_runs", list_runs)
+    done = raycheck.prune_runs(runs, {"rules": [{"states": ["finished"], "idle_days": 1e-9, "delete": True}]})
+
+    assert [(run.name, run.state, run.is_deleted) for run in done] == [
+        ("a/done", "finished", True),
+        ("b/live", "running", False),
+        ("z/restarted", "running", False),
+    ]
+    assert steps(f"{runs}/z/restarted") == [10, 20]
+
+
+def test_a_run_without_a_checkpoint_counts_as_idle_since_its_claim(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("raycheck.bucket.run_status.SILENT_S", -1.0)
+    uri = f"file://{tmp_path}/runs/empty"
+    trained(uri, 0)
+    rule = {"states": ["uncommitted"], "delete": True}
+
+    (kept,) = raycheck.prune_runs(f"file://{tmp_path}/runs", {"rules": [rule | {"idle_days": 1}]})
+    (gone,) = raycheck.prune_runs(f"file://{tmp_path}/runs", {"rules": [rule | {"idle_days": 1e-9}]})
+
+    assert (kept.rule, gone.is_deleted) == (None, True)
+    assert not (tmp_path / "runs/empty/latest").exists()
+
+
 @pytest.mark.parametrize(
     ("policy", "why"),
     [

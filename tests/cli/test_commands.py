@@ -26,9 +26,9 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.cli.options import age
 from raycheck.errors import NotFoundError
 from raycheck.run import open_run
+from raycheck.views.in_words import age
 from tests.support import hf_models
 from tests.support.command_line import raycheck
 from tests.support.invariants import assert_invariants
@@ -251,6 +251,26 @@ def test_show_tells_why_an_attempt_began_and_what_the_end_of_the_one_before_cost
     assert "rank 2: its process died" in text.stdout
     shown = json.loads(data.stdout)["attempts"][0]["resume"]
     assert (shown["lost_steps"], shown["world_size_before"], shown["world_size"]) == (7, 4, 3)
+
+
+@pytest.mark.parametrize(("verb", "pinned"), [("pin", True), ("unpin", False)])
+def test_a_pin_says_what_it_changes_as_json_and_before_it_does(run, verb: str, pinned: bool) -> None:
+    uri, store = run
+    if not pinned:
+        assert raycheck("pin", uri, "3").returncode == 0
+    before = store.get(object_keys.LATEST_KEY).data
+
+    dry, dry_json = raycheck(verb, uri, "3", "--dry-run"), raycheck(verb, uri, "3", "--dry-run", "--json")
+    assert store.get(object_keys.LATEST_KEY).data == before
+    done = raycheck(verb, uri, "3", "--json")
+
+    assert "would be" in dry.stdout
+    for code, is_dry in ((dry_json, True), (done, False)):
+        told = json.loads(code.stdout)
+        assert (told["dry_run"], told["changed"][0]["pinned"]) == (is_dry, pinned)
+        assert told["changed"][0]["key"] == "step-000000003-a1-s1"
+    assert read_latest(store).live[0].pinned == pinned
+    assert raycheck(verb, uri, "4", "--dry-run").returncode == 2
 
 
 def test_pin_keeps_a_checkpoint_from_prune_and_ls_shows_it(run) -> None:

@@ -47,6 +47,9 @@ def test_cp_copies_one_checkpoint_into_a_new_run(run: Driver, tmp_path: Path) ->
 
     assert done["head"] == "step-000000020-a0-s1"
     assert assert_invariants(open_store(target)).run_id == done["run_id"]
+    assert raycheck("cp", run.store.uri, target, "--step", "20", "--dry-run").returncode == 0
+    other = [raycheck("cp", run.store.uri, target, "--step", "10", *words) for words in ([], ["--dry-run"])]
+    assert [(it.returncode, "another run" in it.stderr) for it in other] == [(2, True)] * 2
 
 
 @pytest.mark.parametrize("words", [["--until-finished"], ["--follow", "--step", "20"], ["--follow", "--every", "0"]])

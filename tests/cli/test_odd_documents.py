@@ -33,6 +33,8 @@ from raycheck.bucket.format.latest import Attempt
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
 from raycheck.cli import main
+from raycheck.errors import CorruptError
+from raycheck.run import open_run
 from tests.support import hf_models
 from tests.support.sample_checkpoints import sealed
 from tests.support.save_without_ray import Own, save_state
@@ -247,6 +249,24 @@ def check(uri: str, command: str, folder: Path) -> tuple[int, str]:
     if code == 2:
         assert stderr.startswith("raycheck: ")
     return code, stderr
+
+
+@pytest.mark.parametrize("component", ["", "x", "../train"])
+def test_an_index_that_names_a_component_that_is_none_of_the_manifest_is_refused(
+    documents: Documents, tmp_path: Path, component: str
+) -> None:
+    def renamed(header: Any) -> Any:
+        return header | {"objects": [[component, *rest] for _, *rest in header["objects"]]}
+
+    documents.change("plan header", renamed)
+    try:
+        code, stderr = check(documents.store.uri, "export-hf", tmp_path)
+        assert code == 2
+        assert f"names the component {component!r}" in stderr
+        with pytest.raises(CorruptError, match="names the component"):
+            open_run(documents.store.uri).restore(into={"model": hf_models.llama()})
+    finally:
+        documents.restore()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -47,8 +47,8 @@ BUCKET = "s3://bucket"
 KINDS = {"python", "sh", "console", "diff", "text"}
 OPERATORS = {"aws", "gcloud", "helm", "kubectl", "ray", "sed", "zip", "export"}
 """Programs of other people, which only those who set up a cluster are told to run."""
-NOT_RUN = {"bench", "demo", "submit", "watch-node"}
-"""Commands that take minutes, or a cluster. What is given to them is parsed."""
+NOT_RUN = {"bench", "demo", "page", "submit", "watch-node"}
+"""Commands that take minutes, serve until they are ended, or need a cluster. What is given to them is parsed."""
 USERS_OWN = {"train.py", "script.py"}
 NOT_OURS = {
     *USERS_OWN,
@@ -103,7 +103,10 @@ def test_a_guide_begins_with_its_title_and_one_sentence(path: Path) -> None:
 # --- code ---
 
 
-hugging_face = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
+lightning = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+hugging_face = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:transformers", "ignore::UserWarning:peft", "ignore::UserWarning:accelerate"
+)
 
 
 @pytest.fixture
@@ -127,12 +130,17 @@ def exported(bucket: str) -> str:
     """The run of the guides, with a LoRA model in it."""
     uri = f"{bucket}/runs/my-run"
     for number, step in enumerate((800, 1000, 1200), 1):
-        state = {"model": get_peft_model(hf_models.llama(seed=step), LoraConfig(task_type="CAUSAL_LM"))}
+        data = raycheck.Batches(range(100_000), global_batch=16, rank=0, world_size=1)
+        history = {"steps": step, "known_from": 0, "entries": [[0, step, 0, 0, 1]]}
+        data.load_state_dict(data.state_dict() | {"consumed": 16 * step, "samples": 16 * step, "history": history})
+        model = get_peft_model(hf_models.llama(seed=step), LoraConfig(task_type="CAUSAL_LM"))
+        state = {"model": model, "data": data}
         save_state(open_store(uri), state, save_number=number, step=step, metrics={"loss": 1.0 / step})
     return uri
 
 
 @hugging_face
+@lightning
 @each_guide
 def test_the_python_of_a_guide_runs(path: Path, bucket: str, request: pytest.FixtureRequest) -> None:
     """Its blocks one after the other, as a reader would type them."""
@@ -334,7 +342,7 @@ def test_every_attribute_that_a_guide_names_is_there() -> None:
         for name, attribute in re.findall(r"(?<![\w.])(ckpt|at|at\.report|start|data|run)\.([a-z_]+)", text):
             assert any(hasattr(owner, attribute) for owner in owners[name]), f"{path.name}: {name}.{attribute}"
         for name in re.findall(r"(?<![\w./])raycheck\.([a-zA-Z_]+)", text.replace("raycheck.json", "")):
-            assert name in raycheck.__all__, f"{path.name}: raycheck.{name}"
+            assert name in (*raycheck.__all__, *raycheck._FRAMEWORKS), f"{path.name}: raycheck.{name}"
 
 
 def test_every_setting_error_and_public_name_is_in_a_guide() -> None:
@@ -409,7 +417,7 @@ def test_docs_names_the_guides_when_asked_for_another_one() -> None:
     error = CliRunner().invoke(app, ["docs", "nothing"]).exception
 
     assert isinstance(error, RaycheckError)
-    assert str(error).startswith("there is no guide 'nothing'; the guides are training, restoring, ")
+    assert str(error).startswith("there is no guide 'nothing'; the guides are training, ")
 
 
 def test_the_guides_are_installed_with_the_package() -> None:

@@ -33,11 +33,13 @@ class Orders:
     count: int = 0
     touched: list[set[Call]] = field(default_factory=list)
     reached: dict[Any, World] = field(default_factory=dict)
+    _begin: World = field(init=False)
     _known: list[set[Call]] = field(default_factory=list)
     _noticed: dict[tuple[int, Call], bool] = field(default_factory=dict)
 
     def all(self) -> Iterator[tuple[World, list[Any]]]:
         """Yield the world and the outcomes at the end of every order."""
+        self._begin = self.make()
         self.touched, self._known = [set() for _ in self.works], [set() for _ in self.works]
         self._one((), [], set())  # one after another, for a first idea of what they touch
         ends: list[tuple[World, list[Any]]] = []
@@ -64,7 +66,7 @@ class Orders:
 
         Returns None when the rest is known from an earlier order.
         """
-        world = self.make()
+        world = self._begin.copy()
         self.clock.next_id = 1
         with ExitStack() as stack:
             tasks = [stack.enter_context(Task(world, work)) for work in self.works]

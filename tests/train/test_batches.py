@@ -11,7 +11,7 @@ from accelerate import PartialState
 from accelerate.data_loader import DataLoaderShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import raycheck
 from raycheck.bucket.store import Store
@@ -620,11 +620,6 @@ def test_generators_of_a_dataset_in_the_training_process_are_named_unless_the_st
 # --- what is no dataset ---
 
 
-class Streamed(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-
 class Unknown(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
@@ -635,8 +630,8 @@ class Unknown(Dataset[int]):
 
 @pytest.mark.parametrize(
     "dataset",
-    [Streamed(), iter(range(10)), {1, 2, 3}, DataLoader([1, 2]), Unknown(), 7],
-    ids=["IterableDataset", "iterator", "set", "DataLoader", "no length", "number"],
+    [iter(range(10)), {1, 2, 3}, DataLoader([1, 2]), Unknown(), 7],
+    ids=["iterator", "set", "DataLoader", "no length", "number"],
 )
 def test_what_cannot_be_asked_for_one_sample_is_refused_with_advice(dataset: Any):
     with pytest.raises(ConfigError, match=r"map-style.*StatefulDataLoader"):
@@ -647,3 +642,39 @@ def test_what_cannot_be_asked_for_one_sample_is_refused_with_advice(dataset: Any
 def test_what_is_no_whole_number_is_refused_by_name(option: dict[str, Any]):
     with pytest.raises(ConfigError, match=f"{next(reversed(option))}="):
         Batches(range(10), rank=0, world_size=1, **option)
+
+
+def by_epoch(epoch: int) -> list[int]:
+    return [(index * 3 + epoch) % 8 for index in range(12)]  # an index may come twice
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_order_of_ones_own_is_given_out_and_goes_on_after_a_restart(world_size: int):
+    def ranks() -> list[Batches]:
+        return [
+            Batches(range(8), global_batch=4, order=by_epoch, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+
+    first, again = ranks(), ranks()
+    assert first[0].batches_per_epoch == 3
+    for epoch in range(2):
+        assert joined([joined(shares) for shares in taken(ranks(), epoch)]) == by_epoch(epoch)
+    taken(first, 1, steps=1)
+
+    for batches in again:
+        batches.load_state_dict(first[0].state_dict())
+
+    assert joined([joined(shares) for shares in taken(again, 1)]) == by_epoch(1)[4:]
+
+
+def test_another_order_is_told_apart_and_a_wrong_one_is_refused():
+    saved = Batches(range(8), global_batch=4, order=by_epoch, rank=0, world_size=1).state_dict()
+
+    with pytest.raises(StateMismatchError, match="order: saved"):
+        stream(12, batch=4, seed=0).load_state_dict(saved)
+    with pytest.raises(ConfigError, match="indices from 0 to 9, and the dataset has 8 samples"):
+        Batches(range(8), global_batch=4, order=lambda epoch: [0, 9, 1, 2], rank=0, world_size=1)
+    grows = Batches(range(8), global_batch=2, order=lambda epoch: [0] * (4 + epoch), rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="epochs of 4 and 5 samples"):
+        next(iter(grows.loader(1)))

@@ -13,7 +13,20 @@ import ray.cloudpickle
 
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from tests.examples import ddp, ddp_with_raycheck, fsdp, fsdp_with_raycheck
+from tests.examples import (
+    accelerate_bert,
+    accelerate_bert_with_raycheck,
+    ddp,
+    ddp_with_raycheck,
+    fsdp,
+    fsdp_with_raycheck,
+    hf_trainer,
+    hf_trainer_with_raycheck,
+    lightning_ddp,
+    lightning_ddp_with_raycheck,
+    trl_sft,
+    trl_sft_with_raycheck,
+)
 from tests.support.background_call import InThread
 from tests.support.documents import GUIDES, README, blocks
 from tests.support.http_fault_proxy import fault_proxy
@@ -21,7 +34,14 @@ from tests.support.invariants import assert_invariants
 
 MAX_CHANGED = 9
 DIFFS = [block.text for path in (README, *GUIDES) for block in blocks(path) if block.kind == "diff"]
-PAIRS = {"ddp": (ddp, ddp_with_raycheck), "fsdp": (fsdp, fsdp_with_raycheck)}
+PAIRS = {
+    "ddp": (ddp, ddp_with_raycheck),
+    "fsdp": (fsdp, fsdp_with_raycheck),
+    "transformers": (hf_trainer, hf_trainer_with_raycheck),
+    "trl": (trl_sft, trl_sft_with_raycheck),
+    "lightning": (lightning_ddp, lightning_ddp_with_raycheck),
+    "accelerate": (accelerate_bert, accelerate_bert_with_raycheck),
+}
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 
 

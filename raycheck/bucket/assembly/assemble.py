@@ -49,14 +49,14 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
             )
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
-    merged = plans.merge(sections, sorted({shard.component for report in reports for shard in report.shards}))
-    holes = merged.holes
-    if holes:
-        raise SaveFailedError(
-            f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
-            f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
-        )
-    components = [_component(store, reports, component, blob, plans) for component, blob in merged.metadata.items()]
+    references = _references(reports)
+    written = {shard.component for report in reports for shard in report.shards}
+    merged = plans.merge(sections, sorted(written | references.keys()))
+    _refuse_holes(name, merged.holes)
+    components = [
+        references.get(component) or _component(store, reports, component, blob, plans)
+        for component, blob in merged.metadata.items()
+    ]
     index = merged.index_bytes(sections)
     _put(store, object_keys.index_key(name), index)
     manifest = Manifest(
@@ -91,6 +91,33 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
         ),
     )
     return manifest, merged.plan.has_copies
+
+
+def _refuse_holes(name: str, holes: Sequence[str]) -> None:
+    if holes:
+        raise SaveFailedError(
+            f"{name}: the ranks' shards do not cover {', '.join(holes[:5])}"
+            f"{' and more' if len(holes) > 5 else ''} exactly once; do all ranks hold the same state?"
+        )
+
+
+def _references(reports: Sequence[Report]) -> dict[str, Component]:
+    """Return the components of which no rank has uploaded anything, by name.
+
+    Rank 0 has their rows. Raises SaveFailedError when another rank refers to one that rank 0 does not, or has shards of
+    one: what has changed on a rank must never give way to what the component holds.
+    """
+    first = reports[0].references
+    found = {component.name: component for component in first}
+    for report in reports:
+        odd = {shard.component for shard in report.shards} & found.keys()
+        odd |= {component.name for component in report.references if component not in first}
+        if odd:
+            raise SaveFailedError(
+                f"{report.checkpoint}: {min(odd)} has changed on some ranks only since it was found in the bucket; the "
+                "next save uploads it"
+            )
+    return found
 
 
 def _component(

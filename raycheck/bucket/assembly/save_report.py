@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from raycheck.bucket.assembly.plan_cache import Section
 from raycheck.bucket.format.label import NO_LABEL, Label
-from raycheck.bucket.format.manifest import ShardRecord
+from raycheck.bucket.format.manifest import Component, ShardRecord
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
 from raycheck.settings import ExportSettings, Retention
@@ -17,7 +17,8 @@ SAVE_ALIKE = "every rank must call end_step and save equally often"
 class Report:
     """Holds what one rank hands in when its shards are durable, or why they are not (`failure`).
 
-    kept: for each component whose shard was not uploaded again, the checkpoint in which that shard lies. section: the
+    kept: for each component whose shard was not uploaded again, the checkpoint in which that shard lies.
+    references: the components of which no rank uploads anything; rank 0 has their rows in its section. section: the
     rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. exports: how to export the checkpoint, None
     for no export. node: the node on which the rank runs. restored_from, partial, trained_s, began_at, is_rolling,
     settings: see Manifest. label: the name, the note and the expiry that the save gives its checkpoint.
@@ -32,6 +33,7 @@ class Report:
     failure: str = ""
     shards: tuple[ShardRecord, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict)
+    references: tuple[Component, ...] = ()
     section: Section | None = None
     restored_from: str | None = None
     partial: tuple[str, ...] = ()

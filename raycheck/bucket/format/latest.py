@@ -75,14 +75,19 @@ class Hold(Document):
 
     holder: the way from this run's root to the other's. run_id: the other run's. directories: what it uses, while it is
     being created also what this run itself has borrowed. at: when it was given, by the bucket's time. is_confirmed: the
-    other run's `latest` was there after the hold was given.
+    other run's `latest` was there after the hold was given. renewals: how often it was given anew; a renewed hold is
+    another one to everybody who would end the one that he has seen. A hold whose holder is this run itself is a
+    reservation: of what its next commit will refer to.
     """
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"renewals"})
 
     holder: str
     run_id: str
     directories: tuple[str, ...]
     at: float
     is_confirmed: bool = False
+    renewals: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

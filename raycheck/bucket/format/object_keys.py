@@ -93,6 +93,18 @@ def checkpoint_of(key: str) -> CheckpointName | None:
     return CheckpointName.parse(name) if slash and f"{prefix}/" == CHECKPOINTS_PREFIX else None
 
 
+def run_inside(key: str) -> str | None:
+    """Return the folder of the run that lies inside of this one and has the checkpoint of which `key` is an object.
+
+    None for an object that is no other run's: one of this run, or of somebody else.
+    """
+    parts = key.split("/")
+    for at in range(1, len(parts) - 2):
+        if f"{parts[at]}/" == CHECKPOINTS_PREFIX and CheckpointName.parse(parts[at + 1]) is not None:
+            return "/".join(parts[:at])
+    return None
+
+
 def manifest_key(name: str) -> str:
     return checkpoint_prefix(name) + "manifest.json"
 

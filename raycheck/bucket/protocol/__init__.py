@@ -15,6 +15,7 @@
 - fork.py, rewind.py, repair.py: a new run from another's head, step 30; going back by hand, step 31; rebuilding a lost
   `latest`, step 32.
 - holds.py: what one run uses of another in its bucket, step 30.
+- base_run.py: what a run that is trained uses of its base, step 39.
 - delete.py: the delete of a checkpoint or run by hand, step 37.
 - mirror.py: `latest` of a copy that follows a run in another place, step 38.
 - exported_directories.py: which exported directories are the run's own, and their deletion, step 34.

@@ -13,6 +13,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import Entry, Finished, Latest, listed_metrics, shrink_metrics
 from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.protocol.base_run import without_reservation
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
 from raycheck.bucket.protocol.name_and_score import with_name_of_save
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
@@ -85,6 +86,7 @@ def commit(
             live=(*body.live, entry),
             attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
         )
+        new = without_reservation(register.store, new, manifest.refs)
         if manifest.name is not None:
             new = with_name_of_save(new, manifest.key, manifest.name, may_move=may_move_name, now=now)
         return shrink_metrics(with_evicted(new, dropped_keys(new, rules, now=now), now=now), needed=rules.metric)

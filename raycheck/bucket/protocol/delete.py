@@ -10,14 +10,14 @@ from uuid import uuid4
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Hold, Latest
+from raycheck.bucket.protocol.base_run import without_reservation
 from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, NotFoundError
-
-OWN_FOLDERS = frozenset({"checkpoints", "attempts", "holds", "probes", "ray", "exports"})
+from raycheck.bucket.store.interface import Listed
+from raycheck.errors import ConfigError, ConflictError, NotFoundError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,44 +38,47 @@ def delete_checkpoint(register: Register, key: str) -> Latest:
     """
 
     def change(body: Latest, now: float) -> Latest | None:
-        refuse_mirror(register.store.uri, body, "delete the checkpoint")
         if any(item.key == key for item in body.evicted):
             return None
-        if body.entry(key) is None:
-            raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
-        if body.head == key:
-            raise ConfigError(
-                f"{register.store.uri}: {key} is what the next start restores. First go back to another checkpoint, "
-                "with 'raycheck rewind', or delete the run, with 'raycheck delete-run'"
-            )
+        check_checkpoint(register.store.uri, body, key)
         return with_evicted(body, (key,), now=now)
 
     return register.edit(change, what=f"delete of {key}")
 
 
-def delete_run(register: Register, *, keeps_shared: bool = False, keeps_exports: bool = False) -> DeletedRun:
+def check_checkpoint(uri: str, body: Latest, key: str) -> None:
+    """Raise ConfigError for a checkpoint that cannot be deleted, and NotFoundError for one that is not live."""
+    refuse_mirror(uri, body, "delete the checkpoint")
+    if body.entry(key) is None:
+        raise NotFoundError(f"{uri}: checkpoint {key} is no longer live")
+    if body.head == key:
+        raise ConfigError(
+            f"{uri}: {key} is what the next start restores. First go back to another checkpoint, with "
+            "'raycheck rewind', or delete the run, with 'raycheck delete-run'"
+        )
+
+
+def delete_run(
+    register: Register, *, keeps_shared: bool = False, keeps_exports: bool = False, only_at: int | None = None
+) -> DeletedRun:
     """Delete a run: mark it, delete its checkpoints, then everything else, and `latest` last.
 
     keeps_shared: what other runs use stays, with `latest`, until they have given it back; else a run that others use is
-    refused. keeps_exports: leave its exported directories alone. Raises NotFoundError without a run, and ConfigError,
-    before anything is changed, when others use it or another run lies inside its folder.
+    refused. keeps_exports: leave its exported directories alone. only_at: the counter of the body by which somebody has
+    judged that the run may go. Raises NotFoundError without a run; ConflictError when `latest` has been written since
+    `only_at`; and ConfigError when others use it or another run lies inside its folder. Then nothing was changed.
     """
     store = register.store
-    inside = sorted(set(store.list_names("")) - OWN_FOLDERS)
-    for name in inside:
-        if "checkpoints" in store.list_names(f"{name}/"):
-            raise ConfigError(f"{store.uri}: another run lies in its folder {name!r}; delete or move that one first")
+    check_folder(store)
     owner = f"delete-{uuid4().hex[:12]}"
 
     def change(body: Latest, now: float) -> Latest | None:
-        if body.holds and not keeps_shared:
-            names = ", ".join(hold.holder for hold in body.holds[:5])
-            raise ConfigError(
-                f"{store.uri}: {len(body.holds)} other runs use checkpoints of it ({names}). Delete them first, or "
-                "give --keep-shared: then what they use stays until they have dropped it"
-            )
+        body = without_reservation(store, body)
+        check_users(store, body, keeps_shared=keeps_shared)
         if body.deleted_at is not None:
             return None
+        if only_at is not None and body.counter != only_at:
+            raise ConflictError(f"{store.uri}: somebody has changed the run just now; nothing was deleted")
         mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=None, now=now)
         marked = replace(
             body,
@@ -93,15 +96,39 @@ def delete_run(register: Register, *, keeps_shared: bool = False, keeps_exports:
     body = register.read_existing()[0]
     if body.holds:
         return DeletedRun(is_gone=False, holds=body.holds)
-    delete_objects(store, list(_others(store, keeps_exports=keeps_exports)))
+    keys = [item.key for item in objects_of(store, keeps_exports=keeps_exports)]
+    delete_objects(store, [key for key in keys if key != object_keys.LATEST_KEY])
     for upload in list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX)):
         store.abort_upload(upload)
     store.delete(object_keys.LATEST_KEY)
     return DeletedRun(is_gone=True)
 
 
-def _others(store: Store, *, keeps_exports: bool) -> Iterator[str]:
+def check_folder(store: Store) -> None:
+    """Raise ConfigError when another run lies inside the folder of this one, however deep. This lists all objects."""
     for item in store.list_objects(""):
-        is_kept = keeps_exports and item.key.startswith(object_keys.EXPORTS_PREFIX)
-        if item.key != object_keys.LATEST_KEY and not is_kept:
-            yield item.key
+        if (inside := object_keys.run_inside(item.key)) is not None:
+            raise ConfigError(f"{store.uri}: another run lies in its folder {inside!r}; delete or move that one first")
+
+
+def users_of(store: Store, body: Latest) -> tuple[Hold, ...]:
+    """Return the holds of other runs on this one. The run's own reservation is none."""
+    return without_reservation(store, body).holds
+
+
+def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
+    """Raise ConfigError when other runs use checkpoints of the run, unless what they use is kept."""
+    holds = users_of(store, body)
+    if holds and not keeps_shared:
+        names = ", ".join(hold.holder for hold in holds[:5])
+        raise ConfigError(
+            f"{store.uri}: {len(holds)} other runs use checkpoints of it ({names}). Delete them first, or give "
+            "--keep-shared: then what they use stays until they have dropped it"
+        )
+
+
+def objects_of(store: Store, *, keeps_exports: bool) -> Iterator[Listed]:
+    """Yield all that lies in the run's folder, but for its exports if they are kept."""
+    for item in store.list_objects(""):
+        if not (keeps_exports and item.key.startswith(object_keys.EXPORTS_PREFIX)):
+            yield item

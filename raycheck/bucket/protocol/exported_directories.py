@@ -100,8 +100,8 @@ def find_exports(store: Store, prefix: str) -> tuple[ExportedDirectory, ...]:
 def decide_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_last: int) -> tuple[ExportDecision, ...]:
     """Decide on each directory.
 
-    The exports of the newest `keep_last` checkpoints stay, those of pinned checkpoints, and every directory that is not
-    proven to be this run's own, whole and unchanged. body: the run's `latest`.
+    The exports of the newest `keep_last` checkpoints stay, those of pinned and of named checkpoints, and every
+    directory that is not proven to be this run's own, whole and unchanged. body: the run's `latest`.
     """
     doubts = [_doubt(directory, body) for directory in found]
     mine = {  # without those that an earlier prune has begun to delete
@@ -110,9 +110,10 @@ def decide_exports(found: Sequence[ExportedDirectory], body: Latest, *, keep_las
         if one.record and doubt is None and not one.record.is_pruned
     }
     newest = set(sorted(mine)[-keep_last:])
-    pinned = {entry.key for entry in body.live if entry.pinned}
+    spared = {entry.key: f"is named {entry.name}" for entry in body.live if entry.name is not None}
+    spared |= {entry.key: "is pinned" for entry in body.live if entry.pinned}
     return tuple(
-        _decision(directory, doubt, newest, pinned, keep_last) for directory, doubt in zip(found, doubts, strict=True)
+        _decision(directory, doubt, newest, spared, keep_last) for directory, doubt in zip(found, doubts, strict=True)
     )
 
 
@@ -144,15 +145,19 @@ def check_not_being_pruned(store: Store, place: str) -> None:
 
 
 def _decision(
-    directory: ExportedDirectory, doubt: str | None, newest: set[CheckpointName], pinned: set[str], keep_last: int
+    directory: ExportedDirectory,
+    doubt: str | None,
+    newest: set[CheckpointName],
+    spared: Mapping[str, str],
+    keep_last: int,
 ) -> ExportDecision:
     record = directory.record
     if record is None or doubt is not None:
         return ExportDecision(directory=directory, is_kept=True, reason=doubt or "not proven to be raycheck's")
     if record.is_pruned:
         return ExportDecision(directory=directory, is_kept=False, reason="an earlier prune did not end")
-    if record.checkpoint in pinned:
-        return ExportDecision(directory=directory, is_kept=True, reason="its checkpoint is pinned")
+    if record.checkpoint in spared:
+        return ExportDecision(directory=directory, is_kept=True, reason=f"its checkpoint {spared[record.checkpoint]}")
     if record.name in newest:
         return ExportDecision(directory=directory, is_kept=True, reason=f"among the newest {keep_last}")
     return ExportDecision(directory=directory, is_kept=False, reason=f"not among the newest {keep_last}")

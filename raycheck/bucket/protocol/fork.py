@@ -15,7 +15,15 @@ from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.holds import borrow, confirm, directory_from, is_readable_from
-from raycheck.bucket.protocol.new_run import NOTHING_BORROWED, begin_run, first_entry, first_manifest, look_at_place
+from raycheck.bucket.protocol.new_run import (
+    NOTHING_BORROWED,
+    Origin,
+    begin_run,
+    first_entry,
+    first_manifest,
+    look_at_place,
+    reserve_name,
+)
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
@@ -68,7 +76,8 @@ def fork(source: Store, target: Store, *, run_id: str, key: str | None = None, c
         directories = {component.checkpoint for component in old.components}
         loans = borrow(target, way, directories, run_id=run_id)
         borrowed = {directory: directory_from(target, way, directory) for directory in directories}
-    name = CheckpointName(step=entry.step, attempt=0, save=save)
+    origin = Origin(run_id=run_id, uri=source.uri, source_run_id=body.run_id, checkpoint=old.key)
+    name = reserve_name(target, origin, step=entry.step, save=save)
     manifest = first_manifest(old, name, restored_from=f"{source.uri} {old.key}", borrowed=borrowed)
     copied_bytes = _copy(checkpoint, old, target, manifest, borrowed)
     data = write_manifest(target, manifest)

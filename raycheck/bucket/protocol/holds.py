@@ -7,6 +7,7 @@ every moment a hold for each directory that is used: it is given before it is us
 A hold outlives its `latest` in a record below `holds/`, from which a repair takes it.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -14,13 +15,13 @@ from raycheck.bucket.document_reading import again_if_corrupt, read_document
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump, load
-from raycheck.bucket.format.latest import Hold, Latest, Loan
+from raycheck.bucket.format.latest import Hold, Latest, Loan, check_room
 from raycheck.bucket.format.object_keys import borrowed_directory, split_directory
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import get_latest, list_directories, read_latest
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, NotFoundError
+from raycheck.errors import CorruptError, NotFoundError, StoreError
 
 HOLD_GRACE_S = 86400.0
 """For how long a hold stays whose run is not there yet: that run may be about to be created."""
@@ -38,21 +39,26 @@ class HoldRecord(Document):
     at: float
 
 
-def borrow(store: Store, way: str, directories: Iterable[str], *, run_id: str) -> tuple[Loan, ...]:
+def borrow(
+    store: Store, way: str, directories: Iterable[str], *, run_id: str, renews: bool = False
+) -> tuple[Loan, ...]:
     """Take holds on directories that the run at `store` is about to use. Returns the loans that its `latest` must list.
 
     way: leads to the run that names the directories: its own ones, and those that it has borrowed itself. They are held
-    there first, all of them, so that it does not give the borrowed ones back meanwhile, and then where they lie. Raises
-    NotFoundError when one is not held any more.
+    there first, all of them, so that it does not give the borrowed ones back meanwhile, and then where they lie.
+    renews: the run at `store` is there already, and its prunes may just be giving holds back: each hold becomes another
+    one. Raises NotFoundError when a directory is not held any more, ConfigError when a `latest` is too full for a hold.
     """
     wanted = frozenset(directories)
-    _take(store, way, wanted, run_id=run_id)
+    _take(store, way, wanted, run_id=run_id, renews=renews)
     owners: dict[str, set[str]] = {}
     for owner, name in (split_directory(directory_from(store, way, directory)) for directory in wanted):
         owners.setdefault(owner, set()).add(name)
     return tuple(
         Loan(
-            source=owner, run_id=_take(store, owner, frozenset(names), run_id=run_id), directories=tuple(sorted(names))
+            source=owner,
+            run_id=_take(store, owner, frozenset(names), run_id=run_id, renews=renews and owner != way),
+            directories=tuple(sorted(names)),
         )
         for owner, names in sorted(owners.items())
     )
@@ -91,21 +97,30 @@ def _way_over(store: Store, way: str, further: str) -> str:
     return over
 
 
-def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str) -> str:
-    """Have the run at `way` hold these directories for the run at `store`. Returns its run id."""
+def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str, renews: bool = False) -> str:
+    """Have the run at `way` hold these directories for the run at `store`. Returns its run id. renews: see `borrow`."""
     source, holder = _lender(store, way)
 
     def change(body: Latest, now: float) -> Latest | None:
         before = _hold_of(body, holder)
-        if before and before.run_id == run_id and directories <= set(before.directories):
+        if before and before.run_id == run_id and directories <= set(before.directories) and not renews:
             return None
         missing = directories - body.held()
         if missing:
             raise NotFoundError(f"{source.uri}: checkpoint {min(missing)} was dropped by retention; open the run again")
         every = directories | set(before.directories if before else ())
-        return _with_hold(body, Hold(holder=holder, run_id=run_id, directories=tuple(sorted(every)), at=now))
+        hold = Hold(
+            holder=holder,
+            run_id=run_id,
+            directories=tuple(sorted(every)),
+            at=now,
+            renewals=(before.renewals if before else 0) + int(renews),
+        )
+        new = _with_hold(body, hold)
+        check_room(new)
+        return new
 
-    register = Register(source)
+    register = Register(source, is_crowded=renews)
     body, got = register.read_existing()
     if change(body, got.at) is None:
         return body.run_id
@@ -127,31 +142,84 @@ def confirm(store: Store, body: Latest) -> None:
 
     body: its `latest`. Raises CorruptError when a hold is gone: more than a day has passed, and it was swept.
     """
-    for loan in body.loans:
-        _reduce(store, loan.source, frozenset(loan.directories), run_id=body.run_id, must_exist=True)
+    confirm_loans(store, body.loans, run_id=body.run_id)
+
+
+def confirm_loans(store: Store, loans: Iterable[Loan], *, run_id: str, renews: bool = False) -> None:
+    """Confirm the holds behind these loans, which the `latest` at `store` lists. Raises CorruptError as `confirm`.
+
+    renews: each hold becomes another one, and keeps all that it names. So a prune of the run at `store` that saw the
+    hold, and did not see the loan yet, can no longer end it.
+    """
+    for loan in loans:
+        _confirm(store, loan, run_id=run_id, renews=renews)
+
+
+def check_holds(store: Store, loans: Iterable[Loan]) -> None:
+    """Check that the holds behind loans, which the `latest` at `store` lists, are there and will stay.
+
+    It is enough for a run whose prunes cannot have seen such a loan before: only a sweep could end the hold, and that
+    of one that is younger than HOLD_GRACE_S now sees the loan. Raises CorruptError when one is gone, or too old.
+    """
+    for loan in loans:
+        source, holder = _lender(store, loan.source)
+        body, got = Register(source).read_existing()
+        hold = _hold_of(body, holder)
+        if hold is None or not set(loan.directories) <= set(hold.directories) or got.at - hold.at > HOLD_GRACE_S / 2:
+            raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+
+
+def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool) -> None:
+    source, holder = _lender(store, loan.source)
+    wanted = set(loan.directories)
+
+    def change(body: Latest, now: float) -> Latest | None:
+        del now
+        hold = _hold_of(body, holder)
+        if hold is None or not wanted <= set(hold.directories):
+            raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+        left = hold.directories if renews else tuple(name for name in hold.directories if name in wanted)
+        changed = replace(
+            hold, run_id=run_id, directories=left, is_confirmed=True, renewals=hold.renewals + int(renews)
+        )
+        return None if changed == hold else _with_hold(body, changed)
+
+    Register(source, is_crowded=renews).edit(change, what=f"confirmation of the hold for {holder}")
 
 
 def settle(register: Register) -> None:
     """Give back what the run does not use any more. May be repeated; after a crash anywhere the next one goes on.
 
     A directory is given back in the source first, and leaves the loan after that. What no body of this run needs is
-    never needed again: a commit refers only to what an entry of the body that it replaces holds (step 17).
+    needed again only after its hold was renewed (base_run.py), and a hold that was renewed since is left alone.
     """
     store = register.store
-    body = register.read_existing()[0]
-    for loan in body.loans:
+    for loan in register.read_existing()[0].loans:
+        seen = _hold_seen(store, loan.source)  # before the body that says what is needed
+        body = register.read_existing()[0]
         needed = body.borrowed(loan.source)
-        if needed >= set(loan.directories):
+        if needed >= {name for own in body.loans if own.source == loan.source for name in own.directories}:
             continue
-        _reduce(store, loan.source, frozenset(needed), run_id=body.run_id)
-        _end_loan(register, loan.source, needed)
+        if seen is not None:
+            _reduce(store, loan.source, frozenset(needed), run_id=body.run_id, seen=seen)
+        _end_loan(register, loan.source)
 
 
-def _end_loan(register: Register, source: str, needed: set[str]) -> None:
+def _hold_seen(store: Store, way: str) -> Hold | None:
+    """Return what the run at `way` holds for the run at `store`; None for nothing, also when it is gone."""
+    source, holder = _lender(store, way)
+    try:
+        return _hold_of(read_latest(source), holder)
+    except NotFoundError:
+        return None
+
+
+def _end_loan(register: Register, source: str) -> None:
     """Take what is not needed off the loan from `source`, and the loan itself when nothing is left."""
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
+        needed = body.borrowed(source)
         mine = next((loan for loan in body.loans if loan.source == source), None)
         left = tuple(name for name in mine.directories if name in needed) if mine else ()
         if mine is None or left == mine.directories:
@@ -162,19 +230,18 @@ def _end_loan(register: Register, source: str, needed: set[str]) -> None:
     register.edit(change, what="end of a loan")
 
 
-def _reduce(store: Store, way: str, directories: frozenset[str], *, run_id: str, must_exist: bool = False) -> None:
+def _reduce(store: Store, way: str, directories: frozenset[str], *, run_id: str, seen: Hold) -> None:
     """Reduce what the run at `way` holds for the run at `store` to `directories`, or remove a hold that has none left.
 
-    A run that is gone holds nothing.
+    seen: the hold as it was before it was known what is needed. Another one is left as it is. A run that is gone holds
+    nothing.
     """
     source, holder = _lender(store, way)
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
         hold = _hold_of(body, holder)
-        if hold is None:
-            if must_exist:
-                raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+        if hold != seen:
             return None
         left = tuple(name for name in hold.directories if name in directories)
         changed = replace(hold, run_id=run_id, directories=left, is_confirmed=True)
@@ -184,11 +251,9 @@ def _reduce(store: Store, way: str, directories: frozenset[str], *, run_id: str,
     try:
         body = register.edit(change, what=f"end of the hold for {holder}")
     except NotFoundError:
-        if must_exist:
-            raise
         return
     if _hold_of(body, holder) is None:
-        _forget_records(source, run_id)
+        _forget_records(source, run_id, until=seen.at)
 
 
 def drop_orphans(register: Register) -> tuple[Hold, ...]:
@@ -215,7 +280,7 @@ def drop_orphans(register: Register) -> tuple[Hold, ...]:
     after = register.edit(change, what="end of holds without a run")
     dropped = tuple(hold for hold in gone if _hold_of(after, hold.holder) is None)
     for hold in dropped:
-        _forget_records(store, hold.run_id)
+        _forget_records(store, hold.run_id, until=hold.at)
     return dropped
 
 
@@ -224,13 +289,20 @@ def _is_orphan(store: Store, hold: Hold, *, age_s: float) -> bool:
         return False
     holder = store.beside(hold.holder)
     try:
-        body = again_if_corrupt(lambda: get_latest(holder))[0]
-    except NotFoundError:
-        return not list_directories(holder)
-    except CorruptError:
+        body = _body_or_none(holder)
+        if body is None:
+            return not list_directories(holder)
+    except (CorruptError, StoreError):  # also without the right to read there: a sweep of this run must not need it
         return False
     back = holder.way_to(store)
     return all(loan.source != back for loan in body.loans)
+
+
+def _body_or_none(store: Store) -> Latest | None:
+    try:
+        return again_if_corrupt(lambda: get_latest(store))[0]
+    except NotFoundError:
+        return None
 
 
 def recorded_holds(store: Store, *, now: float) -> tuple[Hold, ...]:
@@ -247,16 +319,22 @@ def recorded_holds(store: Store, *, now: float) -> tuple[Hold, ...]:
 
 def _records(store: Store, below: str = "") -> Iterator[HoldRecord]:
     for item in store.list_objects(f"{object_keys.HOLDS_PREFIX}{below}"):
-        yield read_document(store, item.key, _load_record, max_bytes=MAX_RECORD)[0]
+        yield _record_at(store, item.key)
+
+
+def _record_at(store: Store, key: str) -> HoldRecord:
+    return read_document(store, key, _load_record, max_bytes=MAX_RECORD)[0]
 
 
 def _load_record(data: bytes, *, what: str) -> HoldRecord:
     return load(HoldRecord, data, what=what, max_bytes=MAX_RECORD)
 
 
-def _forget_records(store: Store, run_id: str) -> None:
+def _forget_records(store: Store, run_id: str, *, until: float = math.inf) -> None:
+    """Delete the records of a run's hold that ended. until: when it was given; a hold that came since has its own."""
     for item in list(store.list_objects(f"{object_keys.HOLDS_PREFIX}{run_id}/")):
-        store.delete(item.key)
+        if until == math.inf or _record_at(store, item.key).at <= until:
+            store.delete(item.key)
 
 
 def _hold_of(body: Latest, holder: str) -> Hold | None:

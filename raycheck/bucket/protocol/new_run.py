@@ -1,22 +1,44 @@
-"""Begins a run whose first checkpoint comes from elsewhere: from another run (fork.py) or an archive. Step 30.
+"""Begins a run whose first checkpoint comes from elsewhere: another run, an archive, or foreign files. Step 30.
 
-Its checkpoint has a name of attempt 0, which no live attempt can have. `latest` is created last, so a crash before that
-leaves a run that does not exist yet, and the next try takes the next save number.
+Its checkpoint has a name of attempt 0, which no live attempt can have. The name is reserved before anything is written
+below it, so that two that begin a run in one place at once never write to one key (I2). `latest` is created last, so a
+crash before that leaves a run that does not exist yet, and the next try takes the next save number.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.latest import Attempt, Entry, Latest, Loan, listed_metrics
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.swap import Register, lost_error
+from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import list_directories
+from raycheck.bucket.store import Store
+from raycheck.errors import SaveFailedError
 
 NOTHING_BORROWED: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin(Document):
+    """Says where the first checkpoint of a new run comes from, for people, and reserves its name: its `origin.json`.
+
+    run_id: the new run's, to which the name belongs alone; "" when it belongs to all copies of that checkpoint, since
+    they write the same bytes. uri: the run, archive or files. source_run_id, checkpoint: the id of the run that it was
+    of and its name there, "" for foreign files.
+    """
+
+    format_version: int = FORMAT_VERSION
+    run_id: str
+    uri: str
+    source_run_id: str
+    checkpoint: str
 
 
 def look_at_place(register: Register) -> tuple[Latest | None, int]:
@@ -35,6 +57,23 @@ def look_at_place(register: Register) -> tuple[Latest | None, int]:
 
     existing, ours = again_if_corrupt(look)
     return existing, 1 + max((name.save for name in ours), default=0)
+
+
+def reserve_name(store: Store, origin: Origin, *, step: int, save: int) -> CheckpointName:
+    """Reserve a name for the first checkpoint of a new run, before anything else is written below it.
+
+    It has the first save number from `save` on that is free, or that is reserved by the same origin already. Raises
+    StoreError.
+    """
+    data = dump(origin)
+    while True:
+        name = CheckpointName(step=step, attempt=0, save=save)
+        try:
+            put_once(store, object_keys.origin_key(str(name)), data)
+        except SaveFailedError:  # somebody else begins a run here, too
+            save += 1
+        else:
+            return name
 
 
 def first_manifest(

@@ -23,15 +23,19 @@ def pin(register: Register, key: str, *, pinned: bool = True) -> Latest:
 
     def change(body: Latest, now: float) -> Latest | None:
         del now
-        refuse_mirror(register.store.uri, body, "pin the checkpoint")
-        entry = body.entry(key)
-        if entry is None:
-            raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
-        if entry.pinned == pinned:
-            return None
-        return body.with_entry(replace(entry, pinned=pinned))
+        new = with_pin(register.store.uri, body, key, pinned=pinned)
+        return None if new == body else new
 
     return register.edit(change, what=f"{'pin' if pinned else 'unpin'} of {key}")
+
+
+def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
+    """Return `body`, that of the run at `uri`, with the checkpoint `key` pinned or not. Raises as `pin`."""
+    refuse_mirror(uri, body, "pin the checkpoint")
+    entry = body.entry(key)
+    if entry is None:
+        raise NotFoundError(f"{uri}: checkpoint {key} is no longer live")
+    return body.with_entry(replace(entry, pinned=pinned))
 
 
 def evict(register: Register, rules: Retention) -> Latest:

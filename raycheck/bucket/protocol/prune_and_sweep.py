@@ -12,6 +12,7 @@ Nothing outside `checkpoints/` is ever touched, and nothing whose name is not ex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format import object_keys
@@ -217,4 +218,15 @@ def delete_objects(store: Store, keys: Sequence[str]) -> None:
     if not keys:
         return
     with ThreadPoolExecutor(min(AT_ONCE, len(keys)), thread_name_prefix="raycheck-delete") as pool:
-        list(pool.map(store.delete, keys))
+        failures = [error for error in pool.map(partial(_delete, store), keys) if error is not None]
+    if failures:
+        raise failures[0]
+
+
+def _delete(store: Store, key: str) -> StoreError | None:
+    """Delete an object. Returns the store's error, since one that is raised would end the deletes of all others."""
+    try:
+        store.delete(key)
+    except StoreError as error:
+        return error
+    return None

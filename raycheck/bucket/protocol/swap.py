@@ -15,19 +15,27 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
 from raycheck.bucket.reading import get_latest, no_run_error
 from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.jitter import CHANCE
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 
 SWAP_DEADLINE_S = 60.0
+CROWDED_DEADLINE_S = 300.0
 Decide = Callable[[Latest | None, float], Latest | None]
 """Computes the new body from the present one and the bucket's time. Returns None when the effect is there already, and
 raises to stop the swap."""
 
 
 class Register:
-    """Reads and swaps the `latest` of one run. Remembers what this process has seen of it; makes one swap at a time."""
+    """Reads and swaps the `latest` of one run. Remembers what this process has seen of it; makes one swap at a time.
 
-    def __init__(self, store: Store, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    is_crowded: hundreds of processes may swap it at this moment. Then pauses are random, and the deadline is later.
+    """
+
+    def __init__(
+        self, store: Store, *, monotonic: Callable[[], float] = time.monotonic, is_crowded: bool = False
+    ) -> None:
         self.store = store
+        self._is_crowded = is_crowded
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._seen = (0, 0)  # attempt, counter
@@ -71,7 +79,8 @@ class Register:
         Raises what `decide` raises, and StoreError when the outcome is still unknown after SWAP_DEADLINE_S, or when
         a right is missing. what: the purpose, for errors.
         """
-        deadline = self._monotonic() + SWAP_DEADLINE_S
+        patience_s = CROWDED_DEADLINE_S if self._is_crowded else SWAP_DEADLINE_S
+        deadline = self._monotonic() + patience_s
         pause, is_unknown = 0.05, False
         with self._lock:
             while True:
@@ -89,10 +98,10 @@ class Register:
                     is_unknown = True
                     if self._monotonic() > deadline:
                         raise StoreError(
-                            f"{self.store.uri}: {what}: latest could not be swapped in {SWAP_DEADLINE_S:.0f} s "
+                            f"{self.store.uri}: {what}: latest could not be swapped in {patience_s:.0f} s "
                             f"({error}); whether it was stays unknown"
                         ) from error
-                    time.sleep(pause)
+                    time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
                     pause = min(pause * 2, 2.0)
                 else:
                     self._run_id = new.run_id

@@ -143,14 +143,6 @@ def uri_beside(uri: str, way: str) -> str:
     return base[:start] + located(root, quote(way)) + mark + query
 
 
-def bucket_root(uri: str) -> tuple[str, str]:
-    """Returns the URI of the bucket itself, with the settings of `uri`, and the prefix of `uri` in it ("" or "x/")."""
-    at = parse_uri(uri)
-    base, mark, query = uri.partition("?")
-    scheme, _, rest = base.partition("://")
-    return f"{scheme}://{rest.partition('/')[0]}{mark}{query}", f"{at.prefix}/" if at.prefix else ""
-
-
 def bare_uri(uri: str) -> str:
     """Returns `uri` without the settings in its query, of which some are not for others to read."""
     at = parse_uri(uri)

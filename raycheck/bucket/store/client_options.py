@@ -60,7 +60,8 @@ def s3fs_options(settings: StorageSettings, bucket: str) -> dict[str, Any]:
         "anon": bool(settings.anonymous),
         "endpoint_url": settings.endpoint,
         "requester_pays": bool(settings.requester_pays),
-        "s3_additional_kwargs": on_write(settings),
+        # s3fs gives each call those that it knows. Before 2026.9 its own requester_pays was left out of writes.
+        "s3_additional_kwargs": on_write(settings) | on_every_request(settings),
         "client_kwargs": client,
         "config_kwargs": {"s3": {"addressing_style": style}},
         "use_listings_cache": False,

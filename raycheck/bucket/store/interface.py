@@ -151,16 +151,23 @@ class Store(ABC):
         """Returns how long the parts of an object of this size should be, in bytes."""
 
     def put_assembled(
-        self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None
+        self,
+        key: str,
+        parts: Iterable[Range | memoryview],
+        size_bytes: int,
+        crc: int | None = None,
+        *,
+        source: "Store | None" = None,
     ) -> bool:
         """Writes one object from ranges of others, which the store copies itself, and from parts that are sent to it;
         all but the last have at least MIN_PART_BYTES.
 
         crc: the CRC-32 of the whole object, with which that of the parts is compared before the object appears; needed
-        where a range has none. Returns False when it has written nothing: the store cannot copy, or does not prove by a
-        CRC-32 which bytes it has copied, or something else has failed.
+        where a range has none. source: the store of the ranges; None: this one. Returns False when it has written
+        nothing: the store cannot copy, or does not prove by a CRC-32 which bytes it has copied, or something else has
+        failed.
         """
-        del key, parts, size_bytes, crc
+        del key, parts, size_bytes, crc, source
         return False
 
     def states_checksum(self, key: str) -> bool:

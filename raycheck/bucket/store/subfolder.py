@@ -53,8 +53,16 @@ class Subfolder(Store):
         return self._store.part_bytes(size_bytes)
 
     def put_assembled(
-        self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None
+        self,
+        key: str,
+        parts: Iterable[Range | memoryview],
+        size_bytes: int,
+        crc: int | None = None,
+        *,
+        source: Store | None = None,
     ) -> bool:
+        if source is not None:
+            return self._store.put_assembled(self._prefix + key, parts, size_bytes, crc, source=source)
         placed = (replace(part, key=self._prefix + part.key) if isinstance(part, Range) else part for part in parts)
         return self._store.put_assembled(self._prefix + key, placed, size_bytes, crc)
 

@@ -1,8 +1,7 @@
 """Begins a new run from an archive. This is the public `unpack`.
 
 It streams: nothing is kept locally. The run exists only after the archive's last byte has been read and verified (I1,
-I3), so a crash leaves no run. The objects of a try that broke off stay under a name of their own (I2): the first object
-written below a name is put-if-absent, and holds the id of the run that this try would begin.
+I3), so a crash leaves no run. The objects of a try that broke off stay under a name of their own (I2).
 """
 
 from collections import deque
@@ -12,17 +11,21 @@ from typing import IO
 from uuid import uuid4
 
 from raycheck.bucket.document_reading import again_if_corrupt
-from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
-from raycheck.bucket.format.document import FORMAT_VERSION, Document, dump
 from raycheck.bucket.format.index_codec import load_index
 from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Blob, Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.commit import write_manifest
-from raycheck.bucket.protocol.new_run import begin_run, first_entry, first_manifest, look_at_place
+from raycheck.bucket.protocol.new_run import (
+    Origin,
+    begin_run,
+    first_entry,
+    first_manifest,
+    look_at_place,
+    reserve_name,
+)
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.catalog.archive.files import ArchiveStream, Place, opened
@@ -42,22 +45,8 @@ from raycheck.catalog.archive.layout import (
     padding,
 )
 from raycheck.catalog.read_ahead import Progress, checked, no_progress, put_stream
-from raycheck.errors import ConfigError, CorruptError, SaveFailedError
+from raycheck.errors import ConfigError, CorruptError
 from raycheck.storage_settings import StorageSettings
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin(Document):
-    """Says where an unpacked checkpoint comes from, for people, and reserves its name for one unpacking.
-
-    run_id: the new run's. uri, source_run_id, checkpoint: as the archive's record says.
-    """
-
-    format_version: int = FORMAT_VERSION
-    run_id: str
-    uri: str
-    source_run_id: str
-    checkpoint: str
 
 
 def unpack(
@@ -116,25 +105,18 @@ def unpack_into(
     return done
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Target:
     """Writes objects below a name of its own in the new run. save: the lowest save number that the name may have."""
 
-    def __init__(self, *, store: Store, run_id: str, save: int) -> None:
-        self.store = store
-        self._run_id = run_id
-        self._save = save
+    store: Store
+    run_id: str
+    save: int
 
     def reserve(self, record: ArchiveRecord, step: int) -> CheckpointName:
         """Return the name of the checkpoint, which is this unpacking's alone. It may be called again."""
-        origin = Origin(run_id=self._run_id, uri=record.uri, source_run_id=record.run_id, checkpoint=record.checkpoint)
-        while True:
-            name = CheckpointName(step=step, attempt=0, save=self._save)
-            try:
-                put_once(self.store, object_keys.origin_key(str(name)), dump(origin))
-            except SaveFailedError:  # another unpacking was faster
-                self._save += 1
-            else:
-                return name
+        origin = Origin(run_id=self.run_id, uri=record.uri, source_run_id=record.run_id, checkpoint=record.checkpoint)
+        return reserve_name(self.store, origin, step=step, save=self.save)
 
 
 class _Unpacking:

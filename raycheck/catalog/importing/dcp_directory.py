@@ -19,6 +19,7 @@ from raycheck.errors import ConfigError, CorruptError
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 MAX_VALUE_BYTES = 256 * 1024 * 1024
+MAX_HOLES = 10_000
 
 
 def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceState:
@@ -47,7 +48,10 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
             left_out.append(name)
             continue
         found[contents.paths.get(name, (name,))] = value
-    tree = _nested(found, what)
+    if len(found) < len(contents.tensors) + len(contents.values) - len(left_out):
+        raise CorruptError(f"{what}: two entries have one path")
+    holes: list[str] = []
+    tree = _nested(found, holes, what)
     progress = tree.get("progress")
     progress = progress if isinstance(progress, dict) else {}
     return SourceState(
@@ -57,6 +61,7 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
         step=count_in(progress, "step") or count_in(tree, "global_step", "step", "iteration"),
         epoch=count_in(progress, "epoch") or count_in(tree, "epoch"),
         left_out=tuple(left_out),
+        notes=tuple(f"{hole}: nothing was saved at this place of a list; an empty dict is taken" for hole in holes),
     )
 
 
@@ -112,8 +117,11 @@ def _check_place(files: SourceFiles, place: ValuePlace, name: str) -> None:
         raise CorruptError(f"{files.what(place.file)} is truncated: it has {size} bytes, and {name} lies beyond them")
 
 
-def _nested(found: dict[tuple[str | int, ...], Any], what: str) -> dict[str, Any]:
-    """Put the state together from its leaves by path. Steps that are numbers make lists."""
+def _nested(found: dict[tuple[str | int, ...], Any], holes: list[str], what: str) -> dict[str, Any]:
+    """Put the state together from its leaves by path. Steps that are numbers make lists.
+
+    holes: to which the places in lists are added that have nothing.
+    """
     root: dict[Any, Any] = {}
     for path, value in found.items():
         node = root
@@ -124,12 +132,17 @@ def _nested(found: dict[tuple[str | int, ...], Any], what: str) -> dict[str, Any
         if not path or len(path) > MAX_DEPTH or path[-1] in node:
             raise CorruptError(f"{what}: two entries have the path {str(path)[:200]}, or it is too long")
         node[path[-1]] = value
-    return {str(key): _with_lists(value) for key, value in root.items()}
+    return {str(key): _with_lists(value, str(key), holes, what) for key, value in root.items()}
 
 
-def _with_lists(node: Any) -> Any:
+def _with_lists(node: Any, path: str, holes: list[str], what: str) -> Any:
     if type(node) is not dict:
         return node
-    if node and all(type(step) is int for step in node):
-        return [_with_lists(node[step]) for step in sorted(node)]
-    return {key: _with_lists(value) for key, value in node.items()}
+    items = {step: _with_lists(item, f"{path}.{step}", holes, what) for step, item in node.items()}
+    if not node or not all(type(step) is int for step in node):
+        return items
+    # DCP writes nothing of an empty dict. What follows it in a list must not move up.
+    if min(items) < 0 or max(items) >= len(items) + MAX_HOLES:
+        raise CorruptError(f"{what}: the list {path[:200]} has {len(items)} items, and one at place {max(items)}")
+    holes += [f"{path}.{at}" for at in range(max(items)) if at not in items]
+    return [items.get(at, {}) for at in range(max(items) + 1)]

@@ -5,7 +5,7 @@ form that a save has, whatever that becomes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -71,9 +71,12 @@ def imported_state(
             made.append(ImportedEntry(name=name, kind="module", found=_module(name, models[name]).gather()))
         elif is_optimizer(part):
             ordered = models if state.is_ordered else {}
-            named = named_optimizer(name, part, models, ordered=ordered, parameters=parameters, plain=_plain)
+            named = named_optimizer(name, part, models, ordered=ordered, parameters=parameters, plain=_plain_in(models))
             if named.is_by_order:
-                notes.append(f"{name}: its parameters are numbered; their names follow the order of the model")
+                notes.append(
+                    f"{name}: its parameters are numbered; their names follow the order of the model. If the training "
+                    "gave them to the optimizer in another order, say their names (parameters)"
+                )
             made.append(ImportedEntry(name=name, kind="optimizer", found=_optimizer(name, named).gather()))
         else:
             _keep_value(made, left_out, name, part, skip_values=skip_values)
@@ -163,8 +166,19 @@ def _plain_state_dict(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(name: str) -> str:
     """Returns a parameter's name without the steps of torch.compile and activation checkpointing."""
-    steps = name.removeprefix("module.").split(".") if name.startswith("module.") else name.split(".")
-    return ".".join(step for step in steps if step not in ("_orig_mod", "_checkpoint_wrapped_module"))
+    return ".".join(step for step in name.split(".") if step not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+def _plain_in(models: Mapping[str, Mapping[str, Any]]) -> Callable[[str], str]:
+    """Returns what makes the name that an optimizer has for a parameter that of these models, as far as it is there."""
+    known = {name for model in models.values() for name in model}
+
+    def plain(name: str) -> str:
+        found = _plain(name)
+        bare = found.removeprefix("module.")
+        return bare if not known or (bare in known and found not in known) else found
+
+    return plain
 
 
 def _module(name: str, state: Mapping[str, Any]) -> ModuleEntry:

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 from raycheck.bucket.format.latest import Latest
-from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.new_run import look_at_place
+from raycheck.bucket.protocol.new_run import Origin, look_at_place, reserve_name
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
 from raycheck.catalog.importing.detection import read_source
 from raycheck.catalog.importing.entries import ImportedState, imported_state
-from raycheck.catalog.importing.new_checkpoint import Piece, planned, write_run
+from raycheck.catalog.importing.new_checkpoint import Piece, is_written, planned, write_run
 from raycheck.catalog.importing.source_files import open_source
 from raycheck.catalog.importing.state_in_source import ReadSettings
 from raycheck.errors import ConfigError
@@ -78,8 +78,8 @@ def import_checkpoint(
     skip_values: leave out values that cannot be taken without pickle, in place of refusing them.
     storage: how the buckets are reached. dry_run: write nothing. told: is told the bytes written, and all.
 
-    Does nothing when an earlier call has made this very run. Raises ConfigError for what is not imported, and when
-    another run is there; CorruptError for a source that is damaged. Then no run is created.
+    Does nothing when an earlier call has made this very run, of the same bytes. Raises ConfigError for what is not
+    imported, and when another run is there; CorruptError for a source that is damaged. Then no run is created.
     """
     register = Register(open_store(dest, storage))
     existing, save = look_at_place(register)
@@ -89,13 +89,11 @@ def import_checkpoint(
         shards = planned(state, found.tensors)
         progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
         origin = f"import of {source.partition('?')[0]} ({found.kind})"
-        is_new = existing is None and not dry_run
-        if existing is not None:
-            _refuse_another(register, existing, origin)
-        elif is_new:
-            name = CheckpointName(step=progress.step, attempt=0, save=save)
-            existing = write_run(register, state, shards, name=name, progress=progress, restored_from=origin, told=told)
-            _refuse_another(register, existing, origin)  # somebody else's may have been faster
+        is_new = False
+        if existing is None and not dry_run:
+            existing, is_new = _written(register, state, shards, progress, origin, save, told)
+        if existing is not None and not is_new:
+            _check_same(register, existing, state, shards, progress=progress, restored_from=origin, told=told)
     return Imported(
         uri=register.store.uri,
         checkpoint=(existing.head if existing else None) or "",
@@ -109,11 +107,42 @@ def import_checkpoint(
     )
 
 
-def _refuse_another(register: Register, body: Latest, origin: str) -> None:
-    """Raise ConfigError when the run that is there does not go back to this import."""
+def _written(  # noqa: PLR0917
+    register: Register,
+    state: ImportedState,
+    shards: list[list[Piece]],
+    progress: Progress,
+    origin: str,
+    save: int,
+    told: Callable[[int, int], None],
+) -> tuple[Latest, bool]:
+    """Write the checkpoint and create the run. Returns the body that is there, and whether this very call made it."""
+    mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
+    name = reserve_name(register.store, mine, step=progress.step, save=save)
+    body = write_run(
+        register, state, shards, run_id=mine.run_id, name=name, progress=progress, restored_from=origin, told=told
+    )
+    return body, body.run_id == mine.run_id  # somebody else's may have been faster
+
+
+def _check_same(
+    register: Register,
+    body: Latest,
+    state: ImportedState,
+    shards: list[list[Piece]],
+    *,
+    progress: Progress,
+    restored_from: str,
+    told: Callable[[int, int], None],
+) -> None:
+    """Raise ConfigError when the run that is there is not what is imported now. This reads the source."""
     head = body.entry(body.head or "")
-    if head is None or Checkpoint(register.store, head).read_manifest().restored_from != origin:
-        raise ConfigError(f"{register.store.uri}: there is a run already. Import into a new one")
+    if head is None or not is_written(
+        Checkpoint(register.store, head), state, shards, progress=progress, restored_from=restored_from, told=told
+    ):
+        raise ConfigError(
+            f"{register.store.uri}: there is a run already, and it is not what is imported now. Import into a new one"
+        )
 
 
 def _step(given: int | None, said: int | None) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_COUNTED = ("layer", "block", "expert", "depth")
+
 
 def parameters_in_order(config: Any, weights: Collection[str]) -> list[str]:
     """Returns the names of the model's parameters in its order; [] when they cannot be known here.
@@ -42,7 +44,8 @@ def parameters_in_order(config: Any, weights: Collection[str]) -> list[str]:
 def _is_larger(config: Mapping[str, Any], count: int) -> bool:
     """Returns whether the configuration names more layers than there are weights: building it could take for ever."""
     return any(
-        isinstance(value, int) and value > count
+        _is_larger(value, count)
+        if isinstance(value, Mapping)  # that of a part, such as text_config
+        else isinstance(value, int) and value > count and any(word in str(key) for word in _COUNTED)
         for key, value in config.items()
-        if any(word in key for word in ("layer", "block", "expert", "depth"))
     )

@@ -5,10 +5,10 @@ so a checkpoint larger than memory passes through. `latest` is created last (new
 a run that does not exist yet.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -21,17 +21,19 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.new_run import begin_run, first_entry
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.reading import Checkpoint
 from raycheck.catalog.importing.entries import ImportedState
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors
 from raycheck.catalog.importing.torch_file import source_tensor
 from raycheck.errors import CorruptError, SaveFailedError
 from raycheck.shards.entries.state_entry import ASSETS, Leaves
-from raycheck.shards.transfer.incremental_upload import StagedState
+from raycheck.shards.transfer.incremental_upload import StagedState, frozen_component
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.stager import Stager
 
 SHARD_BYTES = 1 << 30
 """The size of a shard, and so about half of the memory that an import needs. A box of DCP is never cut."""
+PART_BYTES = 16 << 20
 Told = Callable[[int, int], None]
 """Is told how many bytes are written, and how many there are."""
 
@@ -49,27 +51,41 @@ class Piece:
 
 
 def planned(state: ImportedState, tensors: SourceTensors) -> list[list[Piece]]:
-    """Returns the pieces of each shard. Tied tensors are one, under all their names."""
+    """Returns the pieces of each shard, which has one component. Tied tensors are one, under all their names.
+
+    Models that come without any optimizer are components of their own, as what gets no gradient is: a run that trains
+    only an adapter can use them as they are. The first shard is of `train`, and may have no pieces.
+    """
     tied: dict[int, list[tuple[str, tuple[str | int, ...]]]] = {}
     by_id: dict[int, torch.Tensor] = {}
+    components: dict[int, str] = {}
+    is_trained = any(entry.kind == "optimizer" for entry in state.entries)
     for entry in state.entries:
+        component = frozen_component(entry.name) if entry.kind == "module" and not is_trained else TRAIN
         for name, tensor in entry.found.tensors.items():
             at = _identity(tensor)
             by_id[at] = tensor
+            components.setdefault(at, component)
             tied.setdefault(at, []).append((name, tuple(entry.found.paths.get(name, (name,)))))
     shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
-    for at, names in tied.items():
-        tensor = by_id[at]
+    for at, names in sorted(tied.items(), key=lambda item: components[item[0]] != TRAIN):
+        tensor, component = by_id[at], components[at]
         source = tensors.of(tensor) if tensor.is_meta else source_tensor(tensor, names[0][0])
         for box in source.pieces(SHARD_BYTES):
-            piece = Piece(box=_local_box(source, box, names), source=source)
-            if shards[-1] and piece.size_bytes > room:
+            piece = Piece(box=replace(_local_box(source, box, names), component=component), source=source)
+            is_full = bool(shards[-1]) and piece.size_bytes > room
+            if is_full or component != component_of(shards[-1]):
                 shards.append([])
                 room = SHARD_BYTES
             shards[-1].append(piece)
             room -= piece.size_bytes
     return shards
+
+
+def component_of(pieces: Sequence[Piece]) -> str:
+    """Returns the component of a shard's pieces: `train` where there are none."""
+    return pieces[0].box.component if pieces else TRAIN
 
 
 def _identity(tensor: torch.Tensor) -> int:
@@ -96,12 +112,15 @@ def write_run(
     state: ImportedState,
     shards: Sequence[Sequence[Piece]],
     *,
+    run_id: str,
     name: CheckpointName,
     progress: Progress,
     restored_from: str,
     told: Told,
 ) -> Latest:
-    """Write the checkpoint and create the run, whose body is returned. name: of attempt 0, and free.
+    """Write the checkpoint and create the run. Returns the body that is there, another run's if that was faster.
+
+    name: of attempt 0, and reserved.
 
     Raises CorruptError when the source's boxes overlap, or its bytes are not what it says.
     """
@@ -130,9 +149,47 @@ def write_run(
     except SaveFailedError as error:
         raise CorruptError(f"{restored_from}: {error}") from None
     data = write_manifest(register.store, manifest)
-    body = begin_run(register, first_entry(manifest, data), manifest, run_id=uuid4().hex, verb="import")
+    body = begin_run(register, first_entry(manifest, data), manifest, run_id=run_id, verb="import")
     told(sum(sizes), sum(sizes))
     return body
+
+
+def is_written(
+    checkpoint: Checkpoint,
+    state: ImportedState,
+    shards: Sequence[Sequence[Piece]],
+    *,
+    progress: Progress,
+    restored_from: str,
+    told: Told,
+) -> bool:
+    """Return whether a checkpoint is what `write_run` would write, by its names and the checksums of its shards.
+
+    Reads all of the source, whose bytes may have changed since they were imported, and writes nothing.
+    """
+    manifest = checkpoint.read_manifest()
+    index = checkpoint.read_index(manifest)
+    boxes = [piece.box for pieces in shards for piece in pieces]
+    names = {name for box in boxes for name in (box.name, *(name for name, _ in box.aliases))}
+    entries = {entry.name for entry in state.entries}
+    there = {shard.rank: shard for component in manifest.components for shard in component.shards}
+    if (
+        (manifest.restored_from, manifest.step) != (restored_from, progress.step)
+        or {tensor.name for tensor in index.tensors} != names
+        or not entries <= set(index.values)
+        or len(there) != len(shards)
+    ):
+        return False
+    sizes = [sum(piece.size_bytes for piece in shard) for shard in shards]
+    for rank, pieces in enumerate(shards):
+        told(sum(sizes[:rank]), sum(sizes))
+        staged = _staged(state, pieces, rank, progress)
+        for shard in staged.staged:
+            deque(shard.parts(PART_BYTES), maxlen=0)  # computes the checksums
+        if list(staged.records) != [there.get(rank)]:
+            return False
+        del staged
+    return True
 
 
 def _staged(state: ImportedState, pieces: Sequence[Piece], rank: int, progress: Progress) -> StagedState:
@@ -148,7 +205,7 @@ def _staged(state: ImportedState, pieces: Sequence[Piece], rank: int, progress: 
             also |= entry.found.also
         leaves |= {"progress.step": (("progress", "step"), progress.step)}
     sources = list(_read(pieces))
-    staged = Stager(TRAIN, rank).stage([piece.box for piece in pieces], leaves, sources, also)
+    staged = Stager(component_of(pieces), rank).stage([piece.box for piece in pieces], leaves, sources, also)
     return StagedState(staged=[staged], values=values, rank_values={})
 
 

@@ -17,8 +17,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
 from raycheck.catalog.object_copy import StoppedError
-from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of, size
+from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
+from raycheck.views.in_words import size
 
 Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings, for this side.")]
 

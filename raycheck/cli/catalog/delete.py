@@ -7,9 +7,9 @@ import typer
 
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
 from raycheck.catalog import deletes
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
-from raycheck.run import open_run
+from raycheck.views.in_words import size
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -28,7 +28,7 @@ def delete(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Delete one checkpoint, also a pinned or named one. The head cannot be deleted. A running training goes on."""
     settings = settings_of(storage)
-    entry = open_run(uri, settings).at(step).entry
+    entry = deletes.plan_delete_checkpoint(uri, step, storage=settings)
     if not dry_run:
         _confirm(f"{entry.key} ({size(entry.size_bytes)})", entry.name or str(entry.step), yes=yes)
         deletes.delete_checkpoint(uri, entry.key, grace_s=grace, storage=settings)
@@ -52,20 +52,21 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
 ) -> None:
     """Delete a whole run. What other runs use is not deleted. Repeat it after an interruption."""
     settings = settings_of(storage)
-    run = open_run(uri, settings)
-    objects = list(run.store.list_objects(""))
-    total = sum(item.size_bytes for item in objects)
+    if dry_run or not yes:  # otherwise nobody is told what there is
+        plan = deletes.plan_delete_run(
+            uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings
+        )
     if dry_run:
-        holds = [hold.holder for hold in run.latest.holds]
+        holds = [hold.holder for hold in plan.holds]
         if as_json:
-            print_json({"objects": len(objects), "size_bytes": total, "used_by": holds})
+            print_json({"objects": plan.num_objects, "size_bytes": plan.size_bytes, "used_by": holds})
         else:
-            shared = f"; used by {', '.join(holds)}" if holds else ""
-            out.print(Text(f"{uri}: {len(objects)} objects, {size(total)} would be deleted{shared}"))
+            shared = f", but for what {', '.join(holds)} use" if holds else ""
+            out.print(Text(f"{uri}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}"))
         return
-    _confirm(
-        f"{uri} ({len(objects)} objects, {size(total)})", uri.partition("?")[0].rstrip("/").rpartition("/")[2], yes=yes
-    )
+    if not yes:
+        word = uri.partition("?")[0].rstrip("/").rpartition("/")[2]
+        _confirm(f"{uri} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
     done = deletes.delete_run(uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings)
     if as_json:
         print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})

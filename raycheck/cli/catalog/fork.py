@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
+from raycheck.bucket.protocol.new_run import look_at_place
+from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
 from raycheck.catalog.forks import fork_run
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.run import open_run
+from raycheck.views.in_words import size
 
 
 def fork(  # noqa: PLR0917  typer makes options of them
@@ -26,9 +29,12 @@ def fork(  # noqa: PLR0917  typer makes options of them
         run = open_run(source, settings)
         checkpoint = run.head_or(step)
         moves = copy or open_store(target, settings).way_to(run.store) is None
+        is_new = look_at_place(Register(open_store(target, settings)))[0] is None
         found = {"source": checkpoint.entry.key, "size_bytes": checkpoint.entry.size_bytes, "copies": moves}
         if as_json:
-            print_json(found)
+            print_json(found | {"is_new": is_new})
+        elif not is_new:
+            out.print(Text(f"{target} is there already; nothing would be done"))
         else:
             how = "would be copied" if moves else "would stay where they are"
             out.print(Text(f"{checkpoint.entry.key}: {size(checkpoint.entry.size_bytes)} {how}"))

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 
-from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of, size
+from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
 from raycheck.errors import ConfigError
+from raycheck.views.in_words import size
 
 if TYPE_CHECKING:
     from raycheck.catalog.importing.import_checkpoint import Imported

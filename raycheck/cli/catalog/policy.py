@@ -10,7 +10,8 @@ from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
 from raycheck.catalog import policy as policies
 from raycheck.catalog.listing import DEPTH
 from raycheck.catalog.policy import GIB, PrunedRun
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, size, yaml_of
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, yaml_of
+from raycheck.views.in_words import size
 
 
 def prune_runs(  # noqa: PLR0917  typer makes options of them

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from raycheck.bucket.run_status import ago
 from raycheck.catalog.listing import DEPTH, RunSummary, Sort, list_runs
-from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of, short_number, size
+from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
+from raycheck.views.in_words import short_number, size
 
 PRICE = 0.023
 """The list price of S3 Standard in its cheapest regions, in dollars."""
@@ -68,7 +69,7 @@ def _print_table(found: Sequence[RunSummary], price: float) -> None:
         )
         table.add_row(*map(Text, row))
     out.print(table)
-    troubled = [run for run in found if run.state in IN_TROUBLE]
+    troubled = [run for run in found if run.state in (*IN_TROUBLE, "deleted")]
     for run in troubled:
         out.print(Text(f"\n{run.name}: {run.text}"))
     least, most = (sum(sizes) for sizes in zip(*((run.size_bytes, run.max_size_bytes) for run in found), strict=True))

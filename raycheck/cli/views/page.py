@@ -33,7 +33,7 @@ def page(  # noqa: PLR0917  typer makes options of them
     with its statistics, and what changed between two checkpoints. Open the address that it prints.
     """
     try:
-        from raycheck.page.pages import Place
+        from raycheck.page.pages import PageScope
         from raycheck.page.saved_page import save_run
         from raycheck.page.server import serve
     except ImportError as error:
@@ -41,7 +41,7 @@ def page(  # noqa: PLR0917  typer makes options of them
             f"the page needs {error.name}, which is not installed: pip install 'raycheck[page]'"
         ) from None
     where = prefix if "://" in prefix else Path(prefix).absolute().as_uri()
-    place = Place(prefix=where, storage=settings_of(storage), price=price_per_gib_month)
+    place = PageScope(prefix=where, storage=settings_of(storage), price=price_per_gib_month)
     if save_to is not None:
         save_run(place, save_to)
         out.print(Text(f"wrote {save_to}"))

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from raycheck.cli.options import At, Json, Step, Storage, Text, Uri, out, print_json, settings_of, short_number, size
+from raycheck.cli.options import At, Json, Step, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.run import open_run
 from raycheck.views.difference import CheckpointDifference
+from raycheck.views.in_words import short_number, size
 
 if TYPE_CHECKING:
     from raycheck.views.tensor_sample import TensorSample  # loads NumPy

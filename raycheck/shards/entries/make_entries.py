@@ -21,11 +21,13 @@ from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.shards.entries.per_rank_entries import (
     LoaderEntry,
+    MergedEntry,
     PerRank,
     PerRankEntry,
     RankZero,
     RankZeroEntry,
     is_loader,
+    is_merged,
 )
 from raycheck.shards.entries.plain_value_entry import HeldValue, InPlace, PlainValueEntry
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
@@ -175,6 +177,8 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
         return PerRankEntry(name, value, rank=rank)
     if isinstance(value, RankZero):
         return RankZeroEntry(name, value, rank=rank)
+    if is_merged(value):
+        return MergedEntry(name, value, rank=rank)
     if is_loader(name, value):
         return LoaderEntry(name, value, rank=rank, world_size=world_size)
     if type(value) is dict:

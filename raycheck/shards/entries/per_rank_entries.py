@@ -7,6 +7,8 @@ Each kind has its rule for a restore with another world size:
 - `LoaderEntry`, for foreign loaders that report their position, such as torchdata's StatefulDataLoader: another number
   of ranks is refused, because the saved positions would mean other samples there. raycheck.Batches has one position for
   all ranks.
+- `MergedEntry`, for an object whose ranks each hold a share of one thing, such as the rows that they have consumed:
+  every rank is given the states of all ranks that saved, and makes its own of them.
 - `RankZeroEntry`, for an object that exists once beside the ranks, such as the state of an actor or of the driver: rank
   0 saves and restores it. A checkpoint from before it was in the state leaves it as it is, and the restore report lists
   it under `fresh`.
@@ -19,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from raycheck.errors import ConfigError
+from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.fill_in_place import filled
 from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
@@ -132,6 +134,40 @@ class LoaderEntry(PerRankEntry):
             begun._next_data = partial(_refuse_old_iterator, self.name)  # noqa: SLF001  called by torch's iterators for each batch
 
 
+class MergedEntry(PerRankEntry):
+    """Saves what each rank has of an object, and gives all of that to the object on every rank.
+
+    The object has `state_dict`, which returns this rank's share, `load_rank_states`, which takes the shares of all
+    ranks that saved, and `check_rank_states`, which raises StateMismatchError when they do not fit, changing nothing.
+    """
+
+    def __init__(self, name: str, obj: Any, *, rank: int) -> None:
+        super().__init__(name, PerRank(obj), rank=rank)
+        self._obj = obj
+
+    def match(self, saved: SavedEntry) -> Named:
+        saved.unused.clear()  # no rank's share is left out
+        if not saved.rank_values:
+            saved.missing.append(self.name)
+            return {}
+        names: list[str] = []
+        states = [self.compared(saved, tree, names.append)[0] for tree in saved.rank_values]
+        try:
+            self._obj.check_rank_states(states)
+        except StateMismatchError as error:
+            saved.mismatched.append(f"{self.name}: {error}")
+        return {name: empty_for(saved.tensors[name]) for name in names}
+
+    def load(self, saved: SavedEntry, tensors: Named) -> None:
+        if saved.rank_values:
+            self._obj.load_rank_states([self.decoded(tree, tensors.__getitem__)[0] for tree in saved.rank_values])
+
+
+def is_merged(value: object) -> bool:
+    """Returns whether a restore gives this object the states of all ranks, as its attribute `merges_ranks` says."""
+    return getattr(value, "merges_ranks", False) is True
+
+
 def _refuse_old_iterator(name: str) -> NoReturn:
     raise ConfigError(
         f"state[{name!r}]: this iterator was begun before restore(), so its batches are not those that come next. "
@@ -151,12 +187,16 @@ def is_loader(name: str, value: object) -> bool:
         "torchdata's StatefulDataLoader can for the same one"
     )
     if is_ray:
-        advice += ". Without it in the state, an epoch that was cut off is begun anew"
+        advice = 'raycheck.RayData("train", id=...) in the place of get_dataset_shard can'
     raise ConfigError(f"state[{name!r}] is a {type(value).__qualname__}, which cannot report its position; {advice}")
 
 
 class RankZero:
-    """Wraps an object with state_dict and load_state_dict that is called on rank 0 only."""
+    """Wraps an object with state_dict and load_state_dict that is called on rank 0 only.
+
+    It is given as `{"log": raycheck.RankZero(log)}`. Its values may differ from those that the other ranks have, such
+    as a log's times. Other ranks that need them take them from `Checkpointer.peek().values`.
+    """
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj

@@ -51,7 +51,8 @@ class Preview:
     step, epoch, epoch_step, samples, tokens, episodes: where training goes on, as `restore` will say. checkpoint: its
     name, None in a fresh run. attempt: this life of the worker group. saved_world_size: the number of ranks that wrote
     it. entries: names of all entries that it holds, except "rng" and "progress". metrics: those saved with it. values:
-    the saved values of entries without tensors, by entry: a plain dict, a scheduler's state_dict. refused: newer
+    the saved values of entries without tensors, by entry: a plain dict, a scheduler's state_dict. rank_values: those of
+    PerRank entries without tensors, by entry, of each rank that saved. refused: newer
     checkpoints that are damaged, each with the proof. selection: what the restore is to take. partial: see Manifest.
     """
 
@@ -67,6 +68,7 @@ class Preview:
     entries: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=lambda: SavedValues({}))
+    rank_values: tuple[Mapping[str, Any], ...] = ()
     refused: tuple[str, ...] = ()
     selection: Selection = EVERYTHING
     partial: tuple[str, ...] = ()
@@ -87,6 +89,7 @@ class Preview:
         with corrupt_if_odd(checkpoint.entry.key):
             progress = Progress.of(index.values["progress"])
             trees = _trees(index, rank)
+            per_rank = tuple(SavedValues(_own_trees(values)) for values in index.rank_values)
             names = {*index.values, *(name for values in index.rank_values for name in values)}
         here = cls(
             checkpoint=checkpoint.entry.key,
@@ -95,6 +98,7 @@ class Preview:
             entries=tuple(sorted(names - {ASSETS, *OWN_ENTRIES})),
             metrics=dict(manifest.metrics),
             values=SavedValues(trees),
+            rank_values=per_rank,
             refused=refused,
             selection=selection,
             partial=manifest.partial,
@@ -121,6 +125,16 @@ class Preview:
                 f"peek() answered step {self.step}, which this restore would not come to: one of them "
                 'takes "progress" and the other does not. Give peek() the same only and skip'
             )
+
+
+def _own_trees(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the trees of one rank's PerRank entries, each of which is wrapped in a list."""
+    return {name: tree[0] for name, tree in values.items() if isinstance(tree, list) and len(tree) == 1}
+
+
+def saved_values(index: Index) -> Mapping[str, Any]:
+    """Returns the saved values of entries without tensors, by entry: of rank 0, where ranks have their own."""
+    return SavedValues(_trees(index, 0))
 
 
 def _trees(index: Index, rank: int) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from raycheck.shards.transfer.local_box import (
     merge_tied,
     without_memory,
 )
+from raycheck.shards.transfer.referred_component import Forms, forms_of
 from raycheck.shards.transfer.replica_broadcast import errors_on_all_ranks
 
 
@@ -65,6 +66,7 @@ class TrainState:
         self.components = Components(rank, buffers)
         # By component: the boxes that this rank writes, and for each the number of its entry and its name there.
         self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
+        self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan
         self._is_on_meta = False
         self._touched: set[str] = set()  # entries and tensors that a restore has changed, or may have
 
@@ -94,6 +96,11 @@ class TrainState:
     def check_selection(self, selection: Selection) -> None:
         """Raise ConfigError for a name that is nowhere in the live state."""
         self._matcher.check_selection(selection)
+
+    def frozen_components(self) -> dict[str, list[LocalBox]]:
+        """Returns this rank's boxes of what gets no gradient, by component, also those that other ranks hold too."""
+        boxes = by_component(self._boxes(self._gather()))
+        return {name: own for name, own in boxes.items() if name != TRAIN}
 
     def replica_checksums(self) -> Holdings:
         """Returns what this rank holds that others may hold too, with checksums, for replica_agreement.agree."""
@@ -138,7 +145,7 @@ class TrainState:
                 continue  # rank 0 writes the values for all
             leaves |= found.leaves
             also |= found.also
-        staged = self.components.stage(self._boxes_and_sources(gathered), leaves, also)
+        staged = self.components.stage(self._boxes_and_sources(gathered), leaves, also, self._forms)
         return replace(staged, values=values, rank_values=rank_values)
 
     def apply(
@@ -220,7 +227,9 @@ class TrainState:
         """Returns, by component, the boxes that this rank writes and their live tensors. The boxes are planned anew
         only when a tensor has moved."""
         if self._plan is None:
-            own = boxes_to_write(self._boxes(gathered), rank=self._rank, writers=self._agreement.writers)
+            boxes = self._boxes(gathered)
+            self._forms = {name: forms_of(frozen) for name, frozen in by_component(boxes).items() if name != TRAIN}
+            own = boxes_to_write(boxes, rank=self._rank, writers=self._agreement.writers)
             entry_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
             grouped: dict[str, list[LocalBox]] = {TRAIN: []} | by_component(own)
             self._plan = {

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from raycheck.bucket.format.index import Chunk, Index, Leaf, Tensor, index_of
-from raycheck.bucket.format.manifest import Manifest, ShardRecord
-from raycheck.bucket.format.object_keys import shard_key
+from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
+from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
 from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
+from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
 from raycheck.shards.transfer.shard import IndexRows, Shard
 from raycheck.shards.transfer.stager import Leaves, Staged, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
@@ -103,6 +104,13 @@ class RestoredShards:
         shard = Shard(record=record, tensors=tensors, chunks=tuple(found))
         return KnownShard(checkpoint=saved.checkpoint, shard=shard, boxes=boxes, digests=self.digests)
 
+    def borrowed(self, component: str, forms: Forms) -> ReferredComponent | None:
+        """Returns a component that the checkpoint has borrowed; None unless this rank has exactly its tensors."""
+        saved = next((saved for saved in self.manifest.components if saved.name == component), None)
+        if saved is None or not split_directory(saved.checkpoint)[0]:
+            return None
+        return ReferredComponent.restored(saved, self.index, forms, self.digests)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadedShard:
@@ -118,11 +126,14 @@ class StagedState:
     """Holds one save of this rank: shards to upload, shards that are in the bucket already, and values.
 
     staged: the shards to upload. written: those of them outside `train`, by component. kept: the shards that are not
-    uploaded. values, rank_values: what is no tensor, of all ranks and of this one.
+    uploaded. referred: components of which no rank uploads anything. has_rows_of_referred: this rank's section has
+    their rows. values, rank_values: what is no tensor, of all ranks and of this one.
     """
 
     staged: Sequence[Staged]
     kept: Sequence[KnownShard] = ()
+    referred: Sequence[ReferredComponent] = ()
+    has_rows_of_referred: bool = False
     written: Mapping[str, UploadedShard] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     rank_values: Mapping[str, object] = field(default_factory=dict)
@@ -153,6 +164,11 @@ class StagedState:
         """Returns the checkpoint of each component that is not uploaded."""
         return {kept.shard.record.component: kept.checkpoint for kept in self.kept}
 
+    @property
+    def references(self) -> tuple[Component, ...]:
+        """Returns the manifest's records of the components of which no rank uploads anything."""
+        return tuple(whole.record for whole in self.referred)
+
     def section(self) -> Index:
         """Returns this rank's section of the index. Call it only after the upload."""
         tensors: list[Tensor] = []
@@ -163,6 +179,9 @@ class StagedState:
             chunks += [replace(c, tensor=first + c.tensor) for c in shard.chunks] if first else shard.chunks
             tensors += shard.tensors
             leaves += shard.leaves
+        for whole in self.referred if self.has_rows_of_referred else ():
+            chunks += [replace(chunk, tensor=len(tensors) + chunk.tensor) for chunk in whole.chunks]
+            tensors += whole.tensors
         return index_of(tensors, chunks, leaves=leaves, values=self.values, rank_values=[self.rank_values])
 
 
@@ -179,6 +198,7 @@ class Components:
         self._frozen: dict[str, Stager] = {}
         self._known: dict[str, KnownShard] = {}
         self._restored: RestoredShards | None = None
+        self._referred: dict[str, ReferredComponent] = {}
 
     def prepare(self, boxes: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
         """Claim memory, and have it faulted in while training runs.
@@ -187,20 +207,30 @@ class Components:
         """
         stagers = [(stager, boxes.get(TRAIN, ())) for stager in self._train]
         if self._restored is None:  # after a restore a frozen component will hardly be written
-            stagers += [(self._stager(name), own) for name, own in boxes.items() if name != TRAIN]
+            written = boxes.keys() - self._referred.keys() - {TRAIN}
+            stagers += [(self._stager(name), boxes[name]) for name in sorted(written)]
         size_bytes = sum(stager.needed_bytes(own, world_size=world_size) for stager, own in stagers)
         check_fits(size_bytes, available_bytes())
         logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, size_bytes)
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
 
-    def stage(self, selected: Mapping[str, BoxesAndSources], leaves: Leaves, also: Places) -> StagedState:
-        """Stage what changed, by component. also: further names of the leaves. See Stager.stage."""
+    def stage(
+        self, selected: Mapping[str, BoxesAndSources], leaves: Leaves, also: Places, forms: Mapping[str, Forms]
+    ) -> StagedState:
+        """Stage what changed, by component. also: further names of the leaves. See Stager.stage.
+
+        forms: what this rank has of each component, whether it writes it or another rank does.
+        """
         staged, kept, written = [], [], {}
+        self._referred = self._still_referred(selected, forms)
         for component, (boxes, sources) in selected.items():
             if component == TRAIN:
                 self._train.append(self._train.pop(0))
                 staged.append(self._train[0].stage(boxes, leaves, sources, also))
+                continue
+            if component in self._referred:
+                self._stager(component).release()
                 continue
             stager, found = self._stager(component), _digests(boxes, sources)
             known = self._learn(component, boxes, sources)
@@ -211,11 +241,33 @@ class Components:
                 staged.append(stager.stage(boxes, {}, sources))
                 written[component] = UploadedShard(staged=staged[-1], boxes=boxes, digests=found)
         self._restored = None
-        return StagedState(staged=staged, kept=kept, written=written)
+        referred = [self._referred[name] for name in sorted(self._referred)]
+        return StagedState(
+            staged=staged, kept=kept, written=written, referred=referred, has_rows_of_referred=self._rank == 0
+        )
+
+    def _still_referred(
+        self, selected: Mapping[str, BoxesAndSources], forms: Mapping[str, Forms]
+    ) -> dict[str, ReferredComponent]:
+        """Return the components to refer to: those that were, or are borrowed by what was restored, if unchanged."""
+        found = {}
+        for component, own in forms.items():
+            whole = self._referred.get(component)
+            if whole is None and self._restored is not None:
+                whole = self._restored.borrowed(component, own)
+            if whole is not None:
+                boxes, sources = selected.get(component, ((), ()))
+                if whole.is_unchanged(own, _digests(boxes, sources), len(boxes)):
+                    found[component] = whole
+        return found
+
+    def refer_to(self, whole: ReferredComponent) -> None:
+        """Refer to a component that lies in the bucket from the next save on, for as long as it is unchanged."""
+        self._referred[whole.record.name] = whole
 
     def restored(self, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> None:
         """Learn that these live tensors hold what was just read, so that the first save may refer to it."""
-        self.forget()
+        self.forget(referred=True)
         self._restored = RestoredShards.of(manifest, index, boxes) if len(manifest.components) > 1 else None
 
     def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
@@ -231,9 +283,15 @@ class Components:
         self._known = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
         self._restored = None
 
-    def forget(self) -> None:
-        """Forget which shards are in the bucket, so that the next save writes all of them."""
+    def forget(self, *, referred: bool = False) -> None:
+        """Forget which shards are in the bucket, so that the next save writes all of them.
+
+        referred: also the components that all ranks refer to. A failed save does not put these in doubt, unless it
+        failed because of them: the next commit finds out whether they are still held.
+        """
         self._known, self._restored = {}, None
+        if referred:
+            self._referred = {}
 
     def _learn(self, component: str, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> KnownShard | None:
         """Find the shard in the bucket that has the layout of these boxes, whatever it holds, and remember it."""

@@ -20,9 +20,13 @@ from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, DamagedError, SaveFailedError, SupersededError
 from raycheck.settings import ExportSettings
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
+from raycheck.train.coordinator.base_calls import BaseCalls
 from raycheck.train.coordinator.export_jobs import ExportJobs
 from raycheck.train.coordinator.messages import (
     Arrival,
+    BaseAnswer,
+    BaseMatch,
+    BaseWish,
     Claim,
     HeartbeatMessage,
     Outcome,
@@ -41,6 +45,7 @@ WAIT_S = 10.0
 """How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
 LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the attempt before it."""
+STARTED_AGAIN = "the coordinator was started again while the ranks asked for the base"
 NOT_COMPARED = "this rank saved before the replicas were compared; they will be compared before the next save"
 
 
@@ -73,6 +78,7 @@ class Coordinator:
             deletes=self._deletes,
             run_log=self._run_log,
         )
+        self._base = BaseCalls(register, self._protocol.me)
 
     # --- calls of a worker group's ranks ---
 
@@ -89,6 +95,7 @@ class Coordinator:
                 self._agreements.clear()
                 self._restores.clear()
                 self._ends.clear()
+                self._base.forget()
                 self._deletes.claimed()
             return self._claims[group]
 
@@ -105,6 +112,20 @@ class Coordinator:
         self._judge(rank_restore, rendezvous)
         self._refuse_mixed(rank_restore)
         return await rendezvous.answer(min(WAIT_S, patience_s))
+
+    async def offer_base(self, wish: BaseWish, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
+        """Takes what a rank wants of the base run, and waits a while for what that offers to all ranks."""
+        await self._adopt(wish.group)
+        if wish.group in self._adopted:  # ranks that had an answer will not ask again
+            return BaseAnswer(problem=STARTED_AGAIN)
+        return await self._base.offer(wish, min(WAIT_S, patience_s))
+
+    async def match_base(self, match: BaseMatch, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
+        """Takes what a rank's comparison with the base came to, and waits a while for what the run refers to."""
+        await self._adopt(match.group)
+        if match.group in self._adopted:
+            return BaseAnswer(problem=STARTED_AGAIN)
+        return await self._base.match(match, min(WAIT_S, patience_s))
 
     async def agree(self, report: Report, holdings: Holdings, patience_s: float = WAIT_S) -> Agreement | Pending:
         """Takes the checksums of a rank's replicas, and waits a while for the agreement before the save of `report`.

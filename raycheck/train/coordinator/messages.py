@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.manifest import Component
+from raycheck.bucket.protocol.base_run import BaseOffer, Wanted
 from raycheck.errors import RaycheckError
 
 OnCorrupt = Literal["previous", "raise"]
@@ -51,6 +53,8 @@ class Outcome:
     before the next save, since more than one of them wrote the same box. places: for each component of a committed
     checkpoint, the checkpoint whose directory holds it; empty when the coordinator does not know. unnamed: why a
     committed checkpoint has not got the name that its save asked for; "" when it has, or asked for none.
+    forgets_references: the save failed since it referred to components that not all ranks refer to, or that are no
+    longer held; the next save uploads them.
     """
 
     kind: Literal["committed", "superseded", "failed"]
@@ -59,6 +63,7 @@ class Outcome:
     agree_anew: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
     unnamed: str = ""
+    forgets_references: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +117,49 @@ class RestoreDecision:
     claim: Claim | None = None
     resume: ResumeRecord | None = None
     message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseWish:
+    """Asks, for one rank, what the run at `uri` has of the frozen components that its group is about to save.
+
+    replicas: the names of the tensors that this rank has whole, as others may have them.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    uri: str
+    wanted: Wanted
+    replicas: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseMatch:
+    """Says what one rank has found when it compared its tensors with those that were offered.
+
+    problems: for each component that differs, or could not be read, why.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    offer: BaseOffer
+    problems: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseAnswer:
+    """Tells all ranks what the base offers, or after the comparison, which components of it the run refers to.
+
+    offer: None for nothing. replicas: the tensors that all ranks have whole, so that one of them compares each.
+    components: the records of those that are referred to. problem: why others are not.
+    """
+
+    offer: BaseOffer | None = None
+    replicas: frozenset[str] = frozenset()
+    components: tuple[Component, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

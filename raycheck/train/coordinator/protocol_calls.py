@@ -23,7 +23,7 @@ from raycheck.bucket.protocol.resume import Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store.retry import retry
-from raycheck.errors import CorruptError, FencedError, RaycheckError, StoreError, SupersededError
+from raycheck.errors import CorruptError, FencedError, RaycheckError, SaveFailedError, StoreError, SupersededError
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
 from raycheck.train.coordinator.export_jobs import ExportJobs
 from raycheck.train.coordinator.messages import Claim, Outcome, RankRestore
@@ -50,7 +50,7 @@ class ProtocolCalls:
         """resume: only this owner's first claim obeys it."""
         self._register = register
         self._store = register.store
-        self._me = me
+        self.me = me
         self._resume = resume
         self._plans = plans
         self._exports = exports
@@ -63,7 +63,7 @@ class ProtocolCalls:
         self._probe()
         before = self._register.read()
         attempt, entry = claims.claim(
-            self._register, self._me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
+            self._register, self.me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
         )
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
@@ -85,7 +85,7 @@ class ProtocolCalls:
 
         Returns the number of the attempt's last save that is committed.
         """
-        attempt = claims.take_over(self._register, self._me, group=group)
+        attempt = claims.take_over(self._register, self.me, group=group)
         found = self._register.read()
         if found is not None:
             self._run_log.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
@@ -107,7 +107,7 @@ class ProtocolCalls:
             data = protocol.write_manifest(self._store, manifest)
             entry = protocol.commit(
                 self._register,
-                self._me,
+                self.me,
                 manifest,
                 data,
                 reports[0].retention,
@@ -118,7 +118,10 @@ class ProtocolCalls:
         except (FencedError, SupersededError, CorruptError):
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
-            return Outcome(kind="failed", key=name, message=f"{type(error).__name__}: {error}")
+            forgets = isinstance(error, SaveFailedError) and any(report.references for report in reports.values())
+            return Outcome(
+                kind="failed", key=name, message=f"{type(error).__name__}: {error}", forgets_references=forgets
+            )
         self._plans.components = manifest.components
         self._deletes.committed()
         self._run_log.committed(manifest, seconds=time.monotonic() - began)
@@ -155,7 +158,7 @@ class ProtocolCalls:
 
         Returns the new head and Ray's reference to its documents, in a list.
         """
-        entry = go_back(self._register, self._me, group=rank_restore.group, key=rank_restore.key, problem=problem)
+        entry = go_back(self._register, self.me, group=rank_restore.group, key=rank_restore.key, problem=problem)
         logger.error(
             event(
                 f"{rank_restore.key} is DAMAGED: it is marked so and kept for inspection, and {entry.key} is restored "
@@ -168,8 +171,11 @@ class ProtocolCalls:
     def documents(self, entry: Entry) -> list[Any]:
         """Reads a checkpoint's documents once for all ranks, into Ray's object store; returns the reference in a list.
 
-        Returns an empty list on an error: then each rank reads them, finds the error, and reports it.
+        Returns an empty list on an error: then each rank reads them, finds the error, and reports it. So it does in a
+        process that has no Ray.
         """
+        if not ray.is_initialized():
+            return []
         try:
             return [ray.put(Checkpoint(self._store, entry).read_documents())]
         except (RaycheckError, ray.exceptions.RayError) as error:
@@ -180,18 +186,18 @@ class ProtocolCalls:
         """Step 28: raises FencedError or SupersededError when `latest` says that the attempt of `group` is over."""
         found = self._register.read()
         assert found is not None, "a group has claimed, so this process has seen latest"
-        claims.check_current(self._register, found[0], self._me)
+        claims.check_current(self._register, found[0], self.me)
         if found[0].attempt.group != group:
             raise SupersededError(f"attempt {found[0].attempt.number} is live now")
 
     def finish(self, group: str) -> None:
         """Step 33: writes into `latest` that the run has come to its end."""
-        self._run_log.finished(protocol.finish(self._register, self._me, group=group))
+        self._run_log.finished(protocol.finish(self._register, self.me, group=group))
 
     def record_failure(self, cause: str, *, is_final: bool) -> None:
         """Writes into the live attempt's record why this driver gives the run up, if the run is still its own."""
         found = self._register.read()
-        if found is not None and found[0].attempt.owner == self._me.owner and not found[0].is_finished:
+        if found is not None and found[0].attempt.owner == self.me.owner and not found[0].is_finished:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
 
     def _probe(self) -> None:

@@ -1,6 +1,14 @@
 """Computes the order of samples in an epoch, and each rank's share of its batches, by pure functions."""
 
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
+
+from raycheck.errors import ConfigError
+
+Skips = tuple[tuple[int, int, int], ...]
+"""Batches that are left out: (epoch, first batch, last batch + 1), each counted from 0."""
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -12,12 +20,54 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[in
     return order
 
 
-def rank_share(order: list[int], batch: int, rank: int, world_size: int, *, start: int) -> list[list[tuple[int, int]]]:
+def own_order(order: Callable[[int], Sequence[int]], samples: int) -> Callable[[int], list[int]]:
+    """Returns a user's order as a function that checks what it is given. It raises ConfigError then.
+
+    samples: the dataset's length.
+    """
+    lengths: set[int] = set()
+
+    def checked(epoch: int) -> list[int]:
+        indices = [*map(int, order(epoch))]
+        lengths.add(len(indices))
+        if len(lengths) > 1:
+            raise ConfigError(
+                f"Batches(order=): epochs of {' and '.join(map(str, sorted(lengths)))} samples; a position needs "
+                "equally many in each epoch"
+            )
+        if indices and not 0 <= min(indices) <= max(indices) < samples:
+            raise ConfigError(
+                f"Batches(order=): epoch {epoch} has indices from {min(indices)} to {max(indices)}, and the dataset "
+                f"has {samples} samples"
+            )
+        return indices
+
+    return checked
+
+
+def order_digest(indices: Sequence[int]) -> int:
+    """Returns a number by which two orders are told apart."""
+    return zlib.crc32(torch.tensor(indices, dtype=torch.int64).numpy().tobytes())
+
+
+def is_left_out(skips: Skips, epoch: int, batch: int) -> bool:
+    """Returns whether a batch is among those to skip."""
+    return any(at == epoch and first <= batch < end for at, first, end in skips)
+
+
+def kept_batches(skips: Skips, epoch: int, first: int, end: int) -> Sequence[int]:
+    """Returns the numbers of the batches of an epoch from `first` to before `end` that are not left out."""
+    if not any(at == epoch for at, _, _ in skips):
+        return range(first, end)
+    return [batch for batch in range(first, end) if not is_left_out(skips, epoch, batch)]
+
+
+def rank_share(
+    order: list[int], size: int, rank: int, world_size: int, batches: Iterable[int]
+) -> list[list[tuple[int, int]]]:
     """Returns one rank's (position, index) pairs, batch by batch.
 
-    batch: samples in a global batch. start: the position from which the epoch goes on. Samples at the end that fill no
-    whole batch are left out.
+    size: samples in a global batch. batches: the numbers of those to give.
     """
-    low, high = batch * rank // world_size, batch * (rank + 1) // world_size
-    whole = len(order) // batch * batch
-    return [[(at, order[at]) for at in range(base + low, base + high)] for base in range(start, whole, batch)]
+    low, high = size * rank // world_size, size * (rank + 1) // world_size
+    return [[(at, order[at]) for at in range(base + low, base + high)] for base in (batch * size for batch in batches)]

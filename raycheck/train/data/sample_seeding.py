@@ -26,12 +26,17 @@ class SeededPerSample(Dataset[Any]):
         position, index = item
         if get_worker_info() is not None:
             seed = hash((*self._key, position)) & 0x7FFFFFFF  # a hash of ints is the same in every process
-            random.seed(seed)
-            torch.manual_seed(seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed)
+            seed_worker(seed)
             if self._generators is None:
                 self._generators = [generator for _, generator in generators_in(self._dataset, "dataset")]
             for number, generator in enumerate(self._generators, start=1):
                 seed_generator(generator, hash((*self._key, position, number)) & 0x7FFFFFFF)
         return self._dataset[index]
+
+
+def seed_worker(seed: int) -> None:
+    """Seeds the global random generators of a loader worker."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)

@@ -4,7 +4,11 @@ The position counts samples consumed at the end of each step, so that workers wh
 has the turn at a time: whatever else moves the stream takes the turn from it.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from raycheck.errors import ConfigError
+from raycheck.train.data.step_history import StepHistory
 
 _NEW_LOADER, _RESTORE, _NEW_EPOCH = "another loader of these Batches was begun", "a restore", "end_epoch()"
 
@@ -12,18 +16,22 @@ _NEW_LOADER, _RESTORE, _NEW_EPOCH = "another loader of these Batches was begun",
 class StreamPosition:
     """Counts the epoch, and the samples that were delivered to the training loop and consumed by it.
 
-    epoch: the current one. consumed: samples of this epoch in steps that have ended, over all ranks. taken: how many
-    batches each of the first three steps took since something last moved the stream.
+    epoch: the current one. consumed: samples of this epoch up to the end of the last step, over all ranks, those that
+    were skipped included. samples: those of all epochs that were trained on. taken: how many batches each of the first
+    three steps took since something last moved the stream. history: which batches each step took.
     """
 
-    def __init__(self, *, global_batch: int, batches_per_epoch: int) -> None:
+    def __init__(self, *, global_batch: int, batches_left: Callable[[int, int], int | None]) -> None:
+        """batches_left: returns how many batches an epoch has from a batch on; None for a stream that does not say."""
         self._global_batch = global_batch
-        self._batches_per_epoch = batches_per_epoch
+        self._batches_left = batches_left
         self.epoch = 0
         self.consumed = 0
+        self.samples = 0
         self.taken: list[int] = []
-        self._delivered = 0
-        self._samples_before = 0  # consumed in earlier epochs
+        self.history = StepHistory()
+        self._given: list[int] = []  # numbers of the batches that the training loop has, of a step that has not ended
+        self._is_exhausted = False
         self._turn = 0
         self._moved_by = ""
 
@@ -32,20 +40,20 @@ class StreamPosition:
         """Returns the number of batches consumed of this epoch."""
         return self.consumed // self._global_batch
 
-    @property
-    def samples(self) -> int:
-        """Returns the number of samples consumed over all epochs and ranks."""
-        return self._samples_before + self.consumed
+    def deliver(self, batch: int) -> None:
+        """Count one batch as given to the training loop. batch: its number in the epoch."""
+        self._given.append(batch)
 
-    def deliver(self) -> None:
-        """Count one batch as given to the training loop."""
-        self._delivered += self._global_batch
+    def exhaust(self) -> None:
+        """Note that the epoch has no more batches."""
+        self._is_exhausted = True
 
     def end_step(self) -> None:
         """Count as consumed what the training loop was given."""
         if len(self.taken) < 3:
-            self.taken.append((self._delivered - self.consumed) // self._global_batch)
-        self.consumed = self._delivered
+            self.taken.append(len(self._given))
+        self.history.end_step(self.epoch, self._given)
+        self._consume_given()
 
     def end_epoch(self) -> None:
         """Go to the beginning of the next epoch."""
@@ -54,15 +62,13 @@ class StreamPosition:
 
     def end_loaders(self) -> None:
         """Take the turn from any loader that was begun before a restore."""
-        self._delivered = self.consumed
+        self._given = []
         self._move(_RESTORE)
 
-    def restore(self, *, epoch: int, consumed: int, samples: int | None) -> None:
-        """Go to a saved position. samples: those of all epochs; None when they were not counted."""
-        self.epoch, self.consumed = epoch, consumed
-        if samples is None:  # an earlier raycheck, which knew of no epoch that was left half-way
-            samples = epoch * self._batches_per_epoch * self._global_batch + consumed
-        self._samples_before = samples - consumed
+    def restore(self, *, epoch: int, consumed: int, samples: int, history: dict[str, Any] | None) -> None:
+        """Go to a saved position. samples: those of all epochs. history: None when it was not kept."""
+        self.epoch, self.consumed, self.samples = epoch, consumed, samples
+        self.history = StepHistory() if history is None else StepHistory.of(history)
         self.end_loaders()
 
     def begin_loader(self, epoch: int | None, *, is_again: bool) -> tuple[int, int]:
@@ -75,17 +81,20 @@ class StreamPosition:
         self.check_epoch(epoch)
         if epoch > self.epoch:
             self._go_on_to(epoch)
-        self._delivered = self.consumed
+        self._given = []
         self._move(_NEW_LOADER)
         return self._turn, epoch
 
     def has_turn(self, turn: int) -> bool:
         return turn == self._turn
 
-    def batches_left(self, epoch: int | None, *, is_again: bool) -> int:
-        """Returns how many batches a loader would give that was begun now, with the arguments of `begin_loader`."""
+    def batches_left(self, epoch: int | None, *, is_again: bool) -> int | None:
+        """Returns how many batches a loader would give that was begun now, with the arguments of `begin_loader`.
+
+        None for a stream that does not say how long it is.
+        """
         at = self.epoch + is_again if epoch is None else epoch
-        return self._batches_per_epoch - (self.epoch_step if at == self.epoch else 0)
+        return self._batches_left(at, self.epoch_step if at == self.epoch else 0)
 
     def check_epoch(self, epoch: int) -> None:
         """Raises ConfigError for an epoch that lies behind the position."""
@@ -106,12 +115,20 @@ class StreamPosition:
 
     def _go_on_to(self, epoch: int) -> None:
         """Go to the beginning of a later epoch. Of one that is left half-way, the steps that have ended count."""
-        is_whole = self._delivered == self._batches_per_epoch * self._global_batch
-        self._samples_before += self._delivered if is_whole else self.consumed
-        self.epoch, self.consumed, self._delivered = epoch, 0, 0
+        next_batch = self._given[-1] + 1 if self._given else self.epoch_step
+        if self._is_exhausted or self._batches_left(self.epoch, next_batch) == 0:
+            self._consume_given()
+        self.epoch, self.consumed, self._given = epoch, 0, []
+
+    def _consume_given(self) -> None:
+        if self._given:
+            self.consumed = (self._given[-1] + 1) * self._global_batch
+            self.samples += len(self._given) * self._global_batch
+        self._given = []
 
     def _move(self, by: str) -> None:
         """Take the turn from the loader that has it. by: what moves the stream, for errors."""
         self._turn += 1
         self._moved_by = by
+        self._is_exhausted = False
         self.taken = []

@@ -72,6 +72,11 @@ def dataset_names() -> list[str]:
     return []
 
 
+def dataset_manager() -> Any:
+    """Returns the actor that holds the datasets of this worker's run; None where this Ray has no such actor."""
+    return getattr(getattr(_context(), "dataset_shard_provider", None), "_dataset_manager", None)
+
+
 def report_pointer(prefix: str, metrics: Mapping[str, float], *, validate: bool = False) -> None:
     """Reports the pointer directory `prefix`, which is relative to the run, to Ray as a checkpoint.
 

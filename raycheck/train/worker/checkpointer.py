@@ -5,7 +5,7 @@ is in live_attempt.py, when to save in save_triggers.py, and what a save does in
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType, TracebackType
 from typing import Self, get_args
@@ -23,6 +23,7 @@ from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.controller_callbacks import is_turned_off
+from raycheck.train.worker.base_run import refer_to_base
 from raycheck.train.worker.export_wait import ExportWait
 from raycheck.train.worker.group_restore import (
     RestoreResult,
@@ -55,10 +56,10 @@ class Checkpointer:
 
     Use it as a context manager. Every rank makes the same calls in the same order.
 
-    state: maps names to modules, optimizers, schedulers, Batches, or anything with state_dict and load_state_dict. Give
-    what exists already; `add` takes the rest. raycheck adds the random state and the progress by itself. settings: when
-    and how to save. group: this rank's place in a group outside Ray Train; by default Ray Train's. position: counts the
-    progress where a driver does that and not these calls.
+    state: maps names to modules, optimizers, schedulers, Batches, RayData, or anything with state_dict and
+    load_state_dict. Give what exists already; `add` takes the rest. raycheck adds the random state and the progress by
+    itself. settings: when and how to save. group: this rank's place in a group outside Ray Train; by default Ray
+    Train's. position: counts the progress where a driver does that and not these calls.
 
     With SaveSettings(enabled=False), and under fit(enabled=False), it counts steps and does nothing else. Raises
     ConfigError, naming the entry, for a state that cannot be saved.
@@ -117,9 +118,19 @@ class Checkpointer:
         self._given = given
 
     @property
+    def uri(self) -> str:
+        """Returns the URI of the run that is saved to, as `raycheck.open_run` takes it; "" when turned off."""
+        return self._group.uri
+
+    @property
     def is_closed(self) -> bool:
         """Returns whether `close` was called, or the context has been left."""
         return self._watch.is_ended
+
+    @property
+    def is_off(self) -> bool:
+        """Returns whether raycheck is turned off: by SaveSettings(enabled=False), or by fit(enabled=False)."""
+        return self._is_off
 
     @property
     def is_repeating(self) -> bool:
@@ -236,6 +247,7 @@ class Checkpointer:
         if selection != EVERYTHING:
             text = "starting fresh: there is no checkpoint to restore from"
             logger.warning(event(text, selection=str(selection), run=self._group.uri))
+        self._refer_to_base(state)
         self._counter.start_at(self._counter.progress)
         self._begin(state, StartingPoint.fresh(claim, selection), export_wait)
         if not self._has_data_position(state):
@@ -269,6 +281,7 @@ class Checkpointer:
             preview=self._preview,
         )
         state.check_memory()
+        self._refer_to_base(state, [component.name for component in done.manifest.components])
         rng = apply_random_state(done, group, self._counter.data)
         self._counter.start_at(done.progress)
         # Only now: what a failed restore left behind must never be saved.
@@ -301,6 +314,11 @@ class Checkpointer:
         for periodic in self._periodics:
             periodic.start(lambda: (self._counter.progress, self._triggers.clock_s))
         self._watch.start()
+
+    def _refer_to_base(self, state: TrainState, known: Sequence[str] = ()) -> None:
+        """Look for frozen components in the base run. known: those that the restored checkpoint has."""
+        if self.settings.base is not None:
+            refer_to_base(self._group, state, self.settings.base, known)
 
     def _has_data_position(self, state: TrainState) -> bool:
         return bool(self._counter.data) or state.has_loader

@@ -18,8 +18,8 @@ from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.batches import Batches
 from raycheck.train.coordinator.messages import Arrival, Claim, OnCorrupt, RankRestore, RestoreDecision
+from raycheck.train.data.data_stream import DataStream
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.train.log import event, logger
 
@@ -212,7 +212,7 @@ def _decision_on(group: Group, mine: RankRestore) -> RestoreDecision:
     return decision
 
 
-def apply_random_state(done: Restored, group: Group, data: Iterable[Batches]) -> str:
+def apply_random_state(done: Restored, group: Group, data: Iterable[DataStream]) -> str:
     """Put the checkpoint's random state back now, and inside an epoch once more just before the first batch.
 
     A script draws before its first batch: a shuffle, or an iterator's seed. The run that saved the checkpoint in the

@@ -85,8 +85,8 @@ def say_what_begins_anew(group: Group, restored: Progress | None) -> None:
     if restored is not None:
         happens = "they begin this epoch anew, so that its samples are trained on again"
     text = (
-        f"the datasets of Ray Data ({names}) cannot report their position: {happens}. Call end_epoch() after each "
-        "epoch and loop over range(at.epoch, epochs); where the order of an epoch is fixed, skip its first "
-        "at.epoch_step batches; raycheck.Batches needs neither"
+        f"the datasets of Ray Data ({names}) cannot report their position: {happens}. raycheck.RayData(name, id=...) "
+        "in the place of get_dataset_shard and in the state goes on where the epoch was. Without it, call end_epoch() "
+        "after each epoch and loop over range(at.epoch, epochs)"
     )
     logger.warning(event(text, **counts, run=group.uri))

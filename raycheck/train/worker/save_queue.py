@@ -258,6 +258,8 @@ class SaveQueue:
             self._pending.popleft()
             if outcome.kind == "failed":
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
+                if outcome.forgets_references:
+                    self._state.components.forget(referred=True)
                 self._note_failure(save.number, outcome.message)
             elif outcome.kind == "committed":
                 self._failures_in_a_row = 0

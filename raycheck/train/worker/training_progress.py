@@ -13,11 +13,11 @@ import torch
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.per_rank_entries import PerRank
-from raycheck.train.batches import Batches
+from raycheck.train.data.data_stream import DataStream
 
 
 class ProgressCounter:
-    """Counts steps, tokens and episodes; also epochs and samples, unless Batches in the state count them.
+    """Counts steps, tokens and episodes; also epochs and samples, unless a DataStream in the state counts them.
 
     decides: whether this rank takes part in the decision to save; False when a driver decides for it. is_preempted: a
     node of the group is about to go, as far as that driver has said.
@@ -31,11 +31,12 @@ class ProgressCounter:
         self.progress = Progress()
 
     def watch(self, entries: Iterable[object]) -> None:
-        """Take epochs and samples from the Batches among these entries. Raises ConfigError when there are two."""
+        """Take epochs and samples from the stream of data among these entries. Raises ConfigError for two of them."""
         entries = list(entries)
-        self.data = [value for value in entries if isinstance(value, Batches)]
+        self.data = [value for value in entries if isinstance(value, DataStream)]
         if len(self.data) > 1:
-            raise ConfigError("the state holds two Batches; a run has one position in its data")
+            names = " and ".join(type(data).__qualname__ for data in self.data)
+            raise ConfigError(f"the state holds two streams of data ({names}); a run has one position in its data")
         for data in self.data:
             data.leave_to_state(value.value if isinstance(value, PerRank) else value for value in entries)
 
@@ -67,7 +68,7 @@ class ProgressCounter:
         self.go_to(progress)
 
     def go_to(self, progress: Progress) -> None:
-        """Take over these counts, except those that Batches keep themselves."""
+        """Take over these counts, except those that a stream of data keeps itself."""
         for data in self.data:
             progress = replace(progress, epoch=data.epoch, epoch_step=data.epoch_step, samples=data.samples)
         self.progress = progress

@@ -71,7 +71,7 @@ class UploadThread:
                 staged.upload(self._group.store, report.checkpoint)
             section = Section.of(staged.section())
             is_known = section.plan_hash == self._known_plan
-            report = replace(report, shards=staged.records, kept=staged.places)
+            report = replace(report, shards=staged.records, kept=staged.places, references=staged.references)
             report = replace(report, section=section.without_plan() if is_known else section)
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
             report = replace(report, failure=f"upload of {key}: {type(error).__name__}: {error}")

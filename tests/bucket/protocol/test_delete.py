@@ -11,7 +11,7 @@ from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, FencedError, NotFoundError, StoreError
+from raycheck.errors import ConfigError, ConflictError, FencedError, NotFoundError, StoreError
 from tests.support.crash_enumeration import claim, run
 from tests.support.fault_injection import Wire, World
 from tests.support.invariants import assert_invariants
@@ -61,6 +61,31 @@ def test_the_head_and_what_was_never_there_are_not_deleted(store: Store) -> None
         delete_checkpoint(driver.register, "step-000000001-a7-s7")
 
     assert assert_invariants(store) == before
+
+
+def test_a_run_with_another_one_anywhere_in_its_folder_is_not_deleted() -> None:
+    world = World()
+    outer, inner = (Placed(world.open(), f"runs/outer{path}") for path in ("", "/evals/again/inner"))
+    driver = trained(outer)
+    trained(inner)
+    before = dict.fromkeys(everything(inner))
+
+    with pytest.raises(ConfigError, match="evals/again/inner"):
+        delete_run(driver.register)
+
+    assert dict.fromkeys(everything(inner)) == before
+    assert assert_invariants(outer) is not None
+
+
+def test_a_run_that_was_written_since_it_was_judged_is_not_deleted(store: Store) -> None:
+    driver = trained(store)
+    judged = driver.look().counter
+    driver.save(1, 4)
+
+    with pytest.raises(ConflictError, match="just now"):
+        delete_run(Register(store), only_at=judged)
+
+    assert assert_invariants(store) == driver.look()
 
 
 def test_a_deleted_run_is_gone_and_its_training_is_fenced(store: Store) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.document import NewerFormatError, dump
+from raycheck.bucket.format.label import Label
 from raycheck.bucket.format.object_keys import EXPORT_ENDS, EXPORT_RECORD, EXPORTS_PREFIX, export_key, exports_prefix
 from raycheck.bucket.protocol.exported_directories import (
     ExportRecord,
@@ -16,6 +17,7 @@ from raycheck.bucket.protocol.exported_directories import (
     load_export_record,
     prune_exports,
 )
+from raycheck.bucket.protocol.name_and_score import name, unname
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.store import Got, Store, open_store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
@@ -83,6 +85,17 @@ def test_an_export_of_a_pinned_checkpoint_stays(store: Store) -> None:
 
     assert pruned(store, ann) == (places[1],)
     assert reasons(store, ann)[places[0]] == (True, "its checkpoint is pinned")
+
+
+def test_an_export_of_a_named_checkpoint_stays_as_long_as_the_name(store: Store) -> None:
+    ann, places = run_of(store)
+    name(ann.register, places[0].split("/")[1], Label(name="paper"))
+
+    assert pruned(store, ann) == (places[1],)
+    assert reasons(store, ann)[places[0]] == (True, "its checkpoint is named paper")
+
+    unname(ann.register, "paper")
+    assert pruned(store, ann) == (places[0],)
 
 
 def damaged_record(store: Store, place: str) -> None:

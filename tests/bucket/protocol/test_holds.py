@@ -2,22 +2,26 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol.base_run import reserve
 from raycheck.bucket.protocol.fork import fork
-from raycheck.bucket.protocol.holds import HOLD_GRACE_S, drop_orphans
-from raycheck.bucket.protocol.prune_and_sweep import plan_sweep, prune, sweep
+from raycheck.bucket.protocol.holds import HOLD_GRACE_S, borrow, drop_orphans
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
-from raycheck.errors import NotFoundError, RaycheckError, StoreError
+from raycheck.bucket.store import Got
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreError
 from tests.support.crash_enumeration import claim, restore, run
 from tests.support.fault_injection import Wire, World, Write
 from tests.support.invariants import assert_invariants
 from tests.support.order_enumeration import Orders
-from tests.support.sample_checkpoints import Driver, everything
+from tests.support.sample_checkpoints import Driver, everything, write_checkpoint
 from tests.support.stepped_processes import Clock, simulated
 from tests.support.two_runs import HOME, Placed
 
@@ -205,6 +209,24 @@ def test_a_run_that_cannot_be_read_keeps_its_hold() -> None:
         assert drop_orphans(Register(at(world, SOURCE))) == ()
 
 
+def test_a_run_that_may_not_be_read_keeps_its_hold_and_does_not_end_a_sweep() -> None:
+    class Refused(Placed):
+        def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+            raise DeniedError(f"{self.uri}: {key} may not be read")
+
+    class Source(Placed):
+        def beside(self, way: str) -> Placed:
+            return Refused(self.inner, super().beside(way).place)
+
+    world = forked_world()
+    world.inner.at += 10 * HOLD_GRACE_S
+    source = Source(world.open(), SOURCE)
+
+    assert sweep(source) == ()
+
+    assert len(read_latest(source).holds) == 1
+
+
 def test_a_fork_that_was_deleted_by_hand_gives_everything_back() -> None:
     world = forked_world()
     for key in [key for key in everything(world.inner) if not key.startswith("elsewhere/")]:
@@ -273,6 +295,112 @@ def test_a_fault_at_any_call_that_gives_back_loses_nothing_of_either_run() -> No
                 assert_shared_and_given_back(end.world)
                 count += 1
     assert count >= 100
+
+
+def training_world() -> World:
+    """Make a bucket whose run at SOURCE has saved, and in which the one at HOME is claimed, and has saved nothing."""
+    world = source_world()
+    claim(Driver(at(world, HOME), "tom", "c"), "tom-group")
+    return world
+
+
+def uses_base(wire: Wire, save: int = 1) -> tuple[str, ...]:
+    """Hold and reserve the head's directory of the base, and commit a checkpoint that refers to it. Step 39."""
+    store, base = Placed(wire, HOME), Placed(wire, SOURCE)
+    driver = Driver(store, "tom", "c")
+    body = read_latest(base)
+    manifest = Checkpoint(base, body.entry(body.head)).read_manifest()
+    loans = borrow(store, "../source", {body.head}, run_id=read_latest(store).run_id, renews=True)
+    record = replace(manifest.components[0], checkpoint=f"../source/{body.head}")
+    reserve(driver.register, driver.me, [record], loans)
+    mine = write_checkpoint(store, attempt=1, save=save, base=replace(manifest, components=(record,)))
+    assert driver.commit(mine, keep_last=1)
+    return (mine.key,)
+
+
+def assert_base_is_kept_or_not_needed(world: World) -> None:
+    """Assert that whatever was committed can be read after everybody has pruned and swept, and all ends well."""
+    for at_s in (0.0, HOLD_GRACE_S + 1):
+        world.inner.at += at_s
+        trains(at(world, SOURCE), "sam")
+        if read_latest(at(world, HOME)).head is not None:
+            read_head(at(world, HOME))
+    trains(at(world, HOME), "uma")
+    trains(at(world, HOME), "vic")
+    assert_invariants(at(world, HOME))
+    world.inner.at += HOLD_GRACE_S + 1
+    for place in (HOME, SOURCE, HOME, SOURCE):
+        sweep(at(world, place), also_whole=True)
+        prune(Register(at(world, place)), grace_s=0.0)
+    for place in (HOME, SOURCE):
+        body = assert_invariants(at(world, place))
+        assert (body.holds, body.loans) == ((), ()), place
+    assert not list(at(world, SOURCE).list_objects(object_keys.HOLDS_PREFIX))
+
+
+def test_a_run_that_is_trained_uses_a_directory_of_its_base() -> None:
+    world = training_world()
+
+    (name,) = uses_base(world.open())
+
+    body = read_latest(at(world, HOME))
+    assert (body.head, body.holds) == (name, ())
+    assert [loan.source for loan in body.loans] == ["../source"]
+    (hold,) = read_latest(at(world, SOURCE)).holds
+    assert (hold.holder, hold.is_confirmed, hold.renewals) == ("../fork", False, 1)
+    assert_base_is_kept_or_not_needed(world)
+
+
+@pytest.mark.enumeration
+def test_a_fault_at_any_call_of_a_run_that_uses_a_base_loses_nothing_of_either() -> None:
+    calls = run(training_world(), uses_base).calls
+    count = 0
+    for number, call in enumerate(calls):
+        for mode in (None, *call.modes[1:]):
+            plain = run(training_world(), uses_base, fault=(number, mode))
+            dead = run(training_world(), uses_base, fault=(number, mode), dies_at=number + 1)
+            for end in (plain, dead):
+                for lands in (True, False) if end.world.late else (False,):
+                    world = end.world.copy()
+                    while lands and world.late:
+                        world.land()
+                    assert_base_is_kept_or_not_needed(world)
+                    count += 1
+    assert count >= 100
+
+
+def returning_world() -> World:
+    """Make one whose run at HOME has used the base before, and does not need it any more: it has not given it back."""
+    world = training_world()
+    uses_base(world.open())
+    driver = Driver(at(world, HOME), "tom", "c")
+    driver.save(1, 2, keep_last=1)
+    world.inner.at += 10 * GRACE_S
+    return world
+
+
+def uses_base_again(wire: Wire) -> tuple[str, ...]:
+    return uses_base(wire, save=3)
+
+
+def gives_back_what_it_has(wire: Wire) -> tuple[str, ...]:
+    prune(Register(Placed(wire, HOME)))
+    return ()
+
+
+@pytest.mark.enumeration
+@pytest.mark.parametrize("other", ["its own prune", "retention", "sweep of orphans"])
+def test_a_run_that_uses_a_base_beside_anybody_in_any_order_loses_nothing(clock: Clock, other: str) -> None:
+    world, mine, theirs = {
+        "its own prune": (returning_world, uses_base_again, gives_back_what_it_has),
+        "retention": (training_world, uses_base, source_trains),
+        "sweep of orphans": (training_world, uses_base, orphans_are_dropped),
+    }[other]
+    orders = Orders(world, (mine, theirs), clock, max_switches=2)
+    for after, outcomes in orders.all():
+        assert all(not isinstance(it, BaseException) or isinstance(it, RaycheckError) for it in outcomes), outcomes
+        assert_base_is_kept_or_not_needed(after)
+    assert orders.count >= 3
 
 
 def source_trains(wire: Wire) -> tuple[str, ...]:

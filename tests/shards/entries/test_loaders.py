@@ -123,7 +123,9 @@ class Shard(ray.data.DataIterator):
 Shard.__abstractmethods__ = frozenset()
 
 
-@pytest.mark.parametrize("make", [lambda: DataLoader([1, 2]), Shard], ids=["torch", "ray"])
-def test_what_cannot_say_where_it_stands_is_refused_with_advice(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"state\['data'\].*cannot report its position.*raycheck\.Batches"):
+@pytest.mark.parametrize(
+    ("make", "advice"), [(lambda: DataLoader([1, 2]), "Batches"), (Shard, "RayData")], ids=["torch", "ray"]
+)
+def test_what_cannot_say_where_it_stands_is_refused_with_advice(make: Any, advice: str) -> None:
+    with pytest.raises(ConfigError, match=rf"state\['data'\].*cannot report its position.*raycheck\.{advice}"):
         TrainState({"data": make()}, rank=0, world_size=1)

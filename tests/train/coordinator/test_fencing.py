@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -165,4 +166,6 @@ def test_a_run_begins_from_a_copy_of_another_runs_head(job, tmp_path: Path) -> N
     body = assert_invariants(open_store(f"{storage}/new"))
     assert [entry.step for entry in body.live] == [12, 16, 20, 24]
     assert body.run_id != before.run_id
-    assert assert_invariants(open_store(f"{storage}/old")) == before
+    after = assert_invariants(open_store(f"{storage}/old"))
+    assert [hold.run_id for hold in after.holds] == [body.run_id], "the new run uses the old one's directory"
+    assert replace(after, holds=(), counter=before.counter) == before

@@ -77,6 +77,7 @@ def test_a_validation_function_of_rays_reads_commits_and_its_metrics_stand_besid
         model = torch.nn.Linear(2, 1, bias=False)
         with raycheck.Checkpointer({"model": model}, raycheck.SaveSettings(every_steps=2)) as ckpt:
             ckpt.restore()
+            assert ray.train.get_all_reported_checkpoints() == []
             for step in range(1, 7):
                 with torch.no_grad():
                     model.weight.fill_(step)
@@ -104,6 +105,12 @@ def test_a_validation_function_of_rays_reads_commits_and_its_metrics_stand_besid
     assert [told[step]["seen"] for step in (2, 5, 6)] == [2, 5, 6]
     assert len(set(names(result))) == len(result.best_checkpoints), "no pointer is listed twice"
     assert raycheck.open_checkpoint(result.checkpoint).step == 6
+    run = raycheck.open_run(f"file://{tmp_path}/runs/run")
+    assert {item.step: dict(item.entry.scores) for item in run.checkpoints if item.entry.scores} == {
+        2: {"weight": 40.0, "seen": 2.0},
+        5: {"weight": 100.0, "seen": 5.0},
+        6: {"weight": 120.0, "seen": 6.0},
+    }, "scores, by which keep_best chooses and which ls shows"
 
 
 def test_a_validation_that_nobody_would_do_is_refused_at_once(cluster: None, tmp_path: Path) -> None:

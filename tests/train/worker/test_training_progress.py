@@ -62,7 +62,7 @@ def test_an_iterator_begun_before_the_start_is_refused_in_a_fresh_run_too():
 
 
 def test_two_streams_have_no_one_position():
-    with pytest.raises(raycheck.ConfigError, match="two Batches"):
+    with pytest.raises(raycheck.ConfigError, match="two streams of data"):
         ProgressCounter([batches(), batches()])
 
 

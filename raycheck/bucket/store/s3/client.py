@@ -18,7 +18,22 @@ from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.storage_settings import StorageSettings
 
 
-class S3Files(UriFiles, s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
+class ChainedFiles(s3fs.S3FileSystem):  # type: ignore[misc]  # s3fs is untyped
+    """Keeps the session that it was made with. Before 2026.9 s3fs replaces it, and with it raycheck's credentials, by
+    one of its own whenever it finds no open connection."""
+
+    _made_with: AioSession | None = None
+
+    @property
+    def session(self) -> AioSession | None:
+        return self._made_with
+
+    @session.setter
+    def session(self, made: AioSession | None) -> None:
+        self._made_with = self._made_with or made
+
+
+class S3Files(UriFiles, ChainedFiles):
     """Writes Ray's own files where pyarrow's S3 does not know all the settings."""
 
     def __init__(self, uri: str) -> None:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import s3fs
 from botocore.exceptions import FlexibleChecksumError
 
 from raycheck.bucket.store.client_options import on_every_request, on_write, s3fs_options
@@ -21,6 +20,7 @@ from raycheck.bucket.store.interface import (
     Got,
     Listed,
     Range,
+    Store,
     Upload,
     check_conditional_size,
     check_whole,
@@ -28,7 +28,7 @@ from raycheck.bucket.store.interface import (
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.bucket.store.remote_store import RemoteStore, bucket_time
 from raycheck.bucket.store.retry import Repeat
-from raycheck.bucket.store.s3.client import session
+from raycheck.bucket.store.s3.client import ChainedFiles, session
 from raycheck.bucket.store.s3.credentials import CredentialChain
 from raycheck.bucket.store.s3.errors import translate
 from raycheck.bucket.store.s3.requests import (
@@ -70,7 +70,7 @@ class S3Store(RemoteStore):
         }
         options["config_kwargs"]["s3"]["payload_signing_enabled"] = False
         self._chain = CredentialChain(settings)
-        self._fs = s3fs.S3FileSystem(skip_instance_cache=True, session=session(settings, self._chain), **options)
+        self._fs = ChainedFiles(skip_instance_cache=True, session=session(settings, self._chain), **options)
 
     @property
     def bucket_id(self) -> Hashable:
@@ -135,16 +135,29 @@ class S3Store(RemoteStore):
         self._put_each(key, parts, size_bytes)
 
     def put_assembled(
-        self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None
+        self,
+        key: str,
+        parts: Iterable[Range | memoryview],
+        size_bytes: int,
+        crc: int | None = None,
+        *,
+        source: Store | None = None,
     ) -> bool:
-        if not self._proves_copies:
+        if not self._proves_copies or not self._reaches(source):
             return False
         try:
-            self._put_each(key, parts, size_bytes, crc)
+            self._put_each(key, parts, size_bytes, crc, source=source)
         except RaycheckError:
             self._proves_copies = False  # give up server-side copies for good; the caller uploads the bytes instead
             return False
         return True
+
+    def _reaches(self, source: Store | None) -> bool:
+        """Returns whether this store's credentials and endpoint serve for `source`, as far as their settings tell.
+
+        Whether they have the right to read there is known by the first copy.
+        """
+        return source is None or (isinstance(source, S3Store) and source._settings == self._settings)  # noqa: SLF001
 
     def states_checksum(self, key: str) -> bool:
         async def call(client: Any) -> bool:
@@ -153,8 +166,17 @@ class S3Store(RemoteStore):
 
         return self._run(key, call)
 
-    def _put_each(self, key: str, parts: Iterable[Range | memoryview], size_bytes: int, crc: int | None = None) -> None:
+    def _put_each(
+        self,
+        key: str,
+        parts: Iterable[Range | memoryview],
+        size_bytes: int,
+        crc: int | None = None,
+        *,
+        source: Store | None = None,
+    ) -> None:
         where = self._at(key)
+        origin = source if isinstance(source, S3Store) else self
         begin = where | self._on_write | {"ChecksumAlgorithm": "CRC32"}
         created = self._run(key, lambda client: client.create_multipart_upload(**begin))
         where["UploadId"] = created["UploadId"]
@@ -164,7 +186,7 @@ class S3Store(RemoteStore):
         def start(number: int, part: Range | memoryview) -> Future[dict[str, Any]]:
             lengths.append(part.stop - part.start if isinstance(part, Range) else len(part))
             if isinstance(part, Range):
-                return self._start(key, partial(copy_part, where, number, part, self._at(part.key)))
+                return self._start(key, partial(copy_part, where, number, part, origin._at(part.key)))  # noqa: SLF001
             return self._start(key, partial(upload_part, where, number, part))
 
         try:

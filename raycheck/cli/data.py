@@ -1,0 +1,62 @@
+"""`raycheck data`: which samples made a run's steps, for the cause of a loss spike and for its cure."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.errors import ConfigError
+from raycheck.run import open_run
+
+MAX_SHOWN = 12
+"""How many samples of a step people are shown."""
+Steps = Annotated[
+    str,
+    typer.Option(
+        metavar="FIRST:END",
+        help="From step FIRST, counted from 0, to before step END: what lies between their checkpoints.",
+    ),
+]
+AtStep = Annotated[
+    str | None,
+    typer.Option("--at", metavar="STEP", help="The checkpoint to ask: by step, name or key. By default the head."),
+]
+
+
+def data(uri: Uri, steps: Steps, at: AtStep = None, as_json: Json = False, storage: Storage = None) -> None:
+    """Say which samples made these steps.
+
+    They are given by epoch and number in the dataset, in the order of training, over all ranks. The last line is what
+    Batches(skip=...) takes to leave them out after a rewind.
+    """
+    from raycheck.train.data.step_samples import skip_of
+
+    first, end = _range(steps)
+    checkpoint = open_run(uri, settings_of(storage)).head_or(at)
+    found = checkpoint.samples(first, end)
+    if as_json:
+        print_json(
+            {"checkpoint": checkpoint.entry.key, "steps": [asdict(item) for item in found], "skip": skip_of(found)}
+        )
+        return
+    table = Table("step", "epoch", "batches", "samples", box=None, pad_edge=False)
+    for item in found:
+        low, high = item.positions
+        shown = " ".join(map(str, item.indices[:MAX_SHOWN])) or f"{low}:{high} of the stream"
+        more = f" and {len(item.indices) - MAX_SHOWN} more" if len(item.indices) > MAX_SHOWN else ""
+        row = (str(item.step), str(item.epoch), f"{item.batches[0]}:{item.batches[1]}", shown + more)
+        table.add_row(*map(Text, row))
+    out.print(table)
+    out.print(Text(f"\nto leave these out: Batches(..., skip={skip_of(found)})"))
+
+
+def _range(steps: str) -> tuple[int, int]:
+    first, _, end = steps.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and len(steps) <= 40 and int(first) < int(end)):
+        raise ConfigError(f"--steps {steps}: give FIRST:END, for example 400:500")
+    return int(first), int(end)
+
+
+COMMANDS = (data,)

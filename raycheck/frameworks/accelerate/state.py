@@ -1,0 +1,75 @@
+"""Says what of an Accelerator is saved, by which names, and refuses by name what cannot be saved whole."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from raycheck.errors import ConfigError
+from raycheck.train.data.data_stream import DataStream
+
+REFUSED = {
+    DistributedType.DEEPSPEED: "DeepSpeed keeps optimizer state of its own that raycheck does not know; use FSDP2, "
+    "FullyShardedDataParallelPlugin(fsdp_version=2)",
+    DistributedType.MEGATRON_LM: "Megatron-LM keeps state of its own that raycheck does not know; use FSDP2, "
+    "FullyShardedDataParallelPlugin(fsdp_version=2)",
+    DistributedType.XLA: "raycheck reads tensors of torch devices, and XLA's are none; train on GPUs or CPUs",
+}
+
+
+def check_supported(accelerator: Accelerator) -> None:
+    """Raises ConfigError, with the cure, for a way of training, or a setting, that cannot be saved whole."""
+    kind = accelerator.distributed_type
+    if kind in REFUSED:
+        raise ConfigError(f"raycheck.accelerate: {REFUSED[kind]}")
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ConfigError(
+            "raycheck.accelerate: FSDP1 flattens parameters, which cannot be resharded; set "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 in Accelerate's configuration"
+        )
+    limit = accelerator.project_configuration.total_limit
+    if limit is not None:
+        raise ConfigError(
+            f"raycheck.accelerate: ProjectConfiguration(total_limit={limit}) counts folders, and there are none; leave "
+            f"it out and give raycheck.SaveSettings(keep_last={limit})"
+        )
+    hooks = accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook
+    if hooks:
+        raise ConfigError(
+            "raycheck.accelerate: a hook of register_save_state_pre_hook or register_load_state_pre_hook writes or "
+            "reads a folder, and there is none; remove it. Models are saved whole, and export_hf makes a folder of one"
+        )
+
+
+def state_of(accelerator: Accelerator) -> dict[str, object]:
+    """Returns what `prepare` and `register_for_checkpointing` were given, by the names of entries."""
+    state: dict[str, object] = {}
+    for name, prepared in (
+        ("model", accelerator._models),
+        ("optimizer", accelerator._optimizers),
+        ("scheduler", accelerator._schedulers),
+    ):
+        if prepared:
+            state[name] = prepared[0] if len(prepared) == 1 else list(prepared)
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    known = [inner for name in state for inner in _with_inner(state[name])]
+    registered = [own for own in accelerator._custom_objects if not any(own is other for other in known)]
+    if registered:
+        state["registered"] = registered
+    if "model" not in state:
+        raise ConfigError("raycheck.accelerate: no model was prepared; call accelerator.prepare before load_state")
+    return state
+
+
+def streams_in(state: dict[str, object]) -> list[DataStream]:
+    """Returns the streams of data that the user registered."""
+    registered: Any = state.get("registered", [])
+    return [own for own in registered if isinstance(own, DataStream)]
+
+
+def _with_inner(value: Any) -> list[object]:
+    found: list[object] = []
+    for item in value if isinstance(value, list) else [value]:
+        found += [item, getattr(item, "optimizer", None), getattr(item, "scheduler", None)]
+    return [item for item in found if item is not None]

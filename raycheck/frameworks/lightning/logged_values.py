@@ -1,0 +1,77 @@
+"""Saves what self.log(..., on_epoch=True) has accumulated in an epoch, which Lightning's own checkpoints leave out.
+
+Without it, the epoch's mean would be that of the batches after a restart, and a scheduler or EarlyStopping that
+monitors it would decide otherwise than in a run that was never hurt.
+"""
+
+import logging
+from typing import Any
+
+logger = logging.getLogger("raycheck")
+
+
+class LoggedValues:
+    """Keeps one rank's accumulated values across a restore.
+
+    Lightning makes an accumulator when a value is logged for the first time, so the saved one is added after that.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._pending: dict[str, dict[str, Any]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        values = {name: _accumulated(metric) for name, metric in self._metrics().items()}
+        return {"world_size": self._trainer.world_size, "values": {**self._pending, **values}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take saved values. With another number of ranks they are left out: each rank has accumulated its own."""
+        if state["world_size"] == self._trainer.world_size:
+            self._pending = dict(state["values"])
+        elif state["values"] and self._trainer.global_rank == 0:
+            logger.warning(
+                "the means of this epoch that are logged by on_epoch=True (%s) leave out the batches before the "
+                "restart: %d ranks had accumulated them, and now there are %d",
+                ", ".join(sorted(state["values"])),
+                state["world_size"],
+                self._trainer.world_size,
+            )
+
+    def add_restored(self) -> None:
+        """Add the restored values to the accumulators that exist by now. Call it after each batch."""
+        metrics = self._metrics() if self._pending else {}
+        for name in metrics.keys() & self._pending.keys():
+            _add(metrics[name], self._pending.pop(name))
+
+    def forget(self) -> None:
+        """Drop what belongs to an epoch that is over."""
+        self._pending = {}
+
+    def _metrics(self) -> dict[str, Any]:
+        """Returns Lightning's accumulators of the epoch under way that hold a value."""
+        results = self._trainer.fit_loop.epoch_loop._results
+        return {
+            name: metric
+            for name, metric in results.items()
+            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+        }
+
+
+def _accumulated(metric: Any) -> dict[str, Any]:
+    found = {"value": metric.value.detach().clone()}
+    if metric.meta.is_mean_reduction:
+        found["size"] = metric.cumulated_batch_size.clone()
+    return found
+
+
+def _add(metric: Any, saved: dict[str, Any]) -> None:
+    """Accumulate a saved value as if it had come first. One addition of two numbers is exact in either order."""
+    before = saved["value"].to(metric.value.device)
+    if metric.meta.is_mean_reduction:
+        metric.value = before + metric.value
+        metric.cumulated_batch_size = saved["size"].to(before.device) + metric.cumulated_batch_size
+    elif metric.meta.is_sum_reduction:
+        metric.value = before + metric.value
+    elif metric.meta.is_max_reduction or metric.meta.is_min_reduction:
+        metric.value = metric.meta.reduce_fx(before, metric.value)
+    metric._computed = None

@@ -1,0 +1,110 @@
+"""Refuses, before the first step, what could not be saved or restored whole, and says what to do instead."""
+
+import logging
+from typing import Any
+
+from raycheck.errors import ConfigError
+from raycheck.frameworks.lightning.lightning_state import has_weight_averaging
+from raycheck.frameworks.lightning.packages import named
+from raycheck.frameworks.lightning.strategies import is_fsdp2
+
+logger = logging.getLogger("raycheck")
+
+REFUSED_CALLBACKS = {
+    "OnExceptionCheckpoint": "writes a file of its own; raycheck goes on from its last commit",
+    "ModelPruning": "changes the model's parameters in the middle of a run, so that none could be restored into it",
+    "LearningRateFinder": "trains and restores by itself; find the rate in a Trainer without raycheck's Callback",
+    "BatchSizeFinder": "trains and restores by itself; find the size in a Trainer without raycheck's Callback",
+}
+
+
+def check_trainer(trainer: Any, package: str, *, world_size: int) -> None:
+    """Raise ConfigError for what of a Trainer is not supported. Take out a ModelCheckpoint that nobody asked for."""
+    _check_strategy(trainer, package, world_size)
+    _take_out_model_checkpoint(trainer, package)
+    for callback in trainer.callbacks:
+        for name, why in REFUSED_CALLBACKS.items():
+            if isinstance(callback, named(package, "callbacks", name)):
+                raise ConfigError(f"{type(callback).__qualname__} {why}. Take it out of Trainer(callbacks=...)")
+        if type(callback).__qualname__ == "RayTrainReportCallback":
+            raise ConfigError(
+                "RayTrainReportCallback saves the whole state a second time. Take it out: raycheck reports its commits "
+                "to Ray Train by itself"
+            )
+    if len([one for one in trainer.callbacks if hasattr(one, "is_raycheck")]) > 1:
+        raise ConfigError("the Trainer has two of raycheck's Callbacks; give one")
+    if is_fsdp2(trainer.strategy):
+        is_swa = any(
+            isinstance(one, named(package, "callbacks", "StochasticWeightAveraging")) for one in trainer.callbacks
+        )
+        if is_swa or has_weight_averaging(trainer, package):
+            raise ConfigError("averaged weights of a sharded model are not supported by Lightning; take that out")
+
+
+def check_data(trainer: Any) -> None:
+    """Raise ConfigError for settings with which the position in the training data could not be kept."""
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigError(
+            "Trainer(reload_dataloaders_every_n_epochs=...) makes loaders whose position nobody knows. Leave it out "
+            "(raycheck.Batches gives each epoch an order of its own), or give Callback(..., data_position=False)"
+        )
+    fetcher = trainer.lightning_module.training_step
+    names = fetcher.__code__.co_varnames[: fetcher.__code__.co_argcount] if hasattr(fetcher, "__code__") else ()
+    if "dataloader_iter" in names:
+        raise ConfigError(
+            "training_step(dataloader_iter) fetches batches by itself, so that nobody knows which were trained on. "
+            "Take `batch`, or give Callback(..., data_position=False)"
+        )
+
+
+def check_optimizers(trainer: Any) -> None:
+    """Raise ConfigError for an optimizer that keeps only a share of its state on each rank, and gathers it to save."""
+    for optimizer in trainer.optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise ConfigError(
+                f"{type(optimizer).__qualname__} shards its state in a way that cannot be restored on other ranks. Use "
+                'raycheck.lightning.strategy("fsdp2"), which shards the optimizer with the parameters'
+            )
+
+
+def _check_strategy(trainer: Any, package: str, world_size: int) -> None:
+    strategy = trainer.strategy
+    kinds = tuple(named(package, "strategies", name) for name in ("DDPStrategy", "SingleDeviceStrategy"))
+    if not (isinstance(strategy, kinds) or is_fsdp2(strategy)):
+        raise ConfigError(
+            f"{type(strategy).__qualname__} is not supported. Give Trainer(strategy=raycheck.lightning.strategy(...)) "
+            'with "ddp", or with "fsdp2" for a sharded model (FSDP1 and DeepSpeed cannot be resharded)'
+        )
+    if trainer.world_size != world_size:
+        raise ConfigError(
+            f"the Trainer works with {trainer.world_size} processes, but there are {world_size} workers. Give "
+            'Trainer(strategy=raycheck.lightning.strategy("ddp")), so that they train one model'
+        )
+    if getattr(strategy, "_ddp_comm_state", None) is not None:
+        raise ConfigError("DDPStrategy(ddp_comm_state=...) has state that is not saved; leave it out")
+
+
+def _take_out_model_checkpoint(trainer: Any, package: str) -> None:
+    """Take out the ModelCheckpoint that Trainer adds by itself. Raises ConfigError for one that was configured."""
+    kind = named(package, "callbacks", "Checkpoint")
+    default = named(package, "callbacks", "ModelCheckpoint")
+    for callback in [one for one in trainer.callbacks if isinstance(one, kind)]:
+        if type(callback) is default and _is_as_default(callback, default()):
+            trainer.callbacks.remove(callback)
+            if trainer.global_rank == 0:
+                logger.info("the Trainer's own ModelCheckpoint is left out, as by enable_checkpointing=False")
+            continue
+        monitor, top = getattr(callback, "monitor", None), getattr(callback, "save_top_k", 1)
+        keep = f'keep_best=("{monitor}", "{getattr(callback, "mode", "min")}", {max(top, 1)}), ' if monitor else ""
+        raise ConfigError(
+            f"{type(callback).__qualname__} writes checkpoints of its own. Take it out, and give raycheck's Callback "
+            f"SaveSettings({keep}every_epochs=1, keep_last=1) or what comes near to it; see `raycheck docs lightning`"
+        )
+
+
+def _is_as_default(callback: Any, default: Any) -> bool:
+    names = (
+        *("monitor", "dirpath", "filename", "save_last", "save_top_k", "save_weights_only"),
+        *("_every_n_train_steps", "_every_n_epochs", "_train_time_interval"),
+    )
+    return all(getattr(callback, name) == getattr(default, name) for name in names)

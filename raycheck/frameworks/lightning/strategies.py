@@ -1,0 +1,141 @@
+"""Makes Lightning's strategies fit into Ray Train's workers, which Ray has already started and connected.
+
+Ray has such classes for DDP, FSDP1 and DeepSpeed; FSDP2 has none. Outside Ray Train a rank's place is that in
+torch.distributed.
+"""
+
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from raycheck.errors import ConfigError
+from raycheck.frameworks.lightning.packages import imported_package, named
+
+Kind = Literal["ddp", "fsdp2"]
+
+
+def strategy(kind: Kind, **options: Any) -> Any:
+    """Returns a strategy for Trainer(strategy=...) inside Ray Train. Neither plugins nor prepare_trainer are needed.
+
+    kind: "ddp", or "fsdp2", with which the module's configure_model() shards it by torch's fully_shard over
+    self.device_mesh["data_parallel"]. options: go to Lightning's DDPStrategy or ModelParallelStrategy. With "fsdp2",
+    data_parallel_size is by default the number of workers / tensor_parallel_size, which is 1.
+
+    Raises ConfigError for another kind, and when Lightning is absent or too old.
+    """
+    if kind not in get_args(Kind):
+        raise ConfigError(f'strategy({kind!r}): give "ddp" or "fsdp2" (FSDP1 cannot be resharded)')
+    return _class_of(kind, imported_package())(**options)
+
+
+def is_fsdp2(candidate: object) -> bool:
+    """Returns whether a strategy was made by strategy("fsdp2")."""
+    return isinstance(candidate, ShardedByModule)
+
+
+class WorkerEnvironment:
+    """Tells Lightning this worker's place. Ray, or whoever made the process group, has started the processes."""
+
+    creates_processes_externally = True
+
+    def world_size(self) -> int:
+        context = _ray_context()
+        if context is not None:
+            return int(context.get_world_size())
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def global_rank(self) -> int:
+        context = _ray_context()
+        if context is not None:
+            return int(context.get_world_rank())
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def local_rank(self) -> int:
+        context = _ray_context()
+        return int(context.get_local_rank()) if context is not None else self.global_rank()
+
+    def node_rank(self) -> int:
+        context = _ray_context()
+        return int(context.get_node_rank()) if context is not None else 0
+
+    def set_world_size(self, size: int) -> None:
+        """Ignore what Lightning computes from its devices."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignore what Lightning computes from its devices."""
+
+    def teardown(self) -> None:
+        """Leave the process group to those who made it."""
+
+
+class OnThisWorker:
+    """Puts a strategy on this worker's device, and into its environment, whatever the Trainer has chosen."""
+
+    _environment: Any = None
+
+    @property
+    def cluster_environment(self) -> Any:
+        return self._environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, chosen: object) -> None:
+        package = type(self).__module__
+        self._environment = None if chosen is None else _environment_class(package)()
+
+    @property
+    def root_device(self) -> torch.device:
+        if _ray_context() is not None:
+            import ray.train.torch
+
+            device: torch.device = ray.train.torch.get_device()
+            return device
+        devices: Any = getattr(self, "parallel_devices", None) or [torch.device("cpu")]
+        return torch.device(devices[self._environment.local_rank() % len(devices)])
+
+
+class ReplicatedByDdp(OnThisWorker):
+    """Gives each worker its share of the data."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self._environment.world_size(), "rank": self._environment.global_rank()}
+
+
+class ShardedByModule(OnThisWorker):
+    """Has the module shard itself over all workers, and is told of a checkpoint's values before it is set up."""
+
+    restore_checkpoint_after_setup = False
+
+    def setup_environment(self) -> None:
+        this: Any = self
+        if this._tensor_parallel_size == "auto":
+            this._tensor_parallel_size = 1
+        if this._data_parallel_size == "auto":
+            this._data_parallel_size = self._environment.world_size() // this._tensor_parallel_size
+        super().setup_environment()  # type: ignore[misc]
+
+
+@cache
+def _class_of(kind: Kind, package: str) -> type:
+    name, place = {"ddp": ("DDPStrategy", ReplicatedByDdp), "fsdp2": ("ModelParallelStrategy", ShardedByModule)}[kind]
+    return type(f"Raycheck{name}", (place, named(package, "strategies", name)), {"__module__": package})
+
+
+@cache
+def _environment_class(package: str) -> type:
+    base = named(package, "plugins.environments", "LightningEnvironment")
+    return type("RaycheckEnvironment", (WorkerEnvironment, base), {"__module__": package})
+
+
+def _ray_context() -> Any:
+    """Returns Ray Train's context of this worker; None outside Ray Train."""
+    import ray.train
+
+    try:
+        context = ray.train.get_context()
+        context.get_world_size()
+    except (RuntimeError, AttributeError):
+        return None
+    return context

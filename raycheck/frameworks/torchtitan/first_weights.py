@@ -1,0 +1,57 @@
+"""Takes a fresh run's weights from where torchtitan's settings say: Hugging Face files, a DCP directory, or a run."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torchtitan.tools import filesystem
+
+from raycheck.errors import ConfigError, NotFoundError
+from raycheck.run import open_run
+
+
+def load_first_weights(config: Any, model: nn.Module, parts: list[nn.Module], adapter: Any) -> bool:
+    """Load the model of a fresh run as `initial_load_path` and `initial_load_in_hf` say. Returns False for neither.
+
+    Raises ConfigError when there is nothing to load from.
+    """
+    path = config.initial_load_path
+    if config.initial_load_in_hf:
+        _load_hugging_face(path or getattr(adapter, "hf_assets_path", None), parts, adapter, config)
+        return True
+    if not path:
+        return False
+    try:
+        open_run(path).restore(into={"model": model})
+    except NotFoundError:
+        _load_dcp(path, parts)
+    return True
+
+
+def _load_hugging_face(path: str | None, parts: list[nn.Module], adapter: Any, config: Any) -> None:
+    if adapter is None:
+        raise ConfigError("initial_load_in_hf: this model has no state_dict_adapter, which knows Hugging Face's names")
+    if not path or not filesystem.isdir(path):
+        raise ConfigError(
+            f"initial_load_in_hf: {path!r} is no folder; give initial_load_path, or an hf_assets_path with weights"
+        )
+    found = adapter.to_hf(_weights(parts))
+    load(found, storage_reader=adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized))
+    weights = adapter.from_hf(found)
+    for part in parts:
+        part.load_state_dict(weights, strict=False)
+
+
+def _load_dcp(path: str, parts: list[nn.Module]) -> None:
+    if not filesystem.isdir(path):
+        raise ConfigError(f"initial_load_path={path!r}: it is neither a raycheck run nor a folder")
+    weights = _weights(parts)
+    with torch.no_grad():
+        load(weights, checkpoint_id=path)
+    for part in parts:
+        part.load_state_dict(weights, strict=False)
+
+
+def _weights(parts: list[nn.Module]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.state_dict().items()}

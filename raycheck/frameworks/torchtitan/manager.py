@@ -1,0 +1,217 @@
+"""torchtitan's CheckpointManager, saving to and restoring from a raycheck run.
+
+The trainer calls `load` once and `save` after each step; what that means is this module's. When a step is due is
+decided by raycheck from `interval`, and on a preemption notice.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from torch import nn
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.tools import filesystem
+
+from raycheck.errors import ConfigError
+from raycheck.frameworks.torchtitan.first_weights import load_first_weights
+from raycheck.frameworks.torchtitan.parts import Counters, is_trainer, whole
+from raycheck.frameworks.torchtitan.position import ENTRY, LoaderPosition, Steps
+from raycheck.frameworks.torchtitan.resplit import Resplit
+from raycheck.settings import SaveSettings
+from raycheck.shards.entries.per_rank_entries import PerRank
+from raycheck.train.served_group import torchrun_group
+from raycheck.train.worker.checkpointer import Checkpointer
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""An environment variable that torchrun sets, and Ray Train does not."""
+
+
+class CheckpointManager(BaseCheckpointManager):
+    """Saves and restores what torchtitan's trainer gives it. The trainer makes it from the Config."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """Says when to save, what to keep, and where, in torchtitan's words.
+
+        folder: under torchrun the run's URI, such as "s3://bucket/runs/my-run", or a folder in dump_folder. Inside Ray
+        Train the run is Ray's, and this stays as it is.
+        """
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+        """Whether training waits for each commit ("disabled"), or only for the copy into host memory."""
+
+        settings: Annotated[SaveSettings | None, tyro.conf.Suppress] = None
+        """More triggers and rules of retention; `interval` and `keep_latest_k` hold beside them."""
+
+        def __post_init__(self) -> None:
+            own: Any = self
+            keep = own.keep_latest_k
+            if keep == 1:  # torchtitan needs two, since the newest folder may be half written
+                own.keep_latest_k = 2
+            BaseCheckpointManager.Config.__post_init__(self)
+            own.keep_latest_k = keep
+            if own.enable:
+                _check(self)
+
+    enable: bool
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        self.save_future = None  # nothing that the trainer has to wait for
+        if not self.enable:
+            return
+        self._config = config
+        self._parts = model_parts
+        self._adapter = sd_adapter
+        self._model = whole(model_parts)
+        trainer = states.get("train_state")
+        self._position = LoaderPosition(
+            dataloader, Resplit(dataloader, getattr(getattr(trainer, "config", None), "dataloader", None))
+        )
+        self._step = 0
+        self._is_loaded = False
+        parts = list(optimizers)
+        counters = Counters(trainer) if is_trainer(trainer) else None
+        steps = Steps(dataloader, counters.samples_per_step if counters else 0)
+        self._tokens_per_step = counters.tokens_per_step if counters else 0
+        state = {
+            **states,
+            "model": self._model,
+            "optimizer": parts[0] if len(parts) == 1 else parts,
+            "lr_scheduler": lr_schedulers,
+            "steps": steps,
+            ENTRY: PerRank(self._position),
+        }
+        if counters:
+            state["train_state"] = counters
+        unknown = set(config.exclude_from_loading) - state.keys()
+        if unknown:
+            raise ConfigError(f"exclude_from_loading: there is no entry {min(unknown)!r}; there are {', '.join(state)}")
+        self._checkpointer = Checkpointer(state, _settings_of(config), group=_group(config, base_folder))
+
+    def _load(self, step: int = -1) -> bool:
+        """Restore the newest checkpoint, or the one of `load_step`; in a fresh run, take the first weights."""
+        if step != self._config.load_step:
+            raise ConfigError(
+                f"load(step={step}): give it as load_step in the Config, {self._config.load_step} is there"
+            )
+        skip = self._config.exclude_from_loading
+        preview = self._checkpointer.peek(skip=skip)
+        takes_data = ENTRY not in skip or str(preview.selection) in preview.partial  # a selection is applied once
+        takes_data &= not preview.is_fresh
+        if takes_data:
+            self._position.check([own[ENTRY] for own in preview.rank_values if ENTRY in own])
+        at = self._checkpointer.restore(skip=skip)
+        self._step, self._is_loaded = at.step, True
+        if takes_data:
+            self._position.go()
+        if not preview.is_fresh:
+            return True
+        return load_first_weights(self._config, self._model, self._parts, self._adapter)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """End a step, which saves it if it is due. The last one is committed when this returns."""
+        if curr_step == 0:  # create_seed_checkpoint
+            if not self._is_loaded:
+                self._load(self._config.load_step)
+            self._checkpointer.close()
+            return True
+        if not self._is_loaded:
+            raise ConfigError("raycheck.torchtitan: load() comes before the first step, also in a fresh run")
+        if curr_step != self._step + 1:
+            raise ConfigError(
+                f"save(step {curr_step}) comes after step {self._step}; each step is saved or counted once"
+            )
+        self._step = curr_step
+        self._checkpointer.end_step(tokens=self._tokens_per_step)
+        if last_step:
+            self._checkpointer.close()
+        elif self._config.async_mode == "disabled" and self._is_due(curr_step):
+            self._checkpointer.wait()
+        return last_step or self._is_due(curr_step)
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Do nothing: the copy into host memory has ended when `save` returns."""
+
+    def _wait_for_saving(self) -> None:
+        self._checkpointer.wait()
+
+    def _close(self) -> None:
+        """Save the last step, unless an error has ended the training: then let what is in flight end."""
+        checkpointer = getattr(self, "_checkpointer", None)
+        if checkpointer is None or checkpointer.is_closed:
+            return
+        error = sys.exc_info()[1]  # torchtitan closes while it handles the error
+        if error is None:
+            checkpointer.close()
+        else:
+            checkpointer.__exit__(type(error), error, error.__traceback__)
+
+
+def _check(config: CheckpointManager.Config) -> None:
+    """Raises ConfigError for settings that cannot be kept."""
+    if config.load_only:
+        raise ConfigError(
+            "load_only=True: a run that saves nothing needs no CheckpointManager of raycheck's; load its weights with "
+            "initial_load_path, in a run of its own, or with raycheck.open_run(uri).restore(into=...)"
+        )
+    if config.last_save_in_hf:
+        raise ConfigError(
+            "last_save_in_hf=True: raycheck writes the last step whole, so that training can go on from it. Make the "
+            "Hugging Face files from it afterwards: raycheck.open_run(uri).restore(into={'model': model}), then "
+            "torchtitan's state_dict_adapter"
+        )
+    if config.initial_load_path and not config.initial_load_model_only:
+        raise ConfigError(
+            "initial_load_model_only=False: to begin from all of another run, use raycheck.fit(trainer, resume=uri), "
+            "or 'raycheck fork' and the new run's name"
+        )
+    settings = config.settings
+    if settings is not None and settings.every_steps != "default":
+        raise ConfigError(
+            f"settings.every_steps={settings.every_steps}: give it as `interval`, which torchtitan obeys too"
+        )
+
+
+def _settings_of(config: CheckpointManager.Config) -> SaveSettings:
+    settings = config.settings or SaveSettings()
+    at_steps = {*settings.at_steps, *([1] if config.enable_first_step_checkpoint else [])}
+    return replace(
+        settings, every_steps=config.interval, keep_last=config.keep_latest_k or None, at_steps=sorted(at_steps)
+    )
+
+
+def _group(config: CheckpointManager.Config, base_folder: str) -> Any:
+    """Returns the group under torchrun; None inside Ray Train, whose group a Checkpointer finds by itself."""
+    if TORCHRUN not in os.environ:
+        if config.load_step != -1:
+            raise ConfigError(
+                f"load_step={config.load_step}: inside Ray Train give raycheck.fit(trainer, resume={config.load_step})"
+            )
+        if filesystem.is_remote(config.folder):
+            raise ConfigError(
+                f"folder={config.folder!r}: inside Ray Train the run lies where RunConfig(storage_path=, name=) "
+                "says; leave folder out"
+            )
+        return None
+    folder = config.folder
+    uri = folder if filesystem.is_remote(folder) else Path(base_folder or ".", folder).absolute().as_uri()
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    return torchrun_group(uri, resume=config.load_step if config.load_step != -1 and is_first else "auto")

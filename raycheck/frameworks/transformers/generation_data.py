@@ -1,0 +1,63 @@
+"""The data of TRL's GRPO: its batches are prompts to generate from, and their completions last for several steps.
+
+A generation batch is `generation_batch_size` completions of a few prompts. TRL's loader gives it again at each of the
+micro-batches that use it; here it is one batch of the stream at each step, which gives the same micro-batches. Every
+rank saves the completions it still uses, so a save may come at any step. At another world size they are generated anew.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from raycheck.errors import ConfigError
+from raycheck.frameworks.transformers.training_data import Layout
+
+
+def generates(trainer: Any) -> bool:
+    """Returns whether this trainer makes its own training data by generation, as GRPO does."""
+    return hasattr(trainer, "_buffered_inputs")
+
+
+def hold_generation_batch(trainer: Any, accumulation: int) -> None:
+    """Keep the size of a generation batch when the number of micro-batches in a step changes."""
+    args = trainer.args
+    if not generates(trainer) or accumulation == args.gradient_accumulation_steps:
+        return
+    micro = args.steps_per_generation * accumulation
+    if micro % args.gradient_accumulation_steps:
+        raise ConfigError(
+            f"steps_per_generation={args.steps_per_generation} with gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}, which must be {accumulation} at this number of workers: the "
+            "generation batch cannot be held. Give another number of workers"
+        )
+    args.steps_per_generation = micro // args.gradient_accumulation_steps
+    args.generation_batch_size = args.per_device_train_batch_size * args.world_size * args.steps_per_generation
+
+
+def generation_layout(trainer: Any) -> Layout:
+    """Returns the layout of GRPO: an epoch's prompts in generation batches, each as often as steps train on it."""
+    args = trainer.args
+    uses = args.steps_per_generation * trainer.num_iterations
+    if uses % args.gradient_accumulation_steps:
+        raise ConfigError(
+            f"steps_per_generation={args.steps_per_generation} x num_iterations={trainer.num_iterations} is no "
+            f"multiple of gradient_accumulation_steps={args.gradient_accumulation_steps}: a step would train on two "
+            "generations"
+        )
+    prompts = args.generation_batch_size // trainer.num_generations
+    steps, each = uses // args.gradient_accumulation_steps, trainer.num_generations
+    samples, seed, is_shuffled = len(trainer.train_dataset), args.seed, trainer.shuffle_dataset
+
+    def order(epoch: int) -> Sequence[int]:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        indices = torch.randperm(samples, generator=generator).tolist() if is_shuffled else [*range(samples)]
+        batches = [indices[at : at + prompts] for at in range(0, samples // prompts * prompts, prompts)]
+        return [index for batch in batches for _ in range(steps) for index in batch for _ in range(each)]
+
+    return Layout(
+        global_batch=args.generation_batch_size,
+        micro_batches=args.gradient_accumulation_steps,
+        micro_batch=None,
+        order=order,
+    )

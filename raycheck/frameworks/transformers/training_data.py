@@ -1,0 +1,207 @@
+"""The stream of batches behind a loader as the Trainer expects it.
+
+One batch of raycheck.Batches is one optimizer step: this rank's micro-batches, collated where the samples are read. The
+Trainer sees a loader of micro-batches, and takes those of one step at a time; so nothing is read ahead that would not
+be counted. What is held over a change of the world size is the number of samples in a step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.frameworks.transformers.refusals import refuse_dataset
+from raycheck.train.batches import Batches
+
+MICRO_BATCH = "per_device_train_batch_size"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Says which samples an optimizer step takes, and how a rank's share of them becomes micro-batches.
+
+    global_batch: samples in one batch of the stream, over all ranks. micro_batches: how many of them a step has on each
+    rank. micro_batch: samples in each; None: a step's micro-batches are all one and the same batch. order: of the
+    samples, by epoch; None: a random one, or the dataset's if is_sequential.
+    """
+
+    global_batch: int
+    micro_batches: int
+    micro_batch: int | None
+    order: Callable[[int], Sequence[int]] | None = None
+    is_sequential: bool = False
+
+
+def held_accumulation(trainer: Any, facts: Mapping[str, Any]) -> int:
+    """Returns how many micro-batches a step must have here, so that it has as many samples as in the checkpoint.
+
+    facts: of the checkpoint, see `facts_of`. Raises StateMismatchError when the script asks for another number of
+    samples, and ConfigError when they cannot be shared out over the ranks there are.
+    """
+    args = trainer.args
+    samples = args.per_device_train_batch_size * args.world_size
+    here, saved = samples * args.gradient_accumulation_steps, int(facts["step_samples"])
+    if here == saved:
+        return int(args.gradient_accumulation_steps)
+    if args.world_size == facts["world_size"]:
+        raise StateMismatchError(
+            f"a step has {here} samples here ({MICRO_BATCH}={args.per_device_train_batch_size} x "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} x {args.world_size} ranks) and {saved} in "
+            "the checkpoint, so steps and schedule would mean other samples. Give the same product"
+        )
+    if saved % samples:
+        raise ConfigError(
+            f"the checkpoint's steps have {saved} samples, which {args.world_size} ranks with {MICRO_BATCH}="
+            f"{args.per_device_train_batch_size} cannot share: give a {MICRO_BATCH} that divides "
+            f"{saved / args.world_size:g}, or another number of workers"
+        )
+    return int(saved // samples)
+
+
+def facts_of(trainer: Any) -> dict[str, int]:
+    """Returns what a restart at another world size must hold, or know."""
+    args = trainer.args
+    size = args.per_device_train_batch_size * args.world_size
+    return {"step_samples": size * args.gradient_accumulation_steps, "world_size": args.world_size}
+
+
+def plain_layout(trainer: Any) -> Layout:
+    """Returns the layout of supervised training, as train_sampling_strategy asks for it."""
+    args = trainer.args
+    strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+    batch = facts_of(trainer)["step_samples"]
+    return Layout(
+        global_batch=batch,
+        micro_batches=args.gradient_accumulation_steps,
+        micro_batch=args.per_device_train_batch_size,
+        order=_by_length(trainer, batch) if strategy == "group_by_length" else None,
+        is_sequential=strategy == "sequential",
+    )
+
+
+def data_seed(args: Any) -> int:
+    return int(args.data_seed if args.data_seed is not None else args.seed)
+
+
+def _by_length(trainer: Any, batch: int) -> Callable[[int], Sequence[int]]:
+    """Returns the order of transformers' LengthGroupedSampler, with a seed from the epoch."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    dataset, args = trainer.train_dataset, trainer.args
+    columns = getattr(dataset, "column_names", None) or ()
+    tokenizer = trainer.processing_class
+    sampler = LengthGroupedSampler(
+        batch,
+        dataset=dataset,
+        lengths=list(dataset[args.length_column_name]) if args.length_column_name in columns else None,
+        model_input_name=tokenizer.model_input_names[0] if tokenizer is not None else None,
+    )
+
+    def order(epoch: int) -> list[int]:
+        sampler.generator = torch.Generator().manual_seed((data_seed(args) * 1_000_003 + epoch) % 2**63)
+        return [*sampler]
+
+    return order
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingData:
+    """Holds the stream, for the state, and the loader, for the Trainer."""
+
+    batches: Batches
+    loader: "DataLoader[Any]"
+
+
+def training_data(trainer: Any, layout: Layout) -> TrainingData:
+    """Make the stream of the trainer's train_dataset. Raises ConfigError for data that cannot be one."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if dataset is None:
+        raise ConfigError("train_dataset=None: training needs one")
+    refuse_dataset(dataset)
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and hasattr(dataset, "remove_columns"):  # a datasets.Dataset
+        dataset, collate = trainer._remove_unused_columns(dataset, description="training"), trainer.data_collator  # noqa: SLF001
+    else:
+        collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")  # noqa: SLF001
+    batches = Batches(
+        dataset,
+        global_batch=layout.global_batch,
+        seed=data_seed(args),
+        shuffle=not layout.is_sequential,
+        order=layout.order,
+        rank=args.process_index,
+        world_size=args.world_size,
+    )
+    options = {
+        "collate_fn": _Collate(collate, layout),
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and torch.accelerator.is_available(),
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "in_order": args.dataloader_in_order,
+    }
+    micro = _MicroBatches(batches, options, layout)
+    loader: DataLoader[Any] = DataLoader(
+        micro, batch_sampler=_Numbers(micro), collate_fn=_only, generator=torch.Generator()
+    )
+    return TrainingData(batches=batches, loader=loader)
+
+
+@dataclass(frozen=True, slots=True)
+class _Collate:
+    """Makes a rank's share of a step into its micro-batches, in the process that reads the samples."""
+
+    collate: Callable[[list[Any]], Any]
+    layout: Layout
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        size = self.layout.micro_batch
+        if size is None:
+            return [self.collate(samples)]
+        return [self.collate(samples[at : at + size]) for at in range(0, len(samples), size)]
+
+
+class _MicroBatches(Dataset[Any]):
+    """Gives the stream's micro-batches one after the other, whatever index it is asked for. Its length is in samples,
+    since the Trainer reads from it how many there are."""
+
+    def __init__(self, batches: Batches, options: dict[str, Any], layout: Layout) -> None:
+        self._stream = batches.loader(**options)
+        self._waiting: list[Any] = []
+        self._steps: Iterator[Any] = iter(())
+        self._repeats = layout.micro_batches if layout.micro_batch is None else 1
+        self._samples = batches.batches_per_epoch * layout.global_batch
+        self.per_epoch = batches.batches_per_epoch * layout.micro_batches
+
+    def begin(self) -> None:
+        """Go on where the stream is: at the beginning of an epoch, or after a restore inside it."""
+        self._steps, self._waiting = iter(self._stream), []
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Any:
+        if not self._waiting:
+            self._waiting = next(self._steps) * self._repeats
+        return self._waiting.pop(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers(Sampler[list[int]]):
+    """Counts an epoch's micro-batches. After a restart transformers leaves out the first of these numbers, no data."""
+
+    micro: _MicroBatches = field()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.micro.begin()
+        return ([number] for number in range(self.micro.per_epoch))
+
+    def __len__(self) -> int:
+        return self.micro.per_epoch
+
+
+def _only(micro_batches: list[Any]) -> Any:
+    return micro_batches[0]

@@ -1,0 +1,96 @@
+"""Gives Ray Tune a checkpoint to pause and clone a trial with: the name of a commit, and no tensor.
+
+Schedulers such as population based training stop a trial and start it again from the checkpoint that it, or a better
+trial, last reported. A trial that calls `raycheck.fit` reports with each of its metrics which commit is the newest.
+When it is started with another trial's, `fit` forks that run.
+"""
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.tune
+
+from raycheck.bucket.format.object_keys import CheckpointName, pointed_by
+from raycheck.errors import ConfigError
+
+_FILE = "raycheck.json"
+MAX_BYTES = 64 * 1024
+_FIELDS = {"run", "key", "trial"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunePointer:
+    """Names a commit. run: the name of its run, in the storage that all trials share. trial: the one that made it."""
+
+    run: str
+    key: str
+    trial: str
+
+
+def in_tune() -> bool:
+    """Returns whether this process runs a trial of Ray Tune."""
+    try:
+        from ray.tune.trainable.trainable_fn_utils import _in_tune_session
+    except ImportError:
+        return False
+    return bool(_in_tune_session())
+
+
+def trial_id() -> str:
+    """Returns the id of the trial that this process runs."""
+    return str(ray.tune.get_context().get_trial_id())
+
+
+def given_pointer() -> TunePointer | None:
+    """Returns the commit that Tune would have this trial go on from; None when there is none of raycheck's.
+
+    Raises ConfigError for a checkpoint of Tune's that has a damaged one.
+    """
+    checkpoint = ray.tune.get_checkpoint()
+    if checkpoint is None:
+        return None
+    path = f"{checkpoint.path}/{_FILE}"
+    if not checkpoint.filesystem.get_file_info(path).is_file:
+        return None
+    with checkpoint.filesystem.open_input_stream(path) as stream:
+        data = stream.read(MAX_BYTES)
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    is_whole = isinstance(found, dict) and found.keys() >= _FIELDS and all(isinstance(found[x], str) for x in _FIELDS)
+    if not is_whole or CheckpointName.parse(found["key"]) is None or not _is_plain(found["run"]):
+        raise ConfigError(f"{path} is damaged: it names no commit")
+    return TunePointer(**{name: found[name] for name in _FIELDS})
+
+
+def report_commits_of(run: str) -> None:
+    """Has this trial report, with each result that names a commit of the run, a checkpoint that points to it.
+
+    The results come from Ray Train's controller through Tune's session in this process.
+    """
+    from ray.train._internal.session import get_session
+
+    session: Any = get_session()
+    report = getattr(session, "raycheck_report", session.report)
+    session.raycheck_report = report
+
+    def report_with_pointer(metrics: dict[str, Any], checkpoint: Any = None, **more: Any) -> None:
+        name = pointed_by(str(metrics.get("checkpoint_path") or ""))
+        if checkpoint is not None or name is None:
+            report(metrics, checkpoint=checkpoint, **more)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            pointer = TunePointer(run=run, key=str(name), trial=trial_id())
+            Path(folder, _FILE).write_text(json.dumps(asdict(pointer)))
+            report(metrics, checkpoint=ray.tune.Checkpoint.from_directory(folder), **more)
+
+    session.report = report_with_pointer
+
+
+def _is_plain(name: str) -> bool:
+    """Returns whether this is one segment of a path: what lies in a bucket must lead to no other place."""
+    return bool(name) and name not in (".", "..") and not set(name) & {"/", "\\", "?", "#", "%"}

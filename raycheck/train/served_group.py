@@ -1,0 +1,168 @@
+"""A worker group without Ray: rank 0's process runs the coordinator, and all ranks call it over TCP.
+
+For trainings that torchrun starts. When rank 0 dies, the coordinator dies with it, which loses nothing: it holds no
+truth, and torchrun starts the whole group again. Only who knows the group's secret is answered: a random key, which the
+ranks get from rank 0 by the process group that they have.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.managers import BaseManager
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
+from raycheck.errors import ConfigError, StoreError
+from raycheck.train.coordinator.actor import Coordinator
+from raycheck.train.group import Group, same
+
+CALLS = 8
+"""How many calls of one rank's may be under way at a time."""
+
+
+def torchrun_group(uri: str, *, resume: str | int = "auto") -> Group:
+    """Returns this rank's place in the group of torch.distributed, for a training that torchrun starts without Ray.
+
+    All ranks call it, after init_process_group; rank 0's process runs the coordinator. uri: the run's root, such as
+    "s3://bucket/runs/my-run". resume: as for `fit`, but no other run's URI. Raises ConfigError for that, and where
+    torch.distributed is not initialized.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "torchrun_group: torch.distributed is not initialized; call torch.distributed.init_process_group first, "
+            "and start the script by torchrun"
+        )
+    wish = parse_resume(resume)
+    if isinstance(wish, Fork):
+        raise ConfigError(f"torchrun_group(resume={resume!r}): only fit and ActorCheckpointer begin from another run")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    broadcast = _broadcast() if world_size > 1 else same
+    id_, served = broadcast((uuid4().hex[:16], serve(uri, wish)) if rank == 0 else None)
+    return ServedGroup(
+        id=id_,
+        uri=uri,
+        rank=rank,
+        world_size=world_size,
+        coordinator=served,
+        broadcast=broadcast,
+        is_first_on_node=int(os.environ.get("LOCAL_RANK", rank)) == 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Says where a coordinator answers, and what it asks of who calls: plain values, to be sent to each rank."""
+
+    address: tuple[str, int]
+    key: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedGroup(Group):
+    """Is one rank's place in a group whose coordinator is served by a process of the training.
+
+    coordinator: a Served.
+    """
+
+    @property
+    def node(self) -> str:
+        return socket.gethostname()
+
+    def fetch(self, references: list[Any]) -> Any:
+        """Returns None: each rank reads a checkpoint's documents itself, since there is no object store."""
+        del references
+
+    def tell(self, method: str, *args: Any) -> Future[Any]:
+        return self._threads.submit(self._call, method, args)
+
+    def answer(self, told: Any) -> Any:
+        return told.result() if told.done() and told.exception() is None else None
+
+    def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+        """Calls the coordinator. Raises StoreError when rank 0 is gone, or does not answer within timeout_s."""
+        try:
+            return self.tell(method, *args).result(timeout_s)
+        except (OSError, EOFError) as error:  # TimeoutError is an OSError
+            raise StoreError(
+                f"rank {self.rank}: {what}: the coordinator in rank 0's process does not answer ({error!r}); start the "
+                "training again"
+            ) from error
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(CALLS, thread_name_prefix="raycheck-calls")
+
+    @cached_property
+    def _caller(self) -> Any:
+        manager: Any = _Client(address=self.coordinator.address, authkey=self.coordinator.key)
+        manager.connect()
+        return manager.caller()
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return self._caller.call(method, args)
+
+
+def serve(uri: str, resume: Resume) -> Served:
+    """Start a coordinator in threads of this process, which end with it. Returns where the ranks reach it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="raycheck-coordinator", daemon=True).start()
+    caller = _Caller(Coordinator(uri, uuid4().hex[:16], resume), loop)
+
+    class Serving(BaseManager):
+        """Is a class of its own for each coordinator: what is registered belongs to the class."""
+
+    Serving.register("caller", callable=lambda: caller, exposed=("call",))
+    key = secrets.token_bytes(32)
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # under torchrun: where rank 0 is reached
+    server: Any = Serving(address=(_own(host), 0), authkey=key).get_server()
+    threading.Thread(target=server.serve_forever, name="raycheck-server", daemon=True).start()
+    return Served(address=(host, server.address[1]), key=key)
+
+
+def _own(host: str) -> str:
+    """Returns the address to listen at: that of this host, or all of them where `host` is not this host's own name."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return "0.0.0.0"  # noqa: S104  behind a name that only others resolve; the key keeps strangers out
+    return host
+
+
+class _Client(BaseManager):
+    """Calls a coordinator that another process serves."""
+
+
+_Client.register("caller")
+
+
+class _Caller:
+    """Makes the calls of all ranks in the coordinator's event loop."""
+
+    def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
+        self._coordinator = coordinator
+        self._loop = loop
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop).result()
+
+
+def _broadcast() -> Callable[[Any], Any]:
+    """Returns a broadcast from rank 0 over a process group of its own, on the CPU."""
+    group = dist.new_group(backend="gloo")
+
+    def broadcast(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
+
+    return broadcast

@@ -1,0 +1,93 @@
+"""Two forks, copies, unpackings or imports that begin a run in one place at once: one run comes of it, and it is whole.
+
+The second one runs from beginning to end just before a write of the first one, for each of its writes.
+"""
+
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raycheck
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.local import LocalStore
+from raycheck.errors import ConfigError
+from tests.support.invariants import assert_invariants
+from tests.support.save_without_ray import save_state
+
+STEP = 9
+WRITES = ("put_parts", "put_if_absent", "put_if_match")
+
+
+def model(number: int) -> torch.nn.Linear:
+    module = torch.nn.Linear(30, 20)
+    torch.nn.init.constant_(module.weight, number)
+    torch.nn.init.constant_(module.bias, number)
+    return module
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make runs 1 and 2 with a checkpoint of one step, and what they become as archives and as files of torch.save."""
+    folder = tmp_path_factory.mktemp("sources")
+    for number in (1, 2):
+        save_state(open_store(f"{folder}/run-{number}"), {"model": model(number)}, step=STEP)
+        raycheck.pack(f"{folder}/run-{number}", f"{folder}/{number}.tar")
+        torch.save(model(number).state_dict(), folder / f"{number}.pt")
+    return folder
+
+
+BEGINNINGS: dict[str, Callable[[Path, int, str], Any]] = {
+    "fork": lambda folder, number, dest: raycheck.fork_run(f"{folder}/run-{number}", dest, copy=True),
+    "copy": lambda folder, number, dest: raycheck.copy_run(f"{folder}/run-{number}", dest, step=STEP),
+    "unpack": lambda folder, number, dest: raycheck.unpack(f"{folder}/{number}.tar", dest),
+    "import": lambda folder, number, dest: raycheck.import_checkpoint(f"{folder}/{number}.pt", dest, step=STEP),
+}
+
+
+def interrupt(write: int, dest: Path, second: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
+    """Have `second` run before the write of this number, from 1 on, below `dest`."""
+    writes = itertools.count(1)
+
+    def before(store: LocalStore) -> None:
+        if store.uri.endswith(str(dest)) and next(writes) == write:
+            with suppress(ConfigError):  # the place is taken
+                second()
+
+    for name in WRITES:
+        real = getattr(LocalStore, name)
+        patch.setattr(LocalStore, name, lambda self, *args, real=real: (before(self), real(self, *args))[1])
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(BEGINNINGS, repeat=2)))
+def test_two_that_begin_a_run_in_one_place_at_once_never_write_to_one_key(
+    sources: Path, tmp_path: Path, one: str, other: str
+) -> None:
+    for write in range(1, 30):
+        dest = tmp_path / str(write)
+        done = []
+
+        def second(dest: Path = dest, done: list[bool] = done) -> None:
+            done.append(True)
+            BEGINNINGS[other](sources, 2, str(dest))
+
+        with pytest.MonkeyPatch.context() as patch, suppress(ConfigError):
+            interrupt(write, dest, second, patch)
+            BEGINNINGS[one](sources, 1, str(dest))
+
+        body = assert_invariants(open_store(str(dest)))
+        assert body is not None
+        run = raycheck.open_run(str(dest))
+        assert not [found for found in run.head.verify() if found.problem]
+        loaded = model(0)
+        run.restore(into={"model": loaded})
+        values = set(loaded.weight.unique().tolist()) | set(loaded.bias.unique().tolist())
+        assert len(values) == 1
+        if not done:
+            assert values == {1.0}
+            break
+    assert 5 < write < 30

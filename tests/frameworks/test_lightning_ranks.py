@@ -1,0 +1,160 @@
+"""raycheck.lightning on several ranks, which are processes with gloo: DDP and FSDP2, restarted at other world sizes."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import raycheck
+from raycheck.bucket.store import open_store
+from tests.support import gloo_ranks
+from tests.support.gloo_ranks import Ranks
+from tests.support.invariants import assert_invariants
+from tests.support.lightning_training import (
+    CoordinatorServer,
+    Killed,
+    Regression,
+    Training,
+    group_here,
+    samples,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+
+class Sharded(Regression):
+    """Shards its layers over all ranks, and has no dropout, so that the world size changes rounding alone."""
+
+    def __init__(self, *, killed_at: int | None = None) -> None:
+        super().__init__(killed_at=killed_at)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.is_sharded = False
+
+    def configure_model(self) -> None:
+        if not self.is_sharded and self.device_mesh is not None:
+            self.is_sharded = True
+            for layer in (self.net[0], self.net[2]):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            for name, tensor in self.state_dict().items()
+        }
+
+
+class Replicated(Regression):
+    def __init__(self, *, killed_at: int | None = None) -> None:
+        super().__init__(killed_at=killed_at)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.state_dict())
+
+
+MODULES = {"ddp": Replicated, "fsdp2": Sharded}
+
+
+def train(rank: int, world_size: int, place: Any, kind: str, killed_at: int | None, epochs: int = 3) -> Any:
+    """Train on one rank; the global batch is 6 x the first world size. Returns the whole weights; None if killed."""
+    training = Training(
+        module=MODULES[kind],
+        options={"strategy": raycheck.lightning.strategy(kind), "max_epochs": epochs},
+        settings={"every_steps": 3},
+        data=lambda: {"train_dataloaders": DataLoader(samples(48), batch_size=6, shuffle=True)},
+    )
+    try:
+        module, trainer = training.run(group_here(place), killed_at=killed_at)
+    except Killed:
+        return None
+    dist.barrier()
+    return trainer.global_step, {name: tensor.detach().clone() for name, tensor in module.whole_weights().items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo_ranks, "ANSWER_WITHIN_S", 230.0)  # the first answer comes after Lightning's import
+        found = Ranks(3, tmp_path_factory.mktemp("rendezvous"))
+        yield found
+        found.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("ddp", (2, 2)), ("fsdp2", (2, 2)), ("ddp", (2, 1)), ("fsdp2", (2, 3))],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_a_killed_run_goes_on_with_the_same_batches_at_any_world_size(
+    tmp_path: Any, ranks: Ranks, kind: str, sizes: tuple[int, int]
+) -> None:
+    whole = CoordinatorServer(f"file://{tmp_path}/whole")
+    hurt = CoordinatorServer(f"file://{tmp_path}/hurt")
+
+    (step, expected), *_ = ranks.run(train, sizes[0], whole.place, kind, None)
+    assert ranks.run(train, sizes[0], hurt.place, kind, 7) == [None] * sizes[0]
+    (steps, found), *others = ranks.run(train, sizes[1], hurt.place, kind, None)
+
+    assert step == steps == 12  # 48 samples in batches of 12, three times
+    if sizes[0] == sizes[1]:
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
+        assert all(torch.equal(one[name], found[name]) for _, one in others)
+    assert_invariants(open_store(f"file://{tmp_path}/hurt"))
+
+
+def refused(rank: int, world_size: int, place: Any) -> str:
+    training = Training(module=Replicated)
+    with pytest.raises(raycheck.ConfigError) as error:
+        training.run(group_here(place))
+    return str(error.value)
+
+
+def test_workers_that_would_each_train_a_model_of_their_own_are_refused(tmp_path: Any, ranks: Ranks) -> None:
+    messages = ranks.run(refused, 2, CoordinatorServer(f"file://{tmp_path}/run").place)
+
+    assert all("1 processes, but there are 2 workers" in message for message in messages)
+
+
+OTHER_PACKAGE = """
+import sys, warnings; warnings.simplefilter("ignore")
+import pytorch_lightning as pl, torch
+from torch.utils.data import DataLoader, TensorDataset
+import raycheck
+from tests.support.coordinator_in_thread import group_of
+torch.set_num_threads(1)
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__(); self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+def run(epochs):
+    callback = raycheck.lightning.Callback(group=group_of("memory://other")[0])
+    trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        callbacks=[callback], strategy=raycheck.lightning.strategy("ddp"))
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4))
+    return trainer
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+run(1)
+again = run(2)
+assert again.global_step == 4, again.global_step
+assert isinstance(again.strategy, pl.strategies.DDPStrategy)
+print("lightning.pytorch" in sys.modules)
+"""
+
+
+def test_pytorch_lightning_under_its_own_name_is_used_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PACKAGE], capture_output=True, text=True, timeout=200, check=False
+    )
+
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr[-3000:]

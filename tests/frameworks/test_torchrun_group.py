@@ -1,0 +1,61 @@
+"""A group of torchrun's ranks saves and restores without Ray: rank 0's process runs the coordinator."""
+
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raycheck
+from raycheck.bucket.protocol.resume import AUTO
+from raycheck.bucket.store import open_store
+from raycheck.errors import ConfigError, StoreError
+from raycheck.train.served_group import Served, ServedGroup, serve
+from tests.support.gloo_ranks import Ranks
+from tests.support.invariants import assert_invariants
+
+
+def train(rank: int, world_size: int, uri: str) -> tuple[int, list[Any]]:
+    """Returns the restored step, and what `peek` says that each rank had saved."""
+    group = raycheck.torchrun_group(uri)
+    assert (group.rank, group.world_size, group.is_first_on_node) == (rank, world_size, rank == 0)
+    torch.manual_seed(0)
+    state = {"model": torch.nn.Linear(2, 1), "own": raycheck.PerRank({"rank": rank})}
+    with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=2, every_seconds=60), group=group) as ckpt:
+        saved = [own["own"] for own in ckpt.peek().rank_values]
+        at = ckpt.restore()
+        for _ in range(3):
+            ckpt.end_step()
+    return at.step, saved
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_save_and_one_goes_on(pair: Ranks, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/run"
+
+    assert pair.run(train, 2, uri) == [(0, [])] * 2
+    assert pair.run(train, 1, uri) == [(3, [{"rank": 0}, {"rank": 1}])]
+    assert pair.run(train, 2, uri) == [(6, [{"rank": 0}])] * 2
+    assert assert_invariants(open_store(uri)).attempt.number == 3
+
+
+def test_without_a_process_group_it_says_what_to_call() -> None:
+    with pytest.raises(ConfigError, match=r"init_process_group first, and start the script by torchrun"):
+        raycheck.torchrun_group("memory://run")
+
+
+def place(served: Served) -> ServedGroup:
+    return ServedGroup(id="group", uri="memory://run", rank=1, world_size=2, coordinator=served)
+
+
+def test_a_rank_whose_coordinator_is_gone_is_told_so() -> None:
+    with pytest.raises(StoreError, match="rank 1: claim: the coordinator in rank 0's process does not answer"):
+        place(Served(address=("127.0.0.1", 9), key=b"x")).ask("claim", "group", 2, timeout_s=20, what="claim")
+
+
+def test_who_does_not_know_the_key_is_not_answered() -> None:
+    served = serve("memory://run", AUTO)
+
+    with pytest.raises(AuthenticationError):
+        place(Served(address=served.address, key=b"guessed")).ask("claim", "group", 2, timeout_s=20, what="claim")

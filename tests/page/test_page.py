@@ -1,0 +1,246 @@
+"""The page as a browser asks for it: every view, hostile names, and what it refuses. One real server for all tests."""
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from raycheck.bucket.store import open_store
+from raycheck.errors import ConfigError
+from raycheck.page.pages import PageScope
+from raycheck.page.server import serve
+from tests.support.command_line import raycheck
+from tests.support.many_runs import MIXED, place
+from tests.support.save_without_ray import save_state
+
+TOKEN = "a-token-of-this-test"
+HOSTILE = "<img src=x onerror=alert(1)>\u202e"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run in every state, and one with real tensors."""
+    here = tmp_path_factory.mktemp("page")
+    for name, (_, objects) in MIXED.items():
+        place(open_store(f"file://{here}"), name, objects)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "extra": {HOSTILE: torch.ones(2)}}
+    store = open_store(f"file://{here}/real")
+    save_state(store, state, save_number=1, step=1, metrics={"loss": 2.0, HOSTILE: 1.0})
+    with torch.no_grad():
+        model[0].weight += 1
+    save_state(store, state, save_number=2, step=2, metrics={"loss": 1.0})
+    return here
+
+
+class Browser:
+    """Asks the page as a browser would, with the token in its cookie."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.host = f"127.0.0.1:{port}"
+        self.cookie = f"raycheck-token={TOKEN}"
+
+    def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[HTTPResponse, str]:
+        link = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        given = {"Host": self.host, "Cookie": self.cookie} | {key.replace("_", "-"): v for key, v in headers.items()}
+        link.request(method, path, headers={key: value for key, value in given.items() if value})
+        answer = link.getresponse()
+        text = answer.read().decode()
+        link.close()
+        return answer, text
+
+    def view(self, path: str) -> str:
+        answer, text = self.ask(path)
+        assert answer.status == 200, text
+        return text
+
+
+@pytest.fixture(scope="module")
+def browser(folder: Path) -> Iterator[Browser]:
+    command = [sys.executable, "-m", "raycheck", "page", str(folder), "--port", "0", "--token", TOKEN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=" + TOKEN, server.stdout.readline())
+            assert found
+            yield Browser(int(found[1]))
+        finally:
+            server.terminate()
+
+
+class Links(HTMLParser):
+    """Collects the addresses in a page, and its elements' names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: set[str] = set()
+        self.handlers: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.found += [value or "" for name, value in attrs if name in ("href", "src", "action")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on") or name == "style"]
+
+
+def test_every_run_is_listed_with_its_state(browser: Browser) -> None:
+    text = browser.view("/")
+
+    for name, (state, _) in MIXED.items():
+        assert name in text
+        assert f"state-{state}" in text
+
+
+def test_every_link_of_every_view_leads_to_a_view_and_is_relative(browser: Browser) -> None:
+    seen, queue = set(), ["./"]
+    while queue:
+        path = queue.pop()
+        if path in seen or path.startswith("#"):
+            continue
+        seen.add(path)
+        assert not urlsplit(path).scheme
+        assert not path.startswith("/"), "it would not work below a path"
+        answer, text = browser.ask("/" + path.removeprefix("./"))
+        is_made_up = "tensor?" in path and "name=real" not in path  # those of many_runs.py have no right checksums
+        assert answer.status in (200, 404) or (is_made_up and "another checksum" in text), (path, text)
+        if "text/html" in answer.headers["Content-Type"]:
+            page = Links(text)
+            queue += page.found
+            assert page.handlers == [], "the content security policy allows none"
+            assert "img" not in page.tags
+    assert len([path for path in seen if path.startswith("tensor?")]) > 10
+    assert any(path.startswith("checkpoint?") for path in seen)
+
+
+def test_a_run_shows_its_attempts_metrics_and_why_each_checkpoint_is_kept(browser: Browser) -> None:
+    text = browser.view("/run?name=real")
+
+    assert "among the newest 10" in text or "head" in text
+    assert text.count('class="commit') >= 2
+    assert "<figcaption>loss</figcaption>" in text
+    assert "raycheck download" in text
+
+
+def test_a_checkpoint_shows_tensors_and_a_tensor_its_values(browser: Browser) -> None:
+    key = "step-000000002-a1-s2"
+    text = browser.view(f"/checkpoint?name=real&at={key}")
+    assert "optimizer.state.0.weight.exp_avg" in text
+    assert "tensor=model.1.weight" in text
+    assert "tensor=model.1.weight" not in browser.view(f"/checkpoint?name=real&at={key}&search=0.weight")
+
+    tensor = browser.view(f"/tensor?name=real&at={key}&tensor=model.0.weight")
+    assert "32 of 32 values" in tensor
+    assert tensor.count('class="bin"') == 40
+
+
+def test_a_comparison_names_what_changed(browser: Browser) -> None:
+    text = browser.view("/diff?name=real&before=1&after=2")
+
+    assert re.findall(r'<th scope="row">(.+?)</th>', text) == ["model.0.weight"]
+
+
+def test_hostile_names_are_shown_as_text(browser: Browser) -> None:
+    key = "step-000000002-a1-s2"
+    for path in ("/run?name=real", f"/checkpoint?name=real&at={key}"):
+        text = browser.view(path)
+        assert "<img" not in text
+        assert "&lt;img src=x" in text
+        assert "\u202e" not in text
+    text = browser.ask("/run?name=%3Cscript%3Ealert(1)%3C/script%3E")[1]
+    assert "<script>alert" not in text
+
+
+@pytest.mark.parametrize("name", ["../page", "real/../../x", "real//x", "..", "real/checkpoints/./"])
+def test_a_name_that_leads_out_is_no_run(browser: Browser, name: str) -> None:
+    answer, text = browser.ask(f"/run?name={name}")
+
+    assert answer.status == 404
+    assert "This cannot be shown" in text
+
+
+def test_only_who_has_the_token_sees_anything(browser: Browser) -> None:
+    assert browser.ask("/", Cookie="")[0].status == 401
+    assert browser.ask("/", Cookie="raycheck-token=another")[0].status == 401
+    assert browser.ask("/static/page.css", Cookie="")[0].status == 401
+
+    answer, _ = browser.ask(f"/run?name=real&token={TOKEN}", Cookie="")
+
+    assert (answer.status, answer.headers["Location"]) == (303, "run?name=real")
+    cookie = answer.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+
+
+def test_another_host_name_is_refused_and_so_is_what_another_site_sends(browser: Browser) -> None:
+    assert browser.ask("/", Host="evil.example:8766")[0].status == 403
+    for headers in ({}, {"Origin": "http://evil.example", "X_Raycheck_Act": "1"}, {"Origin": f"http://{browser.host}"}):
+        assert browser.ask("/", method="POST", **headers)[0].status == 403
+    assert browser.ask("/", method="POST", Origin=f"http://{browser.host}", X_Raycheck_Act="1")[0].status == 405
+
+
+def test_every_answer_has_the_headers_that_keep_it_in(browser: Browser) -> None:
+    for answer, _ in (
+        browser.ask("/"),
+        browser.ask("/nothing"),
+        browser.ask("/", Cookie=""),
+        browser.ask("/run?name=x"),
+    ):
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_large_request_for_bytes_is_refused(browser: Browser) -> None:
+    key = "step-000000002-a1-s2"
+    answer, text = browser.ask(f"/tensor?name=real&at={key}&tensor=model.0.weight&max_bytes=99999999999")
+
+    assert answer.status == 502
+    assert "reads at most" in text
+
+
+def test_a_live_run_says_how_often_it_was_written(browser: Browser) -> None:
+    before = browser.view("/live?name=real")
+
+    assert re.fullmatch(r'\{"version": \d+\}', before)
+    assert browser.ask("/live?name=nothing")[0].status == 404
+
+
+def test_an_address_that_others_reach_needs_a_token(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="token"):
+        serve(PageScope(prefix=f"file://{folder}"), host="0.0.0.0", port=0, token="", on_start=print)
+
+
+def test_a_taken_port_is_said_in_words(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = raycheck("page", str(folder), "--port", str(taken.getsockname()[1]))
+
+    assert done.returncode == 2
+    assert "--port" in done.stderr
+
+
+def test_a_saved_run_is_one_file_that_asks_for_nothing(folder: Path, tmp_path: Path) -> None:
+    done = raycheck("page", str(folder / "real"), "--save", str(tmp_path / "run.html"))
+
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "run.html").read_text()
+    page = Links(text)
+    assert [address for address in page.found if not address.startswith("#")] == []
+    assert "script" not in page.tags
+    assert "<style>" in text
+    assert "step-000000002-a1-s2" in text
