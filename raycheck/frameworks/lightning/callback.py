@@ -47,7 +47,7 @@ def fit(  # noqa: PLR0917  the arguments of Trainer.fit, in its order
     package_of(trainer)
     has_callback = any(hasattr(callback, "is_raycheck") for callback in trainer.callbacks)
     if has_callback and settings is not None:
-        raise ConfigError("fit(settings=...): the Trainer has raycheck's Callback already, with settings of its own")
+        raise ConfigError("the Trainer has raycheck's Callback already, with settings of its own: leave settings out")
     if not has_callback:
         trainer.callbacks.insert(0, Callback(settings))
     trainer.fit(model, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
