@@ -170,12 +170,12 @@ def _check(config: CheckpointManager.Config) -> None:
     if config.load_only:
         raise ConfigError(
             "load_only=True: a run that saves nothing needs no CheckpointManager of raycheck's; load its weights with "
-            "initial_load_path, in a run of its own, or with raycheck.open_run(uri).restore(into=...)"
+            "initial_load_path, in a run of its own, or with raycheck.open_run(uri).restore"
         )
     if config.last_save_in_hf:
         raise ConfigError(
             "last_save_in_hf=True: raycheck writes the last step whole, so that training can go on from it. Make the "
-            "Hugging Face files from it afterwards: raycheck.open_run(uri).restore(into={'model': model}), then "
+            "Hugging Face files from it afterwards: raycheck.open_run(uri).restore, then "
             "torchtitan's state_dict_adapter"
         )
     if config.initial_load_path and not config.initial_load_model_only:
