@@ -74,7 +74,7 @@ def test_every_argument_that_a_message_names_is_one_of_the_call_it_names() -> No
 
     assert len(found) >= 25, "the messages are found"
     for where, call, argument in found:
-        for target in CALLS[call]:
+        for target in CALLS.get(call) or [getattr(raycheck, call)]:
             parameters = inspect.signature(target).parameters
             has_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
             assert argument in parameters or has_any, f"{where}: {target.__qualname__} has no {argument}"
