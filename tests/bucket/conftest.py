@@ -83,4 +83,4 @@ def made_by_s3fs(uri: str):
 
 
 def share(monkeypatch: pytest.MonkeyPatch, client) -> None:
-    monkeypatch.setattr(s3_module.s3fs, "S3FileSystem", lambda **_: client)
+    monkeypatch.setattr(s3_module, "ChainedFiles", lambda **_: client)
