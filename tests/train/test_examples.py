@@ -85,8 +85,8 @@ def test_the_scripts_of_the_texts_run(cluster: None, path: Path, tmp_path: Path)
     for block in SCRIPTS[path]:
         exec(compile(block.text.replace("s3://bucket", f"file://{tmp_path}"), str(block), "exec"), names)
 
-    runs = sorted((tmp_path / "runs").iterdir())
-    assert runs
+    runs = sorted((tmp_path / "runs").glob("*"))
+    assert runs or path.stem == "ray", "that guide only defines a trial"
     for run in runs:
         assert_invariants(open_store(f"file://{run}"))
 
