@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import raycheck
 from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs, open_run
 from raycheck.page.charts import curves_of, timeline_of
+from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
     from raycheck.run import CommittedCheckpoint
@@ -33,7 +34,6 @@ class PageScope:
     prefix: str
     storage: StorageSettings | None = None
     price: float = 0.023
-    can_edit: bool = False
 
     def run(self, name: str) -> Run:
         """Open the run that lies at `name` below the prefix; "" is the run at the prefix itself.
@@ -86,7 +86,6 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
         "reasons": reasons,
         "freed": sum(item.entry.size_bytes for item in kept.decisions if not item.is_kept),
         "commits": tuple(reversed(history.commits)),
-        "version": run.latest.counter,
     }
 
 
@@ -101,11 +100,6 @@ def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -
     checkpoint = run.at(at)
     manifest = checkpoint.manifest()
     tensors = [item for item in _tensors(checkpoint) if search in item.name]
-    shown = {item.name for item in tensors}
-    moments: dict[str, list[TensorSummary]] = {}
-    for item in tensors:
-        if item.parameter in shown:
-            moments.setdefault(str(item.parameter), []).append(item)
     index = checkpoint.index(manifest)
     own = sum(
         shard.size_bytes for part in manifest.components if part.checkpoint == manifest.key for shard in part.shards
@@ -117,8 +111,7 @@ def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -
         "manifest": manifest,
         "own_bytes": own,
         "shared_bytes": max(0, checkpoint.entry.size_bytes - own),
-        "tensors": [item for item in tensors if item.parameter not in shown][:MAX_ROWS],
-        "moments": moments,
+        "tensors": with_moments(tensors)[:MAX_ROWS],
         "num_tensors": len(tensors),
         "search": search,
         "others": [item.entry for item in run.checkpoints if item.entry.key != checkpoint.entry.key],

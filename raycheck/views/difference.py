@@ -14,9 +14,9 @@ from typing import Literal
 
 from raycheck.bucket.format.checksum import SUB_BLOCK, combined, sub_block_lengths
 from raycheck.bucket.format.index import Chunk, Index, Tensor
+from raycheck.views.tensors import Box, boxes_of
 
 Change = Literal["equal", "changed", "added", "removed", "reformed", "unknown"]
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ def _values(index: Index) -> dict[str, object]:
 
 
 def _only(index: Index, number: int, change: Literal["added", "removed"]) -> TensorDifference:
-    tensor, size = index.tensors[number], sum(chunk.payload_size for chunk in _boxes(index, number).values())
+    tensor, size = index.tensors[number], sum(chunk.payload_size for chunk in boxes_of(index, number).values())
     form = form_of(tensor)
     return TensorDifference(
         name=tensor.name,
@@ -99,7 +99,7 @@ def _only(index: Index, number: int, change: Literal["added", "removed"]) -> Ten
 
 def _compare(before: Index, ours: int, after: Index, theirs: int) -> TensorDifference:
     old, new = before.tensors[ours], after.tensors[theirs]
-    old_boxes, new_boxes = _boxes(before, ours), _boxes(after, theirs)
+    old_boxes, new_boxes = boxes_of(before, ours), boxes_of(after, theirs)
     size = sum(chunk.payload_size for chunk in new_boxes.values())
     change: Change
     changed: int | None
@@ -129,14 +129,6 @@ def form_of(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _boxes(index: Index, number: int) -> dict[_Box, Chunk]:
-    """Return one chunk per box of a tensor: that of the first rank that wrote it."""
-    found: dict[_Box, Chunk] = {}
-    for chunk in index.chunks_of(number):
-        found.setdefault((chunk.offsets, chunk.sizes), chunk)
-    return found
-
-
 def _changed_bytes(old: Chunk, new: Chunk) -> int:
     if old.payload_size != new.payload_size or len(old.crcs) != len(new.crcs):
         return new.payload_size
@@ -144,7 +136,7 @@ def _changed_bytes(old: Chunk, new: Chunk) -> int:
     return sum(size for size, a, b in zip(lengths, old.crcs, new.crcs, strict=True) if a != b)
 
 
-def _whole_crc(tensor: Tensor, boxes: Mapping[_Box, Chunk]) -> int | None:
+def _whole_crc(tensor: Tensor, boxes: Mapping[Box, Chunk]) -> int | None:
     """Return the CRC-32 of the tensor's bytes in row-major order; None when its boxes are not rows that follow one
     another."""
     at, parts = 0, []

@@ -18,6 +18,7 @@ from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
 from raycheck.views.element_types import decode, item_bytes
+from raycheck.views.tensors import boxes_of
 
 MAX_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 64 * 1024
@@ -81,9 +82,7 @@ def sample_tensor(
         raise ConfigError(f"max_bytes={max_bytes}: give at least 1")
     tensor = index.tensors[number]
     width = item_bytes(tensor.dtype)
-    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
-    for chunk in index.chunks_of(number):
-        boxes.setdefault((chunk.offsets, chunk.sizes), chunk)
+    boxes = boxes_of(index, number)
     total = sum(chunk.payload_size for chunk in boxes.values())
     is_whole = total <= max_bytes
     runs = list(_whole(boxes.values(), width) if is_whole else _spread(list(boxes.values()), width, total, max_bytes))

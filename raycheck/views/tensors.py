@@ -1,9 +1,13 @@
 """Lists the tensors of a checkpoint from its index: form, place, and which parameter a moment belongs to."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raycheck.bucket.format.index import Index, Tensor
+from raycheck.bucket.format.index import Chunk, Index, Tensor
 from raycheck.bucket.format.manifest import Manifest
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor, in elements per dimension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,15 +43,14 @@ def summarize_tensors(manifest: Manifest, index: Index) -> tuple[TensorSummary, 
     parameters = _parameters(index.tensors)
     found = []
     for number, tensor in enumerate(index.tensors):
-        chunks = index.chunks_of(number)
-        boxes = {(chunk.offsets, chunk.sizes): chunk.payload_size for chunk in chunks}
+        chunks, boxes = index.chunks_of(number), boxes_of(index, number)
         found.append(
             TensorSummary(
                 name=tensor.name,
                 entry=str(tensor.path[0]),
                 dtype=tensor.dtype,
                 shape=tensor.shape,
-                size_bytes=sum(boxes.values()),
+                size_bytes=sum(chunk.payload_size for chunk in boxes.values()),
                 boxes=len(boxes),
                 ranks=tuple(sorted({chunk.rank for chunk in chunks})),
                 directories=tuple(sorted({directory.get(chunk.component, "?") for chunk in chunks})),
@@ -55,6 +58,26 @@ def summarize_tensors(manifest: Manifest, index: Index) -> tuple[TensorSummary, 
             )
         )
     return tuple(found)
+
+
+def boxes_of(index: Index, number: int) -> dict[Box, Chunk]:
+    """Return one chunk per box of the tensor with this number: that of the first rank that wrote it."""
+    found: dict[Box, Chunk] = {}
+    for chunk in index.chunks_of(number):
+        found.setdefault((chunk.offsets, chunk.sizes), chunk)
+    return found
+
+
+def with_moments(tensors: Iterable[TensorSummary]) -> list[tuple[TensorSummary, list[TensorSummary]]]:
+    """Return each tensor with the moments of it that are among these. A moment whose parameter is here has no place of
+    its own."""
+    tensors = list(tensors)
+    names = {item.name for item in tensors}
+    moments: dict[str, list[TensorSummary]] = {}
+    for item in tensors:
+        if item.parameter in names:
+            moments.setdefault(item.parameter, []).append(item)
+    return [(item, moments.get(item.name, [])) for item in tensors if item.parameter not in names]
 
 
 def _parameters(tensors: tuple[Tensor, ...]) -> dict[tuple[str | int, ...], str]:

@@ -1,7 +1,7 @@
 """`raycheck tensors` and `raycheck diff`: what a checkpoint holds, and what changed between two."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -10,6 +10,7 @@ from raycheck.cli.options import At, Json, Step, Storage, Text, Uri, out, print_
 from raycheck.run import open_run
 from raycheck.views.difference import CheckpointDifference
 from raycheck.views.in_words import short_number, size
+from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
     from raycheck.views.tensor_sample import TensorSample  # loads NumPy
@@ -41,16 +42,9 @@ def tensors(  # noqa: PLR0917  typer makes options of them
     if as_json:
         print_json([asdict(item) for item in found])
         return
-    names = {item.name for item in found}
-    moments: dict[str, list[Any]] = {}
-    for item in found:
-        if item.parameter in names:
-            moments.setdefault(item.parameter, []).append(item)
     table = Table("tensor", "type", "shape", "size", "boxes", "ranks", "lies in", box=None, pad_edge=False)
-    for item in found:
-        if item.parameter in names:
-            continue
-        for indent, row in [("", item), *(("  ", moment) for moment in moments.get(item.name, ()))]:
+    for item, moments in with_moments(found):
+        for indent, row in [("", item), *(("  ", moment) for moment in moments)]:
             places = ", ".join("here" if place == checkpoint.entry.key else place for place in row.directories)
             ranks = ", ".join(map(str, row.ranks[:8])) + (", ..." if len(row.ranks) > 8 else "")
             cells = (indent + row.name, row.dtype, str(list(row.shape)), size(row.size_bytes), str(row.boxes))
