@@ -2,15 +2,13 @@
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
 
-import raycheck
-from tests.support.coordinator_in_thread import CoordinatorThread
+from tests.support.coordinator_in_thread import CoordinatorThread, InProcess
 
 Place = tuple[str, str, tuple[str, int]]
 
@@ -65,32 +63,11 @@ class Caller:
         return answer
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverSocket(raycheck.Group):
-    """One rank's place in a group whose coordinator is a CoordinatorServer."""
-
-    @property
-    def node(self) -> str:
-        return "here"
-
-    def fetch(self, references: list[Any]) -> Any:
-        assert not references
-
-    def tell(self, method: str, *args: Any) -> Any:
-        return self.coordinator.call(method, *args)
-
-    def answer(self, told: Any) -> Any:
-        return told.result() if told.done() else None
-
-    def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
-        return self.tell(method, *args).result(timeout_s)
-
-
-def group_here(place: Place) -> OverSocket:
-    """This process's place: its rank is that in torch's group."""
+def group_here(place: Place) -> InProcess:
+    """This process's place, whose coordinator is a CoordinatorServer: its rank is that in torch's group."""
     uri, name, address = place
     rank = dist.get_rank()
-    return OverSocket(
+    return InProcess(
         id=name,
         uri=uri,
         rank=rank,
