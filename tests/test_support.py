@@ -2,7 +2,7 @@
 
 import pytest
 
-from raycheck.bucket.store.interface import Buffer
+from raycheck.bucket.store.interface import Buffer, Written
 from raycheck.errors import ConflictError, StoreError
 from tests.support.fault_injection import Call, Crashed, Mode, Wire, World
 from tests.support.invariants import assert_write
@@ -97,7 +97,7 @@ def test_tasks_take_turns_as_they_are_told():
 
 def test_every_order_of_two_claims_finds_a_store_that_swaps_blindly():
     class Blind(DictStore):
-        def put_if_match(self, key: str, data: Buffer, version: str) -> None:
+        def put_if_match(self, key: str, data: Buffer, version: str) -> Written:
             self.put(key, data)
 
     def claimed() -> World:

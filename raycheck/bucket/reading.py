@@ -73,11 +73,11 @@ class Checkpoint:
 
         Raises DamagedError, or NotFoundError when the checkpoint was evicted.
         """
-        keys = {
-            object_keys.manifest_key(self.entry.key): MAX_MANIFEST,
-            object_keys.index_key(self.entry.key): MAX_WHOLE_BYTES,
-        }
-        manifest, index = (_get_live(self.store, self.entry.key, key, bound) for key, bound in keys.items())
+        name = self.entry.key
+        manifest, index = self.store.together(
+            partial(_get_live, self.store, name, object_keys.manifest_key(name), MAX_MANIFEST),
+            partial(_get_live, self.store, name, object_keys.index_key(name), MAX_WHOLE_BYTES),
+        )
         return Documents(manifest=manifest, index=index)
 
     def read_manifest(self) -> Manifest:

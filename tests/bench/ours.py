@@ -15,6 +15,7 @@ from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.resume import Never
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
@@ -43,7 +44,9 @@ class Ours:
         self._state = state
         self._train_state = TrainState(state.live, rank=0, world_size=1)
         self._register = Register(store)
-        self._attempt = claims.claim(self._register, ME, group="bench", world_size=1, resume=Never(), run_id="run")[0]
+        self._attempt = claims.claim(
+            self._register, ME, group="bench", world_size=1, resume=Never(), run_id="run"
+        ).attempt
         self._plans = PlanCache()
         self._saves = 0
 
@@ -67,9 +70,9 @@ class Ours:
             kept=uploaded.kept,
             section=uploaded.section,
         )
-        manifest, _ = assemble(self.store, [report], self._plans)
-        data = protocol.write_manifest(self.store, manifest)
-        assert protocol.commit(self._register, ME, manifest, data, Retention(keep_last=2))
+        made = assemble(self.store, [report], self._plans)
+        manifest, at = made.manifest, put_all_once(self.store, made.documents)
+        assert protocol.commit(self._register, ME, manifest, made.manifest_bytes, Retention(keep_last=2), at=at)
         self._plans.components = manifest.components
         self._train_state.components.committed(staged, {part.name: part.checkpoint for part in manifest.components})
 

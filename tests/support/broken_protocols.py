@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         lacks="a claim does not look for checkpoints of a lost latest",
         where="claim:refuse_lost",
-        old="if not names or",
-        new="if True or",
+        old="return not names or",
+        new="return True or",
     ),
     Mutant(
         lacks="a swap sends its old decision again",
@@ -109,12 +109,12 @@ MUTANTS = (
         lacks="a swap puts without a condition",
         where="swap:Register._write",
         old="self.store.put_if_match(object_keys.LATEST_KEY, data, got.version)",
-        new="self.store.put(object_keys.LATEST_KEY, data)",
+        new="(self.store.put(object_keys.LATEST_KEY, data), self.store.get(object_keys.LATEST_KEY))[1]",
     ),
     Mutant(
         lacks="a failed save is cleaned up",
         where="commit:commit",
-        old='register.swap(decide, what=f"commit of {manifest.key}")',
+        old='register.swap(decide, what=f"commit of {manifest.key}", at=at)',
         new=(
             "from raycheck.errors import StoreError\n"
             "        found = register.read()\n"

@@ -24,7 +24,7 @@ from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Got, Store, open_store
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import FencedError, SupersededError
 from tests.support.sample_checkpoints import Around, Driver, write_checkpoint
 
@@ -69,21 +69,22 @@ class Logged(Around):
             self._read = (got.version, digest(got.data))
         return got
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._put(key, data, "", lambda: self.inner.put_if_absent(key, data))
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        return self._put(key, data, "", lambda: self.inner.put_if_absent(key, data))
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         if key == object_keys.LATEST_KEY:
             assert self._read[0] == version, "a swap replaces the body that was read last"
-        self._put(key, data, self._read[1], lambda: self.inner.put_if_match(key, data, version))
+        return self._put(key, data, self._read[1], lambda: self.inner.put_if_match(key, data, version))
 
-    def _put(self, key: str, data: bytes, before: str, put: Callable[[], None]) -> None:
+    def _put(self, key: str, data: bytes, before: str, put: Callable[[], Written]) -> Written:
         if key != object_keys.LATEST_KEY:
-            put()
-            return
+            return put()
         self.tell("sent", before=before, **facts_of(data))
-        put()
+        written = put()
         self.tell("acknowledged", digest=digest(data))
+        self._read = (written.version, digest(data))
+        return written
 
 
 def digest(data: bytes) -> str:

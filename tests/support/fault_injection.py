@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, Got, Listed, Store, Upload
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, Got, Listed, Store, Upload, Written
 from raycheck.errors import ConflictError, NotFoundError, RaycheckError, StoreError
 from tests.support.memory_store import DictStore
 
@@ -65,19 +65,21 @@ class Write:
     data: bytes = b""
     version: str = ""
 
-    def apply(self, store: Store) -> None:
+    def apply(self, store: Store) -> Written | None:
+        """Send it. Returns the answer of a conditional write."""
+        if self.verb == "put_if_absent":
+            return store.put_if_absent(self.key, self.data)
+        if self.verb == "put_if_match":
+            return store.put_if_match(self.key, self.data, self.version)
         if self.verb == "put":
             store.put(self.key, self.data)
         elif self.verb == "put_parts":
             store.put_parts(self.key, [memoryview(self.data)], len(self.data))
-        elif self.verb == "put_if_absent":
-            store.put_if_absent(self.key, self.data)
-        elif self.verb == "put_if_match":
-            store.put_if_match(self.key, self.data, self.version)
         elif self.verb == "delete":
             store.delete(self.key)
         else:
             store.abort_upload(Upload(self.key, self.version))
+        return None
 
 
 class Crashed(BaseException):
@@ -112,9 +114,9 @@ class World:
         """Make the wire of a process that meets no fault."""
         return Wire(self, lambda _: Mode.APPLY)
 
-    def apply(self, write: Write, *, is_whole: bool = True) -> None:
-        """Apply a request. Raises the errors that the store answers with."""
-        write.apply(self.inner)
+    def apply(self, write: Write, *, is_whole: bool = True) -> Written | None:
+        """Apply a request. Returns as Write.apply, and raises the errors that the store answers with."""
+        written = write.apply(self.inner)
         self._past.append((write.key, self.objects.get(write.key)))
         if write.verb.startswith("put"):
             self.objects[write.key] = write.data
@@ -127,6 +129,7 @@ class World:
             self.bodies.append(write.data)
         for check in self.checks:
             check(self, write)
+        return written
 
     def land(self, number: int = 0) -> bool:
         """Let a late request arrive. Returns False when its condition is refused by now."""
@@ -206,17 +209,22 @@ class Wire(Store):
     def part_bytes(self, size_bytes: int) -> int:
         return self.world.inner.part_bytes(size_bytes)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._write("put_if_absent", key, lambda: data)
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        return self._write_if("put_if_absent", key, data)
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
-        self._write("put_if_match", key, lambda: data, version)
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+        return self._write_if("put_if_match", key, data, version)
 
     def delete(self, key: str) -> None:
         self._write("delete", key, bytes)
 
     def abort_upload(self, upload: Upload) -> None:
         self._write("abort_upload", upload.key, bytes, upload.id)
+
+    def _write_if(self, verb: str, key: str, data: bytes, version: str = "") -> Written:
+        written = self._write(verb, key, lambda: data, version)
+        assert written is not None
+        return written
 
     def _read(self, verb: str, key: str, read: Callable[[bool], Answer]) -> Answer:
         mode = self._asked(verb, key)
@@ -230,8 +238,9 @@ class Wire(Store):
         self.heard.append(hash(tuple(answer) if isinstance(answer, list) else answer))
         return answer
 
-    def _write(self, verb: str, key: str, data: Callable[[], bytes], version: str = "") -> None:
+    def _write(self, verb: str, key: str, data: Callable[[], bytes], version: str = "") -> Written | None:
         mode = self._asked(verb, key)
+        written = None
         if mode is Mode.FAIL_BEFORE:
             raise StoreError(f"{verb} {key}: {mode.name}")
         write = Write(verb, key, data(), version)
@@ -241,7 +250,7 @@ class Wire(Store):
             self.world.late.append(write)
         if mode in (Mode.APPLY, Mode.APPLY_TWICE, Mode.LOSE_ANSWER):
             try:
-                self.world.apply(write)
+                written = self.world.apply(write)
                 self.heard.append(0)
             except (ConflictError, NotFoundError) as error:
                 self.heard.append(hash(type(error)))
@@ -249,6 +258,7 @@ class Wire(Store):
                     raise
         if mode not in (Mode.APPLY, Mode.APPLY_TWICE):
             raise StoreError(f"{verb} {key}: {mode.name}")
+        return written
 
     def _asked(self, verb: str, key: str) -> Mode:
         call = Call(verb, key)

@@ -16,6 +16,7 @@ from raycheck.bucket import reading
 from raycheck.bucket.attempt_records import record_end
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.index_codec import dump_index
 from raycheck.bucket.format.latest import Attempt, Entry
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord, ShardRecord
@@ -25,7 +26,7 @@ from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.resume import parse_resume
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.write_once import put_once
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, FencedError, NotFoundError, RaycheckError, SupersededError
@@ -94,8 +95,7 @@ class Coordinator(Process):
         self.adopted: dict[str, int] = {}
 
     def claim(self, group: str) -> tuple[Attempt, Entry | None]:
-        before = self.register.read()
-        attempt, entry = claims.claim(
+        claimed = claims.claim(
             self.register,
             self.me,
             group=group,
@@ -103,10 +103,11 @@ class Coordinator(Process):
             resume=parse_resume(self.driver.resume),
             run_id="run-of-a-history",
         )
+        before, attempt = claimed.before, claimed.attempt
         if before is not None and before[0].attempt.number < attempt.number:
             record_end(self.store, before[0].attempt, by=attempt, cause="a history")
         self.claims = {group}
-        return attempt, entry
+        return attempt, claimed.entry
 
     def adopt(self, group: str) -> None:
         if group not in self.claims and group not in self.adopted:
@@ -127,9 +128,9 @@ class Coordinator(Process):
         if "failed" in save.reports.values():
             return "failed"
         try:
-            manifest = save.assemble(self.store)
-            data = protocol.write_manifest(self.store, manifest)
-            is_committed = protocol.commit(self.register, self.me, manifest, data, self.driver.rules)
+            manifest, documents = save.assemble()
+            at = put_all_once(self.store, documents)
+            is_committed = protocol.commit(self.register, self.me, manifest, dump(manifest), self.driver.rules, at=at)
         except (FencedError, SupersededError, CorruptError):
             raise
         except RaycheckError:
@@ -214,8 +215,11 @@ class Save:
             return "failed"
         return "done"
 
-    def assemble(self, store: Store) -> Manifest:
-        """Write index and `.metadata` and make the manifest, step 16: a pure function of the reports."""
+    def assemble(self) -> tuple[Manifest, dict[str, bytes]]:
+        """Make the manifest and all documents, step 16: a pure function of the reports.
+
+        The manifest is the first to be written here, since then a crash leaves one without its index.
+        """
         shards = []
         for rank in range(WORLD_SIZE):
             data = _shard(object_keys.shard_key(self.key, self.component, rank))
@@ -224,11 +228,9 @@ class Save:
             )
         metadata = f"metadata of {self.key}".encode()
         index = _index(self.component)
-        put_once(store, object_keys.metadata_key(self.key, self.component), metadata)
-        put_once(store, object_keys.index_key(self.key), index)
         own = Component(name=self.component, checkpoint=self.key, metadata=_blob(metadata), shards=tuple(shards))
         assert self.group.attempt is not None
-        return Manifest(
+        manifest = Manifest(
             key=self.key,
             step=self.step,
             attempt=self.group.attempt.number,
@@ -244,6 +246,11 @@ class Save:
                 RankRecord(rank=rank, blocked_s=0.1, upload_s=0.2, size_bytes=SHARD_BYTES) for rank in range(WORLD_SIZE)
             ),
         )
+        return manifest, {
+            object_keys.manifest_key(self.key): dump(manifest),
+            object_keys.metadata_key(self.key, self.component): metadata,
+            object_keys.index_key(self.key): index,
+        }
 
 
 def read_whole(store: Store, entry: Entry) -> Manifest:

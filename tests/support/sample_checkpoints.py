@@ -26,6 +26,7 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.memory import MemoryStore
 from raycheck.settings import Retention
 
 SHARD_BYTES = 64
@@ -127,7 +128,7 @@ class Driver:
         self.me = Identity(owner=owner, coordinator=f"{owner}-{coordinator}")
 
     def claim(self, group: str, *, resume: str | int = "auto", world_size: int = 1) -> tuple[Attempt, Entry | None]:
-        return claims.claim(
+        claimed = claims.claim(
             self.register,
             self.me,
             group=group,
@@ -135,6 +136,7 @@ class Driver:
             resume=parse_resume(resume),
             run_id="run-of-a-test",
         )
+        return claimed.attempt, claimed.entry
 
     def take_over(self, group: str) -> Attempt:
         return claims.take_over(self.register, self.me, group=group)
@@ -144,7 +146,15 @@ class Driver:
     ) -> Entry | None:
         """Commit what write_checkpoint has written: `dump` is pure, so it gives the manifest's bytes again."""
         rules = Retention(keep_last=keep_last, **rules)
-        return commit.commit(self.register, self.me, manifest, dump(manifest), rules, may_move_name=may_move_name)
+        return commit.commit(
+            self.register,
+            self.me,
+            manifest,
+            dump(manifest),
+            rules,
+            at=_time_of(self.store),
+            may_move_name=may_move_name,
+        )
 
     def save(self, attempt: int, save: int, *, keep_last: int | None = 10, rules: Any = None, **more: Any) -> Manifest:
         """Write and commit a checkpoint; the commit must be this save's first. rules: other settings of Retention."""
@@ -169,6 +179,16 @@ class Around:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def _time_of(store: Any) -> float | None:
+    """Return the time that a store in memory would say, also one that is wrapped; None for others.
+
+    The coordinator has it from the answers to its documents, and then commits without reading `latest`.
+    """
+    while store is not None and not isinstance(store, MemoryStore):
+        store = vars(store).get("inner") or getattr(vars(store).get("world"), "inner", None)
+    return None if store is None else store._now()
 
 
 def everything(store: Store) -> dict[str, bytes]:

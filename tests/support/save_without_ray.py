@@ -16,6 +16,7 @@ from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.resume import AUTO
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
 from raycheck.settings import Retention
@@ -39,8 +40,8 @@ class Uploaded:
 def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> str:
     """Claim the run with the first save of a group, and name the save that may be uploaded now."""
     group = f"group-of-{world_size}"
-    attempt, _ = claims.claim(Register(store), ME, group=group, world_size=world_size, resume=AUTO, run_id="run")
-    return str(object_keys.CheckpointName(step=step, attempt=attempt.number, save=save))
+    claimed = claims.claim(Register(store), ME, group=group, world_size=world_size, resume=AUTO, run_id="run")
+    return str(object_keys.CheckpointName(step=step, attempt=claimed.attempt.number, save=save))
 
 
 def upload(store: Store, staged: StagedState, *, name: str) -> Uploaded:
@@ -96,10 +97,10 @@ def conclude(
         )
         for rank, item in enumerate(uploads)
     ]
-    manifest, _ = assemble(register.store, reports, plans)
-    assert manifest.key == name
-    data = protocol.write_manifest(register.store, manifest)
-    assert protocol.commit(register, ME, manifest, data, Retention(keep_last=keep_last))
+    made = assemble(register.store, reports, plans)
+    assert made.manifest.key == name
+    at = put_all_once(register.store, made.documents)
+    assert protocol.commit(register, ME, made.manifest, made.manifest_bytes, Retention(keep_last=keep_last), at=at)
 
 
 def save(

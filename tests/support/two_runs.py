@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable, Iterator
 
 from raycheck.bucket.store.address import located
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, Got, Listed, Store, Upload
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, Got, Listed, Store, Upload, Written
 
 HOME = "runs/fork"
 """The run whose keys are those of the world. Those of another run begin with "elsewhere/" there."""
@@ -66,11 +66,11 @@ class Placed(Store):
     def part_bytes(self, size_bytes: int) -> int:
         return self.inner.part_bytes(size_bytes)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self.inner.put_if_absent(self.full(key), data)
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        return self.inner.put_if_absent(self.full(key), data)
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
-        self.inner.put_if_match(self.full(key), data, version)
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+        return self.inner.put_if_match(self.full(key), data, version)
 
     def delete(self, key: str) -> None:
         self.inner.delete(self.full(key))

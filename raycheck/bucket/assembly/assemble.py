@@ -1,28 +1,46 @@
-"""Writes a checkpoint's index and `.metadata` from all ranks' reports, and makes its manifest. Step 16.
+"""Makes a checkpoint's manifest, index and `.metadata` of all ranks' reports. Step 16.
 
-Every byte written here is a pure function of the reports sorted by rank, and of the newest commit's components for what
+Every byte made here is a pure function of the reports sorted by rank, and of the newest commit's components for what
 they did not upload: no clock, no chance, no host. A coordinator that died half-way and its successor write equal bytes.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.manifest import Blob, Component, Manifest, RankRecord
-from raycheck.bucket.protocol.write_once import copy_object, put_once
+from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.errors import CorruptError, SaveFailedError
 
 
-def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> tuple[Manifest, bool]:
-    """Write index and `.metadata`. Returns the manifest to write next, and whether ranks wrote a box twice. Step 16.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembled:
+    """Holds what makes the ranks' shards a checkpoint.
 
-    When a box was written twice, the ranks should agree anew on its writer. reports: those of all ranks, in order of
+    documents: the bytes of manifest, index and `.metadata` by key, all to be written before the commit. has_copies:
+    ranks wrote a box twice, so they should agree anew on its writer.
+    """
+
+    manifest: Manifest
+    documents: Mapping[str, bytes]
+    has_copies: bool
+
+    @property
+    def manifest_bytes(self) -> bytes:
+        """Returns the bytes of the manifest, whose checksum the commit notes."""
+        return self.documents[object_keys.manifest_key(self.manifest.key)]
+
+
+def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> Assembled:
+    """Make index, `.metadata` and manifest of the reports, and copy what they refer to and has to lie here. Step 16.
+
+    reports: those of all ranks, in order of
     rank. plans: the plans of earlier saves. Raises SaveFailedError when the shards leave a hole or overlap, when the
     reports are of different saves, or when a shard that was not uploaded again differs from its record; ConfigError
     when ranks disagree on a tensor.
@@ -33,7 +51,7 @@ def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = 
         raise SaveFailedError(f"{reports[0].checkpoint}: {error}") from error
 
 
-def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tuple[Manifest, bool]:
+def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Assembled:
     first, name = reports[0], reports[0].checkpoint
     if [report.rank for report in reports] != list(range(first.world_size)):
         raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
@@ -55,10 +73,9 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
     _refuse_holes(name, merged.holes)
     components = [
         references.get(component) or _component(store, reports, component, blob, plans)
-        for component, blob in merged.metadata.items()
+        for component, (_, blob) in merged.metadata.items()
     ]
     index = merged.index_bytes(sections)
-    _put(store, object_keys.index_key(name), index)
     manifest = Manifest(
         key=name,
         step=first.progress.step,
@@ -90,7 +107,11 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> tupl
             for report in reports
         ),
     )
-    return manifest, merged.plan.has_copies
+    documents = {object_keys.manifest_key(name): dump(manifest), object_keys.index_key(name): index}
+    for component in components:
+        if component.checkpoint == name:
+            documents[object_keys.metadata_key(name, component.name)] = merged.metadata[component.name][0]
+    return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies)
 
 
 def _refuse_holes(name: str, holes: Sequence[str]) -> None:
@@ -120,10 +141,8 @@ def _references(reports: Sequence[Report]) -> dict[str, Component]:
     return found
 
 
-def _component(
-    store: Store, reports: Sequence[Report], name: str, metadata: tuple[bytes, Blob], plans: PlanCache
-) -> Component:
-    """Make one component of the manifest, and write its `.metadata`.
+def _component(store: Store, reports: Sequence[Report], name: str, metadata: Blob, plans: PlanCache) -> Component:
+    """Make one component of the manifest. metadata: the record of its `.metadata`.
 
     When no rank has uploaded a shard of it, and the head's manifest has exactly this component, it is referred to. Else
     the shards that some ranks did not upload again are copied to where the others have written.
@@ -131,7 +150,7 @@ def _component(
     checkpoint = reports[0].checkpoint
     held = {report.rank: (report, shard) for report in reports for shard in report.shards if shard.component == name}
     here = Component(
-        name=name, checkpoint=checkpoint, metadata=metadata[1], shards=tuple(shard for _, shard in held.values())
+        name=name, checkpoint=checkpoint, metadata=metadata, shards=tuple(shard for _, shard in held.values())
     )
     places = {report.kept.get(name, checkpoint) for report, _ in held.values()}
     there = replace(here, checkpoint=min(places))
@@ -141,7 +160,6 @@ def _component(
         if name in report.kept:
             source, target = (object_keys.shard_key(at, name, rank) for at in (report.kept[name], checkpoint))
             copy_object(store, source, shard, store, target)
-    _put(store, object_keys.metadata_key(checkpoint, name), metadata[0])
     return here
 
 
@@ -155,10 +173,3 @@ def _is_in_head(store: Store, component: Component, plans: PlanCache) -> bool:
     body = read_latest(store)
     head = body.entry(body.head or "")
     return head is not None and component in Checkpoint(store, head).read_manifest().components
-
-
-def _put(store: Store, key: str, data: bytes) -> None:
-    if len(data) <= MAX_CONDITIONAL_BYTES:
-        put_once(store, key, data)
-    else:
-        store.put(key, data)  # too large for a condition; a repeated write carries the same bytes

@@ -4,13 +4,17 @@ A claim is one swap of `latest` that raises the attempt number, the fencing toke
 by another owner's is refused for good, since owners are never taken off the list. Safety uses no clock.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
+from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.resume import Resume, key_to_restore
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
+from raycheck.bucket.store import Got
 from raycheck.errors import ConfigError, FencedError, SupersededError
 
 
@@ -22,13 +26,35 @@ class Identity:
     coordinator: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimed:
+    """Describes a claim that was answered.
+
+    entry: the one checkpoint that all ranks restore; None in a fresh run. before: the body that the claim found and the
+    store's answer with it; None when there was none. body: the one that it left.
+    """
+
+    attempt: Attempt
+    entry: Entry | None
+    before: tuple[Latest, Got] | None
+    body: Latest
+
+
 def claim(
-    register: Register, me: Identity, *, group: str, world_size: int, resume: Resume, run_id: str
-) -> tuple[Attempt, Entry | None]:
+    register: Register,
+    me: Identity,
+    *,
+    group: str,
+    world_size: int,
+    resume: Resume,
+    run_id: str,
+    read_ahead: Callable[[Entry], object] = lambda _: None,
+) -> Claimed:
     """Make `group` the live attempt, and name the one checkpoint that all its ranks restore. Steps 8 to 11.
 
-    May be repeated for the same group. resume: only this owner's first claim obeys it. Raises FencedError,
-    SupersededError, ConfigError, CorruptError.
+    May be repeated for the same group. resume: only this owner's first claim obeys it. read_ahead: called with the
+    checkpoint that will be named, while the claim waits for answers of its own. Raises FencedError, SupersededError,
+    ConfigError, CorruptError.
     """
 
     def attempt(number: int, restore_key: str | None, now: float) -> Attempt:
@@ -65,11 +91,16 @@ def claim(
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
-    refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
-    body = register.swap(decide, what=f"claim for group {group}")
-    if body.proven != body.attempt.number:
-        refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
-        body = _prove(register, body.attempt)
+    def prove(body: Latest) -> Latest:
+        if body.proven == body.attempt.number:
+            return body
+        found = refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
+        return _prove(register, body.attempt, at=found[1].at if found else None)
+
+    before = refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
+    body = register.swap(decide, what=f"claim for group {group}", at=before[1].at if before else None)
+    ahead = body.entry(body.attempt.restore_key or "")
+    body, _ = register.store.both(partial(prove, body), lambda: read_ahead(ahead) if ahead else None)
     key = body.attempt.restore_key
     entry = None
     if key is not None:
@@ -80,7 +111,7 @@ def claim(
             )
         if entry is None:
             raise lost_error(register.store.uri, f"restores {key}, which it does not list")
-    return body.attempt, entry  # 11
+    return Claimed(attempt=body.attempt, entry=entry, before=before, body=body)  # 11
 
 
 def _refuse_deleted(uri: str, body: Latest) -> None:
@@ -141,24 +172,28 @@ def claimed_body(register: Register, body: Latest | None) -> Latest:
     return body
 
 
-def refuse_lost(register: Register, *, mine: Attempt | None = None) -> None:
-    """Refuse to go on when `latest` was lost or rolled back. Step 10.
+def refuse_lost(register: Register, *, mine: Attempt | None = None) -> tuple[Latest, Got] | None:
+    """Refuse to go on when `latest` was lost or rolled back. Step 10. Returns what it has read of `latest`.
 
     That is so when `checkpoints/` holds a directory of an attempt whose claim, as far as `latest` knows, was never
     answered. Raises CorruptError. mine: the attempt just claimed; SupersededError when it has been overtaken.
     """
 
-    def look() -> None:
+    def is_known(names: list[CheckpointName], found: tuple[Latest, Got] | None) -> bool:
+        return not names or (found is not None and found[0].has_answered(names[-1]))
+
+    def look() -> tuple[Latest, Got] | None:
         names = list_directories(register.store)
         found = register.read()  # after the listing: a claim in between would look like a loss
-        if not names or (found and found[0].has_answered(names[-1])):
-            return
+        if is_known(names, found):
+            return found
         if found and mine:
             _check_not_overtaken(register, found[0], mine)
         what = "does not know" if found else "is missing beside"
         raise lost_error(register.store.uri, f"{what} the checkpoint {names[-1]}")
 
-    again_if_corrupt(look)
+    names, found = register.store.both(lambda: list_directories(register.store), register.read)
+    return found if is_known(names, found) else again_if_corrupt(look)
 
 
 def _with_coordinator(body: Latest, me: Identity) -> Latest | None:
@@ -169,8 +204,8 @@ def _with_coordinator(body: Latest, me: Identity) -> Latest | None:
     return replace(body, attempts=(*body.attempts[:-1], replace(current, coordinator=me.coordinator)))
 
 
-def _prove(register: Register, mine: Attempt) -> Latest:
-    """Note in `latest` that the claim is answered. Step 10, last part.
+def _prove(register: Register, mine: Attempt, *, at: float | None) -> Latest:
+    """Note in `latest` that the claim is answered. Step 10, last part. at: see Register.swap.
 
     From now on the group may save: a directory of this attempt no longer means that `latest` was lost.
     """
@@ -181,7 +216,7 @@ def _prove(register: Register, mine: Attempt) -> Latest:
         _check_not_overtaken(register, body, mine)
         return None if body.proven == mine.number else replace(body, proven=mine.number)
 
-    return register.swap(decide, what=f"answer to the claim of attempt {mine.number}")
+    return register.swap(decide, what=f"answer to the claim of attempt {mine.number}", at=at)
 
 
 def _check_not_overtaken(register: Register, body: Latest, mine: Attempt) -> None:

@@ -42,11 +42,13 @@ def commit(
     data: bytes,
     rules: Retention,
     *,
+    at: float | None = None,
     may_move_name: bool = False,
 ) -> Entry | None:
     """Commit the checkpoint: THE commit point, step 17. What `rules` drop is evicted in the same swap.
 
-    data: the manifest's bytes as they lie in the bucket, the proof that it was written. may_move_name: a checkpoint of
+    data: the manifest's bytes as they lie in the bucket, the proof that it was written. at: see Register.swap.
+    may_move_name: a checkpoint of
     another step may lose the manifest's name to this one. Returns the entry, which lacks that name when another
     checkpoint has kept it; None when a later save of the attempt was committed before (15): then this one never will
     be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the manifest refers to a
@@ -92,7 +94,7 @@ def commit(
         return shrink_metrics(with_evicted(new, dropped_keys(new, rules, now=now), now=now), needed=rules.metric)
 
     try:
-        return register.swap(decide, what=f"commit of {manifest.key}").entry(manifest.key)
+        return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)
     except _TooLateError:
         return None
 

@@ -15,6 +15,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
 from raycheck.bucket.reading import get_latest, no_run_error
 from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.interface import Written
 from raycheck.bucket.store.jitter import CHANCE
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
 
@@ -39,6 +40,7 @@ class Register:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._seen = (0, 0)  # attempt, counter
+        self._newest: tuple[Latest, Got] | None = None  # what this process has read or written last
         self._run_id: str | None = None
 
     def read(self) -> tuple[Latest, Got] | None:
@@ -64,6 +66,7 @@ class Register:
             raise lost_error(self.store.uri, f"is that of another run ({body.run_id}, not {self._run_id})")
         self._run_id = body.run_id
         self._seen = max(self._seen, now)
+        self._newest = body, got
         return body, got
 
     def read_existing(self) -> tuple[Latest, Got]:
@@ -73,9 +76,11 @@ class Register:
             raise no_run_error(self.store)
         return found
 
-    def swap(self, decide: Decide, *, what: str) -> Latest:
+    def swap(self, decide: Decide, *, what: str, at: float | None = None) -> Latest:
         """Replace the body by what `decide` makes of it. Returns the body that has the effect. Steps 1 to 5.
 
+        at: the store's time, from an answer that has just come. Then the first try is made of the body that this
+        process has read or written last, without reading it again: its condition proves that this is still the body.
         Raises what `decide` raises, and StoreError when the outcome is still unknown after SWAP_DEADLINE_S, or when
         a right is missing. what: the purpose, for errors.
         """
@@ -83,6 +88,8 @@ class Register:
         deadline = self._monotonic() + patience_s
         pause, is_unknown = 0.05, False
         with self._lock:
+            if at is not None and self._newest is not None and (new := self._replace_newest(decide, at)) is not None:
+                return new
             while True:
                 try:
                     body, got = self.read() or (None, None)  # 1
@@ -90,8 +97,7 @@ class Register:
                     if new is None:
                         assert body is not None, "only a body can have the effect already"
                         return body
-                    new = replace(new, counter=body.counter + 1 if body else 1)
-                    self._write(new, got)  # 3
+                    return self._replace(body, new, got)  # 3
                 except (StoreError, _NotSwappedError) as error:  # 4: unknown; read again and judge by effect
                     if isinstance(error, StoreError) and error.is_denied and not is_unknown:
                         raise  # a missing right would be refused again
@@ -103,10 +109,6 @@ class Register:
                         ) from error
                     time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
                     pause = min(pause * 2, 2.0)
-                else:
-                    self._run_id = new.run_id
-                    self._seen = max(self._seen, (new.attempt.number, new.counter))
-                    return new
 
     def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str) -> Latest:
         """Swap like `swap`, but raise NotFoundError when there is no run."""
@@ -118,13 +120,36 @@ class Register:
 
         return self.swap(decide, what=what)
 
-    def _write(self, new: Latest, got: Got | None) -> None:
+    def _replace_newest(self, decide: Decide, at: float) -> Latest | None:
+        """Replace the body that this process has read or written last, if it is still there. Step 1.
+
+        Returns None when that is not certain to be done. Only a success counts: what `decide` says of a body that may
+        be an old one, an error too, has to be asked again of a body that was read.
+        """
+        assert self._newest is not None
+        body, got = self._newest
+        self._newest = None
+        try:
+            new = decide(body, at)
+            return None if new is None else self._replace(body, new, got)
+        except Exception:  # noqa: BLE001  the caller reads, and judges anew
+            return None
+
+    def _replace(self, body: Latest | None, new: Latest, got: Got | None) -> Latest:
+        """Write `new` in the place of `body`, which came with `got`. Returns what was written."""
+        new = replace(new, counter=body.counter + 1 if body else 1)
+        written = self._write(new, got)
+        self._run_id = new.run_id
+        self._seen = max(self._seen, (new.attempt.number, new.counter))
+        self._newest = new, Got(b"", written.version, written.at)
+        return new
+
+    def _write(self, new: Latest, got: Got | None) -> Written:
         data = dump_latest(new)
         try:
             if got is None:
-                self.store.put_if_absent(object_keys.LATEST_KEY, data)
-            else:
-                self.store.put_if_match(object_keys.LATEST_KEY, data, got.version)
+                return self.store.put_if_absent(object_keys.LATEST_KEY, data)
+            return self.store.put_if_match(object_keys.LATEST_KEY, data, got.version)
         except ConflictError as error:
             raise _NotSwappedError(str(error)) from error
 

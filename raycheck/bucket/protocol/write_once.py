@@ -1,12 +1,14 @@
 """Writes objects that never change (I2): small ones by put-if-absent, shards by a copy that is verified on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.checksum import READS, crc32
 from raycheck.bucket.format.manifest import Blob, ShardRecord
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
 from raycheck.bucket.store.jitter import CHANCE
 from raycheck.bucket.store.retry import retry
 from raycheck.errors import ConflictError, CorruptError, SaveFailedError, StoreError
@@ -14,20 +16,41 @@ from raycheck.errors import ConflictError, CorruptError, SaveFailedError, StoreE
 PUT_ONCE_ATTEMPTS = 4
 
 
-def put_once(store: Store, key: str, data: bytes) -> None:
-    """Create `key`, or accept that exactly these bytes are there. Raises SaveFailedError on other bytes (I2)."""
+def put_once(store: Store, key: str, data: bytes) -> float | None:
+    """Create `key`, or accept that exactly these bytes are there. Raises SaveFailedError on other bytes (I2).
 
-    def create() -> bool:
+    Returns the store's time of the answer that says so; None when the bytes were there.
+    """
+
+    def create() -> float | None:
         try:
-            store.put_if_absent(key, data)
+            return store.put_if_absent(key, data).at
         except ConflictError:
-            return False
-        return True
+            return None
 
     # After a StoreError the effect decides: if the write was applied, the next try finds these bytes.
     pauses_s = (CHANCE.uniform(0.1, 0.2) * 3**attempt for attempt in range(1, PUT_ONCE_ATTEMPTS))
-    if not retry(create, on=StoreError, pauses_s=pauses_s) and not _holds(store, key, data):
+    at = retry(create, on=StoreError, pauses_s=pauses_s)
+    if at is None and not _holds(store, key, data):
         raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up")
+    return at
+
+
+def put_all_once(store: Store, documents: Mapping[str, bytes]) -> float | None:
+    """Create each of these objects as `put_once` does, or by a plain PUT what is too large for a condition.
+
+    They are under way together, in any order, so none of them may prove another one. Returns the latest time that the
+    store has said meanwhile; None when all of them were there.
+    """
+
+    def put(key: str, data: bytes) -> float | None:
+        if len(data) <= MAX_CONDITIONAL_BYTES:
+            return put_once(store, key, data)
+        store.put(key, data)  # a repeated write carries the same bytes
+        return None
+
+    times = store.together(*(partial(put, key, data) for key, data in documents.items()))
+    return max((at for at in times if at is not None), default=None)
 
 
 def _holds(store: Store, key: str, data: bytes) -> bool:

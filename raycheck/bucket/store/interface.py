@@ -10,9 +10,10 @@ may have been applied: the caller reads again, and judges by the effect.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from posixpath import relpath
+from typing import TypeVar, cast
 
 from raycheck.errors import ConfigError, CorruptError
 
@@ -20,6 +21,8 @@ MAX_CONDITIONAL_BYTES = 1024 * 1024
 MAX_WHOLE_BYTES = 1 << 30
 """Nothing larger than an index is read whole. In a hostile bucket any object may exceed a reader's memory."""
 Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,17 @@ class Got:
     """
 
     data: bytes
+    version: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Holds what the answer to a conditional write says: the version of the object that it made, and its own time.
+
+    version, at: as in Got. A later `put_if_match` with this version replaces exactly the bytes that were written.
+    """
+
     version: str
     at: float
 
@@ -179,16 +193,29 @@ class Store(ABC):
         return False
 
     @abstractmethod
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         """Creates the object, or raises ConflictError when it exists. Sends one PUT of at most 1 MiB, in one part."""
 
     @abstractmethod
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         """Replaces that version only, or raises ConflictError. Sends one PUT of at most 1 MiB, in one part."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
         """Removes the object. That it is not there is no error."""
+
+    def together(self, *calls: Callable[[], T]) -> list[T]:
+        """Makes calls that do not depend on each other, and returns their answers in the same order.
+
+        A remote store has them under way at the same time, and waits for all of them before it raises the first error.
+        By default they are made one after the other, until the first error.
+        """
+        return [call() for call in calls]
+
+    def both(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+        """Makes two calls `together`, and returns their answers."""
+        one, other = self.together(lambda: (first(), None), lambda: (None, second()))
+        return cast("T", one[0]), cast("U", other[1])
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """Yields every unfinished multipart upload below `prefix` (which ends in "/"), even one still under way.

@@ -28,6 +28,7 @@ from raycheck.bucket.store.interface import (
     Listed,
     Store,
     Upload,
+    Written,
     check_conditional_size,
     check_length,
     check_whole,
@@ -72,7 +73,7 @@ class LocalStore(Store):
             check_whole(self.uri, key, os.fstat(file.fileno()).st_size, max_bytes)
             data = file.read(max_bytes + 1)
             check_whole(self.uri, key, len(data), max_bytes)  # it may grow while it is read
-            return Got(data, hashlib.blake2b(data).hexdigest(), time.time())
+            return Got(data, _version(data), time.time())
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
         with self._errors(key), self._opened(key) as file:
@@ -116,15 +117,16 @@ class LocalStore(Store):
         del size_bytes
         return 16 * 1024 * 1024
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         check_conditional_size(key, data)
         with self._errors(key), self._written(key, [memoryview(data)]) as (folder, temporary, name):
             try:
                 os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 raise ConflictError(f"{self.uri}: {key} exists") from None
+        return Written(_version(data), time.time())
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         check_conditional_size(key, data)
         written = self._written(key, [memoryview(data)])
         with self._errors(key), written as (folder, temporary, name), self._locked():
@@ -135,6 +137,7 @@ class LocalStore(Store):
             if current != version:
                 raise ConflictError(f"{self.uri}: {key} is another version")
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        return Written(_version(data), time.time())
 
     def delete(self, key: str) -> None:
         if key.startswith("../"):
@@ -297,6 +300,10 @@ class LocalStore(Store):
 def _items(folder: int) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as items:
         return list(items)
+
+
+def _version(data: bytes) -> str:
+    return hashlib.blake2b(data).hexdigest()
 
 
 def _device(folder: Path) -> int:

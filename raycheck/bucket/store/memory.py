@@ -20,6 +20,7 @@ from raycheck.bucket.store.interface import (
     Got,
     Listed,
     Store,
+    Written,
     check_conditional_size,
     check_length,
     check_whole,
@@ -94,20 +95,22 @@ class MemoryStore(Store):
     def part_bytes(self, size_bytes: int) -> int:
         return max(size_bytes, 1)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         check_conditional_size(key, data)
         with _lock:
             if self._full(key) in self.objects:
                 raise ConflictError(f"{self.uri}: {key} exists")
             self.put(key, data)
+        return Written(_version(data), self._now())
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         check_conditional_size(key, data)
         with _lock:
             current = self.objects.get(self._full(key))
             if current is None or _version(current) != version:
                 raise ConflictError(f"{self.uri}: {key} is another version")
             self.put(key, data)
+        return Written(_version(data), self._now())
 
     def delete(self, key: str) -> None:
         with _lock:

@@ -12,8 +12,9 @@ import ssl
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -47,6 +48,11 @@ class RemoteStore(Store):
         other = copy.copy(self)
         other.uri, other._prefix = uri_beside(self.uri, way), located(self._prefix, f"{way}/")  # noqa: SLF001
         return other
+
+    def together(self, *calls: Callable[[], T]) -> list[T]:
+        with ThreadPoolExecutor(len(calls), thread_name_prefix="raycheck-together") as pool:
+            begun = [pool.submit(copy_context().run, call) for call in calls]  # with this thread's deadline
+        return [call.result() for call in begun]
 
     def _full(self, key: str) -> str:
         """Returns the key in the bucket of a key or prefix that is relative to the root."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from raycheck.bucket.store.address import folder_uri
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, Got, Listed, Range, Store, Upload
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer, Got, Listed, Range, Store, Upload, Written
 from raycheck.errors import ConfigError
 
 
@@ -69,11 +69,11 @@ class Subfolder(Store):
     def states_checksum(self, key: str) -> bool:
         return self._store.states_checksum(self._prefix + key)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._store.put_if_absent(self._prefix + key, data)
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        return self._store.put_if_absent(self._prefix + key, data)
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
-        self._store.put_if_match(self._prefix + key, data, version)
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+        return self._store.put_if_match(self._prefix + key, data, version)
 
     def delete(self, key: str) -> None:
         self._store.delete(self._prefix + key)

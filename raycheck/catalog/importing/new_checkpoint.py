@@ -18,9 +18,9 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.format.progress import Progress
-from raycheck.bucket.protocol.commit import write_manifest
 from raycheck.bucket.protocol.new_run import begin_run, first_entry
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint
 from raycheck.catalog.importing.entries import ImportedState
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors
@@ -145,11 +145,12 @@ def write_run(
         )
         del staged  # its buffer is given back before the next one is claimed
     try:
-        manifest, _ = assemble(register.store, reports)
+        made = assemble(register.store, reports)
     except SaveFailedError as error:
         raise CorruptError(f"{restored_from}: {error}") from None
-    data = write_manifest(register.store, manifest)
-    body = begin_run(register, first_entry(manifest, data), manifest, run_id=run_id, verb="import")
+    put_all_once(register.store, made.documents)
+    entry = first_entry(made.manifest, made.manifest_bytes)
+    body = begin_run(register, entry, made.manifest, run_id=run_id, verb="import")
     told(sum(sizes), sum(sizes))
     return body
 

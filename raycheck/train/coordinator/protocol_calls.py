@@ -21,6 +21,7 @@ from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
 from raycheck.bucket.protocol.resume import Resume
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store.retry import retry
 from raycheck.errors import CorruptError, FencedError, RaycheckError, SaveFailedError, StoreError, SupersededError
@@ -61,13 +62,23 @@ class ProtocolCalls:
     def claim(self, group: str, world_size: int) -> Claim:
         """Steps 8 to 11: makes `group` the live attempt and names the checkpoint that all its ranks restore."""
         self._probe()
-        before = self._register.read()
-        attempt, entry = claims.claim(
-            self._register, self.me, group=group, world_size=world_size, resume=self._resume, run_id=uuid4().hex
+        documents: dict[str, list[Any]] = {}
+
+        def read_ahead(entry: Entry) -> None:
+            documents[entry.key] = self.documents(entry)
+
+        claimed = claims.claim(
+            self._register,
+            self.me,
+            group=group,
+            world_size=world_size,
+            resume=self._resume,
+            run_id=uuid4().hex,
+            read_ahead=read_ahead,
         )
+        attempt, entry, before = claimed.attempt, claimed.entry, claimed.before
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
-        body, _ = self._register.read_existing()
         had_finished = ended is not None and before is not None and before[0].is_finished
         self._run_log.claimed(ended, attempt, entry, had_finished=had_finished)
         if before is not None and len(before[1].data) > COMMIT_BYTES * 9 // 10:
@@ -75,9 +86,9 @@ class ProtocolCalls:
         return Claim(
             attempt=attempt.number,
             restore=entry,
-            documents=self.documents(entry) if entry else [],
+            documents=documents[entry.key] if entry else [],
             claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
-            is_finished=body.ends_with(attempt.restore_key),
+            is_finished=claimed.body.ends_with(attempt.restore_key),
         )
 
     def take_over(self, group: str) -> int:
@@ -103,14 +114,16 @@ class ProtocolCalls:
         if failures:
             return Outcome(kind="failed", key=name, message="; ".join(failures))
         try:
-            manifest, has_copies = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
-            data = protocol.write_manifest(self._store, manifest)
+            checkpoint = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
+            manifest = checkpoint.manifest
+            at = put_all_once(self._store, checkpoint.documents)
             entry = protocol.commit(
                 self._register,
                 self.me,
                 manifest,
-                data,
+                checkpoint.manifest_bytes,
                 reports[0].retention,
+                at=at,
                 may_move_name=first.label.may_move,
             )
             if entry is None:
@@ -132,7 +145,7 @@ class ProtocolCalls:
         unnamed = _why_unnamed(entry, first)
         if unnamed:
             logger.error(event(unnamed, step=entry.step, run=self._store.uri))
-        return Outcome(kind="committed", key=name, agree_anew=has_copies, places=places, unnamed=unnamed)
+        return Outcome(kind="committed", key=name, agree_anew=checkpoint.has_copies, places=places, unnamed=unnamed)
 
     def past_outcome(self, report: Report) -> Outcome:
         """Step 15 after a take-over: answers for a save of which some ranks heard before the coordinator died.

@@ -25,7 +25,7 @@ from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.store import Got, Store, open_store
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -444,13 +444,15 @@ class LosesAnswers(Around):
         self.count = count
         self.then = then
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self.inner.put_if_absent(key, data)
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        written = self.inner.put_if_absent(key, data)
         self._lose(key)
+        return written
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
-        self.inner.put_if_match(key, data, version)
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+        written = self.inner.put_if_match(key, data, version)
         self._lose(key)
+        return written
 
     def _lose(self, key: str) -> None:
         if key == object_keys.LATEST_KEY and self.count:
@@ -467,14 +469,14 @@ class AppliesLate(Around):
         self.on_its_way: tuple[str, bytes, str] | None = None
         self.landed = False
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         if self.on_its_way is None:
             self.on_its_way = (key, data, version)
             raise StoreError("no answer")
         if not self.landed:
             self.landed = True
             self.inner.put_if_match(*self.on_its_way)
-        self.inner.put_if_match(key, data, version)
+        return self.inner.put_if_match(key, data, version)
 
 
 def test_a_first_claim_whose_answer_is_lost_is_made_once(store):
@@ -562,7 +564,7 @@ def test_a_take_over_whose_answer_is_lost_is_made_once(store):
 
 def test_an_unreachable_store_ends_in_an_error_that_says_the_outcome_is_unknown(store):
     class Unreachable(Around):
-        def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        def put_if_match(self, key: str, data: bytes, version: str) -> Written:
             raise StoreError("connection refused")
 
     Driver(store).claim("g1")
@@ -590,11 +592,11 @@ def test_a_swap_is_computed_afresh_from_the_body_it_replaces(store):
     class PinsMeanwhile(Around):
         is_done = False
 
-        def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        def put_if_match(self, key: str, data: bytes, version: str) -> Written:
             if not self.is_done:
                 self.is_done = True
                 pin(Register(store), first.key)
-            self.inner.put_if_match(key, data, version)
+            return self.inner.put_if_match(key, data, version)
 
     assert Driver(PinsMeanwhile(store)).commit(second, keep_last=1)
 
@@ -637,14 +639,14 @@ def test_a_latest_that_is_lost_while_a_claim_is_under_way_is_noticed_after_the_c
     class LostMeanwhile(Around):
         is_done = False
 
-        def put_if_absent(self, key: str, data: bytes) -> None:
+        def put_if_absent(self, key: str, data: bytes) -> Written:
             if key == object_keys.LATEST_KEY and not self.is_done:
                 self.is_done = True
                 bob = Driver(self.inner, "bob")
                 bob.claim("h1")
                 bob.save(1, 1)
                 self.inner.delete(key)
-            self.inner.put_if_absent(key, data)
+            return self.inner.put_if_absent(key, data)
 
     with pytest.raises(CorruptError, match="does not start from zero"):
         Driver(LostMeanwhile(store)).claim("g1")
@@ -770,24 +772,24 @@ def test_a_damaged_latest_is_an_error_and_is_left_alone(store):
 
 
 class CreatesOver(Around):
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         self.inner.put(key, data)
 
 
 class SwapsStale(Around):
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         self.inner.put(key, data)
 
 
 class RefusesAllSwaps(Around):
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         raise ConflictError(key)
 
 
 class AppliesWhatItRefuses(Around):
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         try:
-            self.inner.put_if_match(key, data, version)
+            return self.inner.put_if_match(key, data, version)
         except ConflictError:
             self.inner.put(key, data)
             raise
@@ -830,7 +832,7 @@ def test_put_once_judges_a_lost_answer_by_what_is_there(store, monkeypatch):
     monkeypatch.setattr(write_once, "CHANCE", SimpleNamespace(uniform=lambda *_: 0.0))  # no pauses between attempts
 
     class Loses(Around):
-        def put_if_absent(self, key: str, data: bytes) -> None:
+        def put_if_absent(self, key: str, data: bytes) -> Written:
             if key != "never":
                 self.inner.put_if_absent(key, data)
             raise StoreError("the answer was lost")
@@ -864,13 +866,15 @@ class Remembers(Around):
         super().__init__(inner)
         self.written: list[dict[str, Any]] = []
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self.inner.put_if_absent(key, data)
+    def put_if_absent(self, key: str, data: bytes) -> Written:
+        written = self.inner.put_if_absent(key, data)
         self._remember(key, data)
+        return written
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
-        self.inner.put_if_match(key, data, version)
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+        written = self.inner.put_if_match(key, data, version)
         self._remember(key, data)
+        return written
 
     def _remember(self, key: str, data: bytes) -> None:
         if key == object_keys.LATEST_KEY:

@@ -13,6 +13,7 @@ from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.interface import Written
 from raycheck.errors import (
     ConfigError,
     CorruptError,
@@ -108,14 +109,15 @@ def test_a_lost_answer_goes_back_once(is_applied: bool) -> None:
     class LosesAnAnswer(Around):
         failures = 1
 
-        def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        def put_if_match(self, key: str, data: bytes, version: str) -> Written:
             if self.failures and is_applied:
-                self.inner.put_if_match(key, data, version)
+                written = self.inner.put_if_match(key, data, version)
             self.failures -= 1
             if self.failures == 0:
                 raise StoreError("no answer")
             if not is_applied or self.failures < 0:
-                self.inner.put_if_match(key, data, version)
+                written = self.inner.put_if_match(key, data, version)
+            return written
 
     entry = go_back(Register(LosesAnAnswer(store)), ann.me, group="g2", key=damaged, problem=PROBLEM)
 

@@ -20,7 +20,7 @@ from raycheck.bucket.protocol.exported_directories import (
 from raycheck.bucket.protocol.name_and_score import name, unname
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.store import Got, Store, open_store
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import ConfigError, CorruptError, StoreError
 from tests.support.invariants import assert_invariants
 from tests.support.sample_checkpoints import Around, Driver, everything, sealed, write_export
@@ -165,7 +165,7 @@ class Fails(Around):
         self.left, self.is_late = passes, is_late
         self.order: list[str] = []
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         self._pass(lambda: self.inner.put_if_match(key, data, version), f"mark {key}")
 
     def delete(self, key: str) -> None:
@@ -238,9 +238,9 @@ def test_a_directory_that_was_exported_anew_meanwhile_is_left_alone(store: Store
     ann, places = run_of(store, saves=2)
 
     class Overtaken(Around):
-        def put_if_match(self, key: str, data: bytes, version: str) -> None:
+        def put_if_match(self, key: str, data: bytes, version: str) -> Written:
             write_export(self.inner, places[0], places[1].split("/")[1])
-            self.inner.put_if_match(key, data, version)
+            return self.inner.put_if_match(key, data, version)
 
     assert prune_exports(Overtaken(store), EXPORTS_PREFIX, ann.look(), keep_last=1) == ()
     assert not any(b"is_pruned" in data for key, data in everything(store).items() if key.endswith(EXPORT_RECORD))

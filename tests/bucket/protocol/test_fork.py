@@ -29,7 +29,8 @@ def old() -> Store:
 
 
 def claimed(store: Store):
-    return claim(Register(store), ME, group="group", world_size=1, resume=AUTO, run_id="run")
+    found = claim(Register(store), ME, group="group", world_size=1, resume=AUTO, run_id="run")
+    return found.attempt, found.entry
 
 
 def test_a_fork_holds_a_copy_and_the_first_attempt_restores_it(old: Store, store: Store) -> None:

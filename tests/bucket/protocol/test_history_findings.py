@@ -10,7 +10,7 @@ import pytest
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.store import Got, Store
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import CorruptError, StoreError, SupersededError
 from tests.support.memory_store import DictStore
 from tests.support.sample_checkpoints import Around, Driver
@@ -24,13 +24,14 @@ class Creates(Around):
         self.before: Callable[[], object] | None = before
         self.is_lost = is_lost
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         before, self.before = (self.before, None) if key == object_keys.LATEST_KEY else (None, self.before)
         if before:
             before()
-        self.inner.put_if_absent(key, data)
+        written = self.inner.put_if_absent(key, data)
         if before and self.is_lost:
             raise StoreError("the answer was lost")
+        return written
 
 
 def bob_creates_latest_over_anns_checkpoints(store: Store, *, is_lost: bool = False) -> Driver:

@@ -17,7 +17,7 @@ from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import Got, Store, open_store
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -111,13 +111,14 @@ def test_a_rewind_whose_answer_is_lost_leaves_the_driver_alone_that_came_after_i
     class Loses(Around):
         is_done = False
 
-        def put_if_match(self, key: str, data: bytes, version: str) -> None:
-            self.inner.put_if_match(key, data, version)
+        def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+            written = self.inner.put_if_match(key, data, version)
             if not self.is_done:
                 self.is_done = True
                 attempt, _ = bob.claim("h1")
                 bob.save(attempt.number, 1, step=40)
                 raise StoreError("the answer was lost")
+            return written
 
     bob = Driver(store, "bob")
 
@@ -153,11 +154,12 @@ def test_a_lost_answer_does_not_rewind_twice(store: Store) -> None:
     class LosesOneAnswer(Around):
         is_lost = False
 
-        def put_if_match(self, key: str, data: bytes, version: str) -> None:
-            self.inner.put_if_match(key, data, version)
+        def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+            written = self.inner.put_if_match(key, data, version)
             if not self.is_lost:
                 self.is_lost = True
                 raise StoreError("the answer is lost")
+            return written
 
     rewind(Register(LosesOneAnswer(store)), first)
 

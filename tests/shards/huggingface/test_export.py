@@ -31,7 +31,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import settings_in_query
-from raycheck.bucket.store.interface import Buffer
+from raycheck.bucket.store.interface import Buffer, Written
 from raycheck.bucket.store.local import LocalStore
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from raycheck.settings import ExportOptions
@@ -430,9 +430,9 @@ class FailingStore(LocalStore):
         self._count(key)
         super().put_parts(key, parts, size_bytes)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         self._count(key)
-        super().put_if_absent(key, data)
+        return super().put_if_absent(key, data)
 
     def _count(self, key: str) -> None:
         self._left -= 1

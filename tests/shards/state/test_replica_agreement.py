@@ -14,6 +14,7 @@ from raycheck.bucket.assembly.replica_agreement import SPREAD_FROM_BYTES, HeldBo
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
@@ -250,7 +251,9 @@ def assembled(store: Store, ranks: Any, *, number: int) -> tuple[Manifest, bool]
                 section=done.section,
             )
         )
-    return assemble(store, reports)
+    made = assemble(store, reports)
+    put_all_once(store, made.documents)
+    return made.manifest, made.has_copies
 
 
 def bytes_of(manifest: Manifest) -> int:

@@ -49,7 +49,7 @@ class Trainer:
         self.failed = 0
         self._plans = PlanCache()
         claimed = claims.claim(self.register, ME, group="g", world_size=1, resume=AUTO, run_id="run")
-        self._attempt = claimed[0].number
+        self._attempt = claimed.attempt.number
 
     def save(self, number: int) -> None:
         self.weights.fill_(number)

@@ -10,6 +10,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol import prune_and_sweep
 from raycheck.bucket.protocol.swap import Register
+from raycheck.bucket.protocol.write_once import put_all_once
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.cli.bench import request_costs as counted
@@ -67,9 +68,9 @@ def test_a_save_sends_the_requests_that_are_counted(s3, elements: int) -> None:
         register.read()
         sent(proxy)
 
-        manifest, _ = assemble(store, reports)
-        data = protocol.write_manifest(store, manifest)
-        protocol.commit(register, ME, manifest, data, Retention(keep_last=1))
+        made = assemble(store, reports)
+        at = put_all_once(store, made.documents)
+        protocol.commit(register, ME, made.manifest, made.manifest_bytes, Retention(keep_last=1), at=at)
 
         assert sent(proxy) == counted.of_commit()
         prune_and_sweep._delete_checkpoint(store, older.entry.key, is_held=False)

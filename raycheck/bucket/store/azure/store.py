@@ -19,6 +19,7 @@ from raycheck.bucket.store.interface import (
     ChangedError,
     Got,
     Listed,
+    Written,
     check_conditional_size,
     check_whole,
 )
@@ -160,14 +161,15 @@ class AzStore(RemoteStore):
 
         self._run(key, commit)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         check_conditional_size(key, data)
-        self._run_conditional(key, self._upload(key, data, overwrite=False))
+        return _written(self._run_conditional(key, self._upload(key, data, overwrite=False)))
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         check_conditional_size(key, data)
         same = self._azure.MatchConditions.IfNotModified
-        self._run_conditional(key, self._upload(key, data, overwrite=True, etag=version, match_condition=same))
+        upload = self._upload(key, data, overwrite=True, etag=version, match_condition=same)
+        return _written(self._run_conditional(key, upload))
 
     def delete(self, key: str) -> None:
         async def call(client: Any) -> None:
@@ -184,12 +186,12 @@ class AzStore(RemoteStore):
     def _blob(self, client: Any, key: str) -> Any:
         return client.get_blob_client(self._full(key))
 
-    def _upload(self, key: str, data: Buffer, **condition: Any) -> Callable[[Any], Awaitable[None]]:
+    def _upload(self, key: str, data: Buffer, **condition: Any) -> Callable[[Any], Awaitable[Any]]:
         """Returns one Put Blob request: the client sends up to 64 MiB of bytes in a single request."""
 
-        async def call(client: Any) -> None:
+        async def call(client: Any) -> Any:
             blob = self._blob(client, key)
-            await blob.upload_blob(bytes(data), validate_content=True, **condition, **self._options)
+            return await blob.upload_blob(bytes(data), validate_content=True, **condition, **self._options)
 
         return call
 
@@ -249,6 +251,10 @@ class AzStore(RemoteStore):
         if status == 429:
             return StoreError(text), Repeat.EVERYTHING
         return StoreError(text), Repeat.UNCONDITIONAL if status >= 500 or status == 408 else Repeat.NOTHING
+
+
+def _written(answer: Mapping[str, Any]) -> Written:
+    return Written(answer["etag"], answer["date"].timestamp())
 
 
 def _is_folder(found: Any) -> bool:

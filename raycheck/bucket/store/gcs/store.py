@@ -25,6 +25,7 @@ from raycheck.bucket.store.interface import (
     ChangedError,
     Got,
     Listed,
+    Written,
     check_conditional_size,
     check_whole,
 )
@@ -145,13 +146,13 @@ class GsStore(RemoteStore):
             self._abandon(key, upload)
             raise
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         check_conditional_size(key, data)
-        self._insert_if(key, data, "0")
+        return self._insert_if(key, data, "0")
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         check_conditional_size(key, data)
-        self._insert_if(key, data, version)
+        return self._insert_if(key, data, version)
 
     def delete(self, key: str) -> None:
         async def call(api: Api) -> None:
@@ -162,20 +163,21 @@ class GsStore(RemoteStore):
         except NotFoundError:
             return
 
-    def _insert_if(self, key: str, data: bytes, generation: str) -> None:
+    def _insert_if(self, key: str, data: bytes, generation: str) -> Written:
         """Writes over that generation only; "0" means that there must be no object."""
         insert = self._insert(key, data, {"ifGenerationMatch": generation})
 
-        async def call(api: Api) -> None:
+        async def call(api: Api) -> Written:
             try:
-                await insert(api)
+                answer = await insert(api)
             except RefusedError as error:
                 if error.status == 412:
                     is_same = "conditionNotMet" not in error.reasons and await self._generation(api, key) == generation
                     error.is_by_condition = not is_same
                 raise
+            return Written(str(answer.json()["generation"]), bucket_time(answer.headers.get("Date")))
 
-        self._run_conditional(key, call)
+        return self._run_conditional(key, call)
 
     async def _generation(self, api: Api, key: str) -> str:
         try:
@@ -214,7 +216,7 @@ class GsStore(RemoteStore):
         about = {"name": self._full(key), "contentType": "application/octet-stream", "cacheControl": "no-store"}
         return json.dumps(about | more).encode()
 
-    def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[None]]:
+    def _insert(self, key: str, data: Buffer, condition: dict[str, str]) -> Callable[[Api], Awaitable[ApiResponse]]:
         """Returns one request that writes one object. GCS refuses it when the bytes do not match the checksum."""
         mark = uuid4().hex
         about = self._described(key, crc32c=_encoded(self._crc(data)))
@@ -224,10 +226,10 @@ class GsStore(RemoteStore):
         params = {"uploadType": "multipart", "fields": "generation", **condition}
         headers = {"Content-Type": f"multipart/related; boundary={mark}"}
 
-        async def call(api: Api) -> None:
+        async def call(api: Api) -> ApiResponse:
             url = f"/upload/storage/v1/b/{self._bucket}/o"
             with RequestBody(head, data, tail) as body:
-                await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
+                return await api.ask("POST", url, params=params, headers=headers, body=body, needs=CREATE)
 
         return call
 

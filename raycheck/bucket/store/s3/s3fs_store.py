@@ -22,6 +22,7 @@ from raycheck.bucket.store.interface import (
     Range,
     Store,
     Upload,
+    Written,
     check_conditional_size,
     check_whole,
 )
@@ -206,23 +207,24 @@ class S3Store(RemoteStore):
             if self.head(key) != size_bytes:
                 raise
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_if_absent(self, key: str, data: bytes) -> Written:
         check_conditional_size(key, data)
-        self._put_conditional(key, data, IfNoneMatch="*")
+        return self._put_conditional(key, data, IfNoneMatch="*")
 
-    def put_if_match(self, key: str, data: bytes, version: str) -> None:
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
         check_conditional_size(key, data)
         forms = [version, version.strip('"')]
         if self._wants_bare_etags:
             forms.reverse()
         try:
-            self._put_conditional(key, data, IfMatch=forms[0])
+            return self._put_conditional(key, data, IfMatch=forms[0])
         except ConflictError:
             # Ceph RGW compares If-Match with the ETag without its quotes. The second request is conditional too, so it
             # is safe. (To a swap that another one overtakes on its way Ceph answers 500. This stays a StoreError, since
             # it may mean other things.)
-            self._put_conditional(key, data, IfMatch=forms[1])
+            written = self._put_conditional(key, data, IfMatch=forms[1])
             self._wants_bare_etags = not self._wants_bare_etags
+            return written
 
     def delete(self, key: str) -> None:
         self._run(key, lambda client: client.delete_object(**self._at(key)))
@@ -255,19 +257,19 @@ class S3Store(RemoteStore):
         with suppress(NotFoundError):
             self._run(upload.key, lambda client: client.abort_multipart_upload(**where))
 
-    def _put_conditional(self, key: str, data: bytes, **condition: str) -> None:
+    def _put_conditional(self, key: str, data: bytes, **condition: str) -> Written:
         try:
-            self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
+            answer = self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
         except NotFoundError:  # S3 answers so to an If-Match on a missing key
             raise ConflictError(f"{self.uri}: {key}: refused by its condition: it is not there") from None
+        return Written(answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
-    async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> None:
+    async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> Any:
         where = self._at(key) | self._on_write | condition | {"ChecksumCRC32": crc_header(data)}
         if isinstance(data, bytes):
-            await client.put_object(**where, Body=data)
-            return
+            return await client.put_object(**where, Body=data)
         with SeekableBody(data) as body:
-            await client.put_object(**where, Body=body)
+            return await client.put_object(**where, Body=body)
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._full(key), **self._on_every}
