@@ -85,6 +85,7 @@ def _fit_run(trainer: Any, where: str, resume: str | int, storage: StorageSettin
     if not ray.is_initialized():
         ray.init()
     coordinator = start_coordinator(uri, owner=uuid4().hex[:16], resume=wish)
+    coordinator.prepare.remote()  # while Ray starts the workers
     callbacks = list(config.callbacks or ())
     config.callbacks = guarded(callbacks, coordinator, uri)
     try:

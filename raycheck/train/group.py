@@ -71,12 +71,12 @@ class Group:
         coordinator = guard.coordinator if guard else None
         mine: tuple[str, Any] | None = None
         if rank == 0:
-            group = uuid4().hex[:16]
+            group, started = uuid4().hex[:16], None
             if coordinator is None:
                 guard_this_run()
                 owner = train_context.train_run_id()[:16]  # one per trainer.fit(): it survives restarts of the workers
-                coordinator = start_coordinator(uri, owner=owner, suffix=f":{group}")
-            mine = (group, coordinator)
+                started = start_coordinator(uri, owner=owner, suffix=f":{group}")
+            mine = (group, started)  # to broadcast a handle takes much longer than text
         shared = train_context.broadcast(mine)
         assert shared is not None, "rank 0 has set it"
         return cls(
@@ -84,7 +84,7 @@ class Group:
             uri=uri,
             rank=rank,
             world_size=world_size,
-            coordinator=shared[1],
+            coordinator=coordinator or shared[1],
             broadcast=train_context.broadcast if world_size > 1 else same,
             notice=train_context.preemption_deadline,
             is_ray_train=True,
@@ -102,16 +102,13 @@ class Group:
 
         Raises ConfigError that names the node, the verb and the missing permission.
         """
-        if self.is_first_on_node:
-            probe_node(self.store, node=socket.gethostname())
+        probe_node(self.store, node=socket.gethostname())
 
     def check_shared(self) -> None:
         """Checks, after the claim, that this node sees what the coordinator wrote. Raises ConfigError.
 
         In a folder of its own, a node would keep its shards of each checkpoint where no other node can read them.
         """
-        if not self.is_first_on_node:
-            return
         try:
             self.store.head(LATEST_KEY)
         except NotFoundError:

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import raycheck
+from raycheck.bucket.reading import Checkpoint
 from raycheck.train.coordinator.actor import Coordinator
 
 
@@ -19,7 +20,8 @@ class CoordinatorThread:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._coordinator = Coordinator(uri, owner)
-        self._coordinator._protocol.documents = lambda entry: []  # no object store: each rank reads them itself
+        protocol = self._coordinator._protocol  # without Ray's object store, the documents are handed on as they are
+        protocol.documents = lambda entry: [Checkpoint(self._coordinator._store, entry).read_documents()]
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
@@ -34,7 +36,7 @@ class InProcess(raycheck.Group):
         return "here"
 
     def fetch(self, references: list[Any]) -> Any:
-        assert not references
+        return references[0] if references else None
 
     def tell(self, method: str, *args: Any) -> Any:
         return self.coordinator.call(method, *args)

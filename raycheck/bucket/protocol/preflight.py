@@ -57,16 +57,18 @@ def probe_node(store: Store, *, node: str) -> None:
     StoreError when the network or the store failed.
     """
     key = object_keys.probe_key(uuid4().hex)
-    verbs: list[tuple[str, Callable[[], object]]] = [
-        ("put", lambda: store.put(key, b"probe")),
-        ("get", lambda: store.get(key)),
-        ("conditional put", lambda: _must_refuse(store, lambda: store.put_if_absent(key, b"two"), _CREATES_OVER)),
-        ("list", lambda: store.list_names(object_keys.CHECKPOINTS_PREFIX)),
-        ("delete", lambda: store.delete(key)),
-    ]
+
+    def create_again() -> None:
+        _must_refuse(store, lambda: store.put_if_absent(key, b"two"), _CREATES_OVER)
+
     try:
-        for verb, call in verbs:
-            _on_node(node, verb, call)
+        _on_node(node, "put", lambda: store.put(key, b"probe"))
+        store.together(
+            lambda: _on_node(node, "get", lambda: store.get(key)),
+            lambda: _on_node(node, "conditional put", create_again),
+            lambda: _on_node(node, "list", lambda: store.list_names(object_keys.CHECKPOINTS_PREFIX)),
+        )
+        _on_node(node, "delete", lambda: store.delete(key))
     except RaycheckError:
         with suppress(RaycheckError):  # the first error says more
             store.delete(key)

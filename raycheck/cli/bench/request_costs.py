@@ -45,8 +45,8 @@ def of_rank(kind: str, *, size_bytes: int, part_bytes: int) -> Requests:
 
 def of_commit(*, components: int = 1) -> Requests:
     """Returns the requests of a commit: index, manifest and one `.metadata` per component (step 16), and the swap of
-    `latest` (step 17)."""
-    return Requests(puts=3 + components, gets=1)
+    `latest` (step 17), which is not read when nobody else has written it."""
+    return Requests(puts=3 + components)
 
 
 def of_pointer() -> Requests:

@@ -6,6 +6,7 @@ its event loop and waits; protocol_calls.py talks to the bucket, in threads.
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from uuid import uuid4
 
@@ -17,7 +18,7 @@ from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.resume import AUTO, Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConfigError, DamagedError, SaveFailedError, SupersededError
+from raycheck.errors import ConfigError, DamagedError, RaycheckError, SaveFailedError, SupersededError
 from raycheck.settings import ExportSettings
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
 from raycheck.train.coordinator.base_calls import BaseCalls
@@ -29,6 +30,7 @@ from raycheck.train.coordinator.messages import (
     BaseWish,
     Claim,
     HeartbeatMessage,
+    NodeCheck,
     Outcome,
     Pending,
     PlanWanted,
@@ -59,6 +61,7 @@ class Coordinator:
         register = Register(self._store)
         self._lock = asyncio.Lock()
         self._claims: dict[str, Claim] = {}
+        self._checked_nodes: set[str] = set()
         self._adopted: dict[str, int] = {}  # each group that was taken over -> its last save committed before
         self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}
         self._agreements: dict[tuple[str, int], Rendezvous[tuple[Report, Holdings], Agreement]] = {}
@@ -81,6 +84,16 @@ class Coordinator:
         self._base = BaseCalls(register, self._protocol.me)
 
     # --- calls of a worker group's ranks ---
+
+    async def node_check(self, node: str) -> NodeCheck:
+        """Returns when a rank on `node` has to check what that node may do in the bucket."""
+        if node in self._checked_nodes:
+            return "done"
+        return "beside the claim" if self._claims else "before the claim"
+
+    async def node_checked(self, node: str) -> None:
+        """Takes that `node` may do all that a run needs, and sees what this actor writes."""
+        self._checked_nodes.add(node)
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Makes `group` the live attempt. All its ranks may call; they get one answer."""
@@ -199,6 +212,11 @@ class Coordinator:
         await asyncio.to_thread(self._protocol.check_live, group)
 
     # --- calls of the driver and of Ray Train's controller ---
+
+    async def prepare(self) -> None:
+        """Does what the first claim needs and no worker has to be there for. An error is left to that claim."""
+        with suppress(RaycheckError):
+            await asyncio.to_thread(self._protocol.probe)
 
     async def save_now(self) -> bool:
         """Asks the live group for a save, and waits a while. Returns whether it was committed."""

@@ -15,6 +15,9 @@ from raycheck.bucket.protocol.base_run import BaseOffer, Wanted
 from raycheck.errors import RaycheckError
 
 OnCorrupt = Literal["previous", "raise"]
+NodeCheck = Literal["before the claim", "beside the claim", "done"]
+"""Says when a rank checks what its node may do in the bucket. It comes before a driver's first claim, which may fence
+another driver: one that could not save must not do that. Later claims fence nobody, so they need not wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ Each call blocks, so the coordinator makes it in a thread. What may become of `l
 this module reads what a call needs besides, and tells the run log, the exports and the deletes what came of it.
 """
 
+import threading
 import time
 from typing import Any
 from uuid import uuid4
@@ -58,10 +59,11 @@ class ProtocolCalls:
         self._deletes = deletes
         self._run_log = run_log
         self._is_probed = False
+        self._probing = threading.Lock()
 
     def claim(self, group: str, world_size: int) -> Claim:
         """Steps 8 to 11: makes `group` the live attempt and names the checkpoint that all its ranks restore."""
-        self._probe()
+        self.probe()
         documents: dict[str, list[Any]] = {}
 
         def read_ahead(entry: Entry) -> None:
@@ -213,11 +215,14 @@ class ProtocolCalls:
         if found is not None and found[0].attempt.owner == self.me.owner and not found[0].is_finished:
             self._run_log.failed(found[0].attempt, at=found[1].at, cause=cause, is_final=is_final)
 
-    def _probe(self) -> None:
+    def probe(self) -> None:
+        """Step 6: proves once that the store honours conditions."""
+
         def prove() -> None:
-            if not self._is_probed:
-                probe(self._store)
-                self._is_probed = True
+            with self._probing:
+                if not self._is_probed:
+                    probe(self._store)
+                    self._is_probed = True
 
         # One refused request is no reason to use up one of Ray's retries.
         retry(prove, on=StoreError, pauses_s=[1.0] * (PROBE_ATTEMPTS - 1))

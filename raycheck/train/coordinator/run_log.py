@@ -6,6 +6,7 @@ fails.
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from raycheck.bucket.attempt_records import (
     AttemptRecord,
@@ -36,7 +37,7 @@ class RunLog:
         self._lost_work = LostWork()
         self._ray_metrics = RayMetrics(store.uri)
         self._ticking: asyncio.Task[None] | None = None
-        self._recording: asyncio.Task[None] | None = None
+        self._documents = ThreadPoolExecutor(1, thread_name_prefix="raycheck-records")  # no rank waits for them
 
     def claimed(
         self, before: Attempt | None, attempt: Attempt, entry: Entry | None, *, had_finished: bool = False
@@ -52,8 +53,8 @@ class RunLog:
         record = self._record_of(before) if before and before.owner != attempt.owner else None
         self._lost_work.claimed(before, attempt, now=attempt.claimed_at, record=record, had_finished=had_finished)
         self._ray_metrics.begin(attempt.number, entry, now=attempt.claimed_at)
-        if before and not record and not record_end(self._store, before, by=attempt, cause=self._lost_work.cause):
-            self._info("the record of its end was not written (or already existed)", attempt=before.number)
+        if before and not record:
+            self._documents.submit(self._record_end, before, attempt, self._lost_work.cause)
 
     def adopted(self, attempt: Attempt, newest: Entry | None, *, now: float) -> None:
         """Takes over `attempt`, which an earlier start of this coordinator has claimed. Call it in a thread.
@@ -85,7 +86,7 @@ class RunLog:
                 restore_s=resume.restore_s,
             )
             self._ray_metrics.restored(resume)
-            self._recording = asyncio.create_task(self._record(resume))
+            self._documents.submit(self._record_resume, resume)
         return resume
 
     def heartbeat(self, group: str, message: HeartbeatMessage) -> None:
@@ -146,8 +147,12 @@ class RunLog:
         except RaycheckError:  # for people only
             return None
 
-    async def _record(self, resume: ResumeRecord) -> None:
-        if not await asyncio.to_thread(record_resume, self._store, resume):
+    def _record_end(self, ended: Attempt, by: Attempt, cause: str) -> None:
+        if not record_end(self._store, ended, by=by, cause=cause):
+            self._info("the record of its end was not written (or already existed)", attempt=ended.number)
+
+    def _record_resume(self, resume: ResumeRecord) -> None:
+        if not record_resume(self._store, resume):
             self._info("the record of its start was not written (or already existed)", attempt=resume.attempt)
 
     async def _tick(self) -> None:

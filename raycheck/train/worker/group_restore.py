@@ -18,7 +18,7 @@ from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.coordinator.messages import Arrival, Claim, OnCorrupt, RankRestore, RestoreDecision
+from raycheck.train.coordinator.messages import Arrival, Claim, NodeCheck, OnCorrupt, RankRestore, RestoreDecision
 from raycheck.train.data.data_stream import DataStream
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.train.log import event, logger
@@ -94,10 +94,26 @@ class _Agreed(Generic[T]):
 
 def claim_run(group: Group) -> Claim:
     """Claim the run for this worker group, and check what this node may do in the bucket. Every rank calls it."""
-    group.check_node()
-    claim: Claim = group.ask("claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run")
+
+    def claim() -> Claim:
+        answer: Claim = group.ask(
+            "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
+        )
+        return answer
+
+    when: NodeCheck = "done"
+    if group.is_first_on_node:
+        when = group.ask("node_check", group.node, timeout_s=CLAIM_TIMEOUT_S, what="check of the node")
+    if when == "done":
+        return claim()
+    if when == "before the claim":
+        group.check_node()
+        claimed = claim()
+    else:
+        claimed, _ = group.store.both(claim, group.check_node)
     group.check_shared()
-    return claim
+    group.tell("node_checked", group.node)
+    return claimed
 
 
 def peek_together(group: Group, claim: Claim, selection: Selection, *, on_corrupt: OnCorrupt) -> tuple[Claim, Preview]:

@@ -574,6 +574,30 @@ def test_a_swap_of_the_right_version_replaces(store):
     assert store.get("a").data == b"three"
 
 
+def test_a_conditional_write_says_which_version_it_has_made_and_when(store):
+    made = store.put_if_absent("a", b"one")
+    read = store.get("a")
+    swapped = store.put_if_match("a", b"two", made.version)
+    store.put_if_match("a", b"three", swapped.version)
+
+    assert read.version == made.version
+    assert made.at - 1 <= read.at  # a Date has whole seconds
+    assert made.at <= swapped.at
+    with pytest.raises(ConflictError):
+        store.put_if_match("a", b"four", swapped.version)
+    assert store.get("a").data == b"three"
+
+
+def test_calls_that_are_made_together_are_all_answered_in_order_and_the_first_error_is_raised(store):
+    store.put("a", b"one")
+    store.put("b", b"two")
+
+    assert store.together(lambda: store.get("a").data, lambda: store.get("b").data) == [b"one", b"two"]
+    assert store.both(lambda: store.head("a"), lambda: store.list_names("x/")) == (3, [])
+    with pytest.raises(NotFoundError, match="missing"):
+        store.together(lambda: store.head("a"), lambda: store.get("missing"), lambda: store.get("also missing"))
+
+
 def test_a_stale_swap_is_refused_and_changes_nothing(store):
     store.put("a", b"one")
     stale = store.get("a").version
