@@ -108,9 +108,8 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
         ),
     )
     documents = {object_keys.manifest_key(name): dump(manifest), object_keys.index_key(name): index}
-    for component in components:
-        if component.checkpoint == name:
-            documents[object_keys.metadata_key(name, component.name)] = merged.metadata[component.name][0]
+    here = [component.name for component in components if component.checkpoint == name]
+    documents |= {object_keys.metadata_key(name, component): merged.metadata[component][0] for component in here}
     return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies)
 
 

@@ -39,7 +39,7 @@ def probe(store: Store) -> None:
         store.delete(key)
 
 
-def _must_refuse(store: Store, write: Callable[[], None], what: str) -> None:
+def _must_refuse(store: Store, write: Callable[[], object], what: str) -> None:
     try:
         write()
     except ConflictError:
