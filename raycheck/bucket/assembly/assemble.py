@@ -53,18 +53,7 @@ def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = 
 
 def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Assembled:
     first, name = reports[0], reports[0].checkpoint
-    if [report.rank for report in reports] != list(range(first.world_size)):
-        raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
-    for report in reports:
-        if report.checkpoint != name:
-            raise SaveFailedError(
-                f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
-            )
-        if report.label != first.label:
-            raise SaveFailedError(
-                f"{name}: rank 0 called save with {first.label} and rank {report.rank} with {report.label}: give name, "
-                "note, expire_after_s and overwrite alike on every rank"
-            )
+    _refuse_other_saves(reports)
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
     references = _references(reports)
@@ -111,6 +100,22 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     here = [component.name for component in components if component.checkpoint == name]
     documents |= {object_keys.metadata_key(name, component): merged.metadata[component][0] for component in here}
     return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies)
+
+
+def _refuse_other_saves(reports: Sequence[Report]) -> None:
+    first, name = reports[0], reports[0].checkpoint
+    if [report.rank for report in reports] != list(range(first.world_size)):
+        raise SaveFailedError(f"{name}: reports came from ranks {[report.rank for report in reports]}")
+    for report in reports:
+        if report.checkpoint != name:
+            raise SaveFailedError(
+                f"rank 0 saved {name} while rank {report.rank} saved {report.checkpoint}: {SAVE_ALIKE}"
+            )
+        if report.label != first.label:
+            raise SaveFailedError(
+                f"{name}: rank 0 called save with {first.label} and rank {report.rank} with {report.label}: give name, "
+                "note, expire_after_s and overwrite alike on every rank"
+            )
 
 
 def _refuse_holes(name: str, holes: Sequence[str]) -> None:
