@@ -91,27 +91,26 @@ def claim(
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], attempt(current.number + 1, head, now)),
         )
 
-    def prove(body: Latest) -> Latest:
-        if body.proven == body.attempt.number:
-            return body
-        found = refuse_lost(register, mine=body.attempt)  # 10, after: it may have been lost in between
-        return _prove(register, body.attempt, at=found[1].at if found else None)
-
     before = refuse_lost(register)  # 10, before: nothing is written over a lost or rolled back latest
     body = register.swap(decide, what=f"claim for group {group}", at=before[1].at if before else None)
     ahead = body.entry(body.attempt.restore_key or "")
-    body, _ = register.store.both(partial(prove, body), lambda: read_ahead(ahead) if ahead else None)
+    body, _ = register.store.both(partial(_prove, register, body), lambda: read_ahead(ahead) if ahead else None)
+    return Claimed(attempt=body.attempt, entry=_restored(register.store.uri, body), before=before, body=body)  # 11
+
+
+def _restored(uri: str, body: Latest) -> Entry | None:
+    """Return the checkpoint that the live attempt restores; None when it began fresh."""
     key = body.attempt.restore_key
-    entry = None
-    if key is not None:
-        entry = body.entry(key)
-        if entry is None and body.attempt.last_save:
-            raise SupersededError(
-                f"attempt {body.attempt.number} has saved since its claim was answered, and {key} was dropped meanwhile"
-            )
-        if entry is None:
-            raise lost_error(register.store.uri, f"restores {key}, which it does not list")
-    return Claimed(attempt=body.attempt, entry=entry, before=before, body=body)  # 11
+    if key is None:
+        return None
+    entry = body.entry(key)
+    if entry is None and body.attempt.last_save:
+        raise SupersededError(
+            f"attempt {body.attempt.number} has saved since its claim was answered, and {key} was dropped meanwhile"
+        )
+    if entry is None:
+        raise lost_error(uri, f"restores {key}, which it does not list")
+    return entry
 
 
 def _refuse_deleted(uri: str, body: Latest) -> None:
@@ -204,11 +203,15 @@ def _with_coordinator(body: Latest, me: Identity) -> Latest | None:
     return replace(body, attempts=(*body.attempts[:-1], replace(current, coordinator=me.coordinator)))
 
 
-def _prove(register: Register, mine: Attempt, *, at: float | None) -> Latest:
-    """Note in `latest` that the claim is answered. Step 10, last part. at: see Register.swap.
+def _prove(register: Register, claimed: Latest) -> Latest:
+    """Note in `latest` that the claim, which has left the body `claimed`, is answered. Step 10, last part.
 
     From now on the group may save: a directory of this attempt no longer means that `latest` was lost.
     """
+    mine = claimed.attempt
+    if claimed.proven == mine.number:
+        return claimed
+    found = refuse_lost(register, mine=mine)  # 10, after: it may have been lost in between
 
     def decide(body: Latest | None, now: float) -> Latest | None:
         del now
@@ -216,7 +219,9 @@ def _prove(register: Register, mine: Attempt, *, at: float | None) -> Latest:
         _check_not_overtaken(register, body, mine)
         return None if body.proven == mine.number else replace(body, proven=mine.number)
 
-    return register.swap(decide, what=f"answer to the claim of attempt {mine.number}", at=at)
+    return register.swap(
+        decide, what=f"answer to the claim of attempt {mine.number}", at=found[1].at if found else None
+    )
 
 
 def _check_not_overtaken(register: Register, body: Latest, mine: Attempt) -> None:
