@@ -70,22 +70,11 @@ def commit(
         missing = set(manifest.refs) - body.held()
         if missing:
             raise SaveFailedError(f"{manifest.key} refers to {min(missing)}, which is no longer held")
-        entry = Entry(
-            key=manifest.key,
-            refs=manifest.refs,
-            step=manifest.step,
-            committed_at=now,
-            size_bytes=manifest.size_bytes,
-            metrics=listed_metrics(manifest.metrics, needed=rules.metric),
-            manifest_crc32=crc32(data),
-            expires_at=_expires_at(manifest, rules, now),
-            rolling=manifest.rolling,
-        )
         new = replace(
             body,
             head=manifest.key,
             finished=None,
-            live=(*body.live, entry),
+            live=(*body.live, _entry(manifest, data, rules, now)),
             attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
         )
         new = without_reservation(register.store, new, manifest.refs)
@@ -97,6 +86,21 @@ def commit(
         return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)
     except _TooLateError:
         return None
+
+
+def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Entry:
+    """Return the entry of a checkpoint that is committed now."""
+    return Entry(
+        key=manifest.key,
+        refs=manifest.refs,
+        step=manifest.step,
+        committed_at=now,
+        size_bytes=manifest.size_bytes,
+        metrics=listed_metrics(manifest.metrics, needed=rules.metric),
+        manifest_crc32=crc32(data),
+        expires_at=_expires_at(manifest, rules, now),
+        rolling=manifest.rolling,
+    )
 
 
 def _expires_at(manifest: Manifest, rules: Retention, now: float) -> float | None:
