@@ -77,7 +77,7 @@ def complete_uri(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
     """Returns the steps of the run on the command line, newest first, and the names of its checkpoints."""
-    uri = ctx.params.get("uri")
+    uri = ctx.params.get("uri") or next(iter(ctx.args), None)  # the latter before the value of an option
     if not isinstance(uri, str):
         return []
     with suppress(RaycheckError, OSError):

@@ -198,12 +198,12 @@ def test_a_shell_is_offered_commands_runs_and_steps(run: tuple[str, Driver]) -> 
     folder = uri.rpartition("/")[0]
     assert {"top", "tensors"} <= set(offered("raycheck", "t"))
     assert offered("raycheck ls", f"{folder}/m") == [uri]
-    assert raycheck("name", uri, str(driver.look().live[0].step), "best").returncode == 0
+    assert raycheck("name", uri, str(driver.look().live[0].step), "chosen").returncode == 0
 
     steps = [str(entry.step) for entry in reversed(driver.look().live)]
 
-    assert offered(f"raycheck diff {uri}", "") == [*dict.fromkeys(steps), "best"]
-    assert offered(f"raycheck show {uri} --step", "be") == ["best"]
+    assert offered(f"raycheck diff {uri}", "") == [*dict.fromkeys(steps), "chosen"]
+    assert offered(f"raycheck show {uri} --step", "ch") == ["chosen"]
     assert offered(f"raycheck pin {uri}x", "") == []
 
 
