@@ -34,8 +34,7 @@ def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False,
         print_json(_facts(seen))
         return
     if once or not sys.stdout.isatty():
-        for item in _frame(seen):
-            out.print(Text("")) if item is None else out.print(item)
+        _print(seen)
         return
     problem = ""
     with Live(_shown(seen, problem), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
@@ -49,36 +48,45 @@ def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False,
                 live.update(_shown(seen, problem), refresh=True)
         except KeyboardInterrupt:
             pass
-    for item in _frame(seen):
-        out.print(Text("")) if item is None else out.print(item)
+    _print(seen)
+
+
+def _print(seen: LiveRun) -> None:
+    out.print(Text(seen.history.uri))
+    out.print(table_of_facts(seen))
+    out.print(Text(""))
+    out.print(table_of_attempts(seen))
 
 
 def _shown(seen: LiveRun, problem: str) -> RenderableType:
     note = Text(f"the bucket does not answer: {problem}" if problem else "Ctrl-C ends it")
-    return Group(*(Text("") if item is None else item for item in _frame(seen)), Text(""), note)
+    return Group(Text(seen.history.uri), table_of_facts(seen), Text(""), table_of_attempts(seen), Text(""), note)
 
 
-def _frame(seen: LiveRun) -> list[Table | Text | None]:
-    """Returns what is shown, from top to bottom; None for an empty line."""
+def table_of_facts(seen: LiveRun) -> Table:
+    """Returns what is so now: a name and a value per row."""
     history, now = seen.history, seen.history.status.now
-    facts = Table.grid(padding=(0, 2))
-    goodput = "-" if history.goodput is None else f"{100 * history.goodput:.1f} %"
-    commit = "none yet" if seen.committed_at is None else age(seen.committed_at, now)
+    table = Table.grid(padding=(0, 2))
     speed = "-" if seen.steps_per_s is None else f"{short_number(float(f'{seen.steps_per_s:.3g}'))} a second"
     for label, value in (
         ("state", history.status.text),
         ("step", "-" if seen.step is None else str(seen.step)),
         ("steps", speed),
-        ("goodput", goodput),
-        ("last commit", commit),
+        ("goodput", "-" if history.goodput is None else f"{100 * history.goodput:.1f} %"),
+        ("last commit", "none yet" if seen.committed_at is None else age(seen.committed_at, now)),
         ("save", "none under way" if seen.save is None else _progress(seen.save)),
     ):
-        facts.add_row(*map(Text, (label, value)))
-    table = Table("attempt", "ranks", "began", "went on at", "commits", "lost before", "why it ended", box=None)
-    table.pad_edge = False
-    for item in history.attempts[: -MAX_ATTEMPTS - 1 : -1]:
-        table.add_row(*map(Text, _attempt(item, now)))
-    return [Text(history.uri), facts, None, table]
+        table.add_row(*map(Text, (label, value)))
+    return table
+
+
+def table_of_attempts(seen: LiveRun) -> Table:
+    """Returns the newest attempts, the live one first."""
+    columns = ("attempt", "ranks", "began", "went on at", "commits", "lost before", "why it ended")
+    table = Table(*columns, box=None, pad_edge=False)
+    for item in seen.history.attempts[: -MAX_ATTEMPTS - 1 : -1]:
+        table.add_row(*map(Text, _attempt(item, seen.history.status.now)))
+    return table
 
 
 def _progress(save: SaveUnderWay) -> str:
