@@ -97,7 +97,8 @@ class RunWatch:
 
     def _save(self, body: Latest) -> SaveUnderWay | None:
         """Returns the newest save of the live attempt, when it lies in the bucket and is newer than all commits."""
-        known = [name for entry in (*body.live, *body.evicted) if (name := CheckpointName.parse(entry.key))]
+        keys = [*(entry.key for entry in body.live), *(entry.key for entry in body.evicted)]
+        known = [name for key in keys if (name := CheckpointName.parse(key))]
         number = body.attempt.number
         newest = max((name.save for name in known if name.attempt == number), default=0)
         with suppress(DeniedError):

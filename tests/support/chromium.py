@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playw
 from tests.support.debian_packages import prepare_programs
 
 INSTALL = "apt-get install -y --no-install-recommends chromium"
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 90_000
 LOCAL = {"127.0.0.1", "localhost"}
 SERIOUS = {"serious", "critical"}
 ARGUMENTS = (
