@@ -8,8 +8,8 @@
   export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
   `import`, `prune-runs`, `cp`.
-- views/ looks into checkpoints: `tensors`, `diff`; and serves the `page`.
-- options.py has the arguments that commands share, and everything that prints.
+- views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
+- options.py has the arguments that commands share, how a shell completes them, and everything that prints.
 
 To add a command, write a function in the file of its topic and put it into that file's COMMANDS. The function's name,
 with hyphens, is the command's name. Its docstring is the help text, and its parameters are typer arguments and options.
@@ -32,19 +32,19 @@ from raycheck.cli.bench import command as bench
 from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
 from raycheck.cli.options import Text, out, with_flags
-from raycheck.cli.views import page, tensors
+from raycheck.cli.views import page, tensors, top
 from raycheck.errors import RaycheckError
 from raycheck.terminal import printable_lines
 
 app = typer.Typer(
     help="Look at the checkpoints of Ray Train runs in a bucket, verify, keep, drop, rewind, repair and export them.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
 )
 for topic in (
     browse,
     tensors,
+    top,
     page,
     data,
     manage,

@@ -1,9 +1,10 @@
-"""Defines the arguments that commands share, and how all of them print."""
+"""Defines the arguments that commands share and how a shell completes them, and how all commands print."""
 
 import inspect
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,21 +13,18 @@ import rich.text
 import typer
 from rich.console import Console
 
-from raycheck.errors import ConfigError
+from raycheck.bucket.store import open_store
+from raycheck.errors import ConfigError, RaycheckError
+from raycheck.run import open_run
 from raycheck.storage_settings import StorageSettings
 from raycheck.terminal import printable
 
 UNCUT = 1_000_000
+MAX_OFFERED = 200
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""What is offered to a shell. It might read any other name, which may be anybody's, as more than a word."""
 out = Console(highlight=False, width=UNCUT)
 """Prints a table row as one line however long it is: other programs need whole names, and a terminal wraps lines."""
-Uri = Annotated[str, typer.Argument(help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
-Step = Annotated[
-    str | None,
-    typer.Option(metavar="STEP", help="The newest checkpoint of this step; or a checkpoint's name or key."),
-]
-At = Annotated[str, typer.Argument(metavar="STEP", help="A step, a checkpoint's name, or its key as ls shows it.")]
 
 
 class Text(rich.text.Text):
@@ -62,6 +60,61 @@ def yaml_of(file: Path, *, option: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{option} {file}: it must hold name: value pairs")
     return found
+
+
+def complete_uri(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Returns the folders beside the one that is being typed, in a bucket. A plain path is left to the shell."""
+    base, slash, begun = incomplete.rpartition("/")
+    scheme, mark, rest = base.partition("://")
+    if not slash or not mark or not (rest.strip("/") or scheme == "file") or "?" in incomplete:
+        return []
+    with suppress(RaycheckError, OSError):
+        names = open_store(base, settings_of(_storage(ctx))).list_names("")
+        fit = sorted(name for name in names if name.startswith(begun) and _WORD.fullmatch(name))
+        return [f"{base}/{name}" for name in fit[:MAX_OFFERED]]
+    return []
+
+
+def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Returns the steps of the run on the command line, newest first, and the names of its checkpoints."""
+    uri = ctx.params.get("uri") or next(iter(ctx.args), None)  # the latter before the value of an option
+    if not isinstance(uri, str):
+        return []
+    with suppress(RaycheckError, OSError):
+        entries = open_run(uri, settings_of(_storage(ctx))).latest.live
+        found = [str(entry.step) for entry in reversed(entries)]
+        found += [entry.name for entry in entries if entry.name and _WORD.fullmatch(entry.name)]
+        return [item for item in dict.fromkeys(found) if item.startswith(incomplete)][:MAX_OFFERED]
+    return []
+
+
+def _storage(ctx: typer.Context) -> Path | None:
+    found = ctx.params.get("storage")
+    return found if isinstance(found, Path) else Path(found) if isinstance(found, str) else None
+
+
+Uri = Annotated[
+    str,
+    typer.Argument(
+        help="The run: Ray's storage path and run name, e.g. s3://bucket/runs/my-run", autocompletion=complete_uri
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Storage = Annotated[Path | None, typer.Option(help="A YAML file with the fields of StorageSettings.")]
+Step = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STEP",
+        help="The newest checkpoint of this step; or a checkpoint's name or key.",
+        autocompletion=complete_step,
+    ),
+]
+At = Annotated[
+    str,
+    typer.Argument(
+        metavar="STEP", help="A step, a checkpoint's name, or its key as ls shows it.", autocompletion=complete_step
+    ),
+]
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

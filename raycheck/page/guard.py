@@ -2,8 +2,9 @@
 
 A page on 127.0.0.1 can be reached by every program of this machine and, by DNS rebinding, by every site that the user's
 browser has open. So a request needs the token, as Jupyter's does: once in the URL, then in a cookie that scripts cannot
-read and other sites do not send. And it must name a host that is known, so that a name which somebody else has pointed
-to 127.0.0.1 is refused. What changes a run must come from the page itself.
+read and other sites do not send, but for a link that the user follows, from Grafana for example. And it must name a
+host that is known, so that a name which somebody else has pointed to 127.0.0.1 is refused. What changes a run must come
+from the page itself.
 """
 
 import hmac
@@ -14,6 +15,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 COOKIE = "raycheck-token"
+HEALTH = "/health"
+"""What a probe asks for, by the pod's address and without a token."""
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 ACT_HEADER = "X-Raycheck-Act"
 """Has to come with every POST. A form of another site cannot send a header of its own."""
@@ -54,7 +57,7 @@ class Guard:
             response: web.StreamResponse
             if (refusal := self.refusal(request)) is not None:
                 response = refusal
-            elif self._token and "token" in request.query:
+            elif self._token and request.path != HEALTH and "token" in request.query:
                 response = self._signed_in(request)
             else:
                 try:
@@ -70,6 +73,8 @@ class Guard:
 
     def refusal(self, request: web.Request) -> web.Response | None:
         """Returns the answer to a request that must not be answered otherwise; None for one that may."""
+        if request.path == HEALTH and request.method in ("GET", "HEAD"):
+            return None
         name = _host_name(request.headers.get("Host", ""))
         if name not in self._hosts:
             text = f"This page is not served as {name!r}. Start it with --allow-host to allow that name.\n"
@@ -93,7 +98,7 @@ class Guard:
         here = request.path.rpartition("/")[2] or "./"
         response = web.Response(status=303, headers={"Location": str(request.url.with_query(rest).relative())})
         response.headers["Location"] = here + (f"?{request.url.with_query(rest).query_string}" if rest else "")
-        response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict", path="/")
+        response.set_cookie(COOKIE, self._token, httponly=True, samesite="Lax", path="/")
         return response
 
 

@@ -45,6 +45,16 @@ class PageScope:
             raise NotFoundError(f"{name!r} is no run below {self.prefix}")
         return open_run(self.uri(name), self.storage)
 
+    def name_of(self, uri: str) -> str | None:
+        """Return the name of the run with this URI, "" for the prefix itself; None when it is not below the prefix.
+
+        The texts are compared, and nothing is opened. A query says how a bucket is reached, and does not count.
+        """
+        base, wanted = (text.partition("?")[0].rstrip("/") for text in (self.prefix, uri))
+        if wanted == base:
+            return ""
+        return wanted.removeprefix(f"{base}/") if wanted.startswith(f"{base}/") else None
+
     def uri(self, name: str) -> str:
         """Return the address of the run at `name`. A query of the prefix stays at its end."""
         base, mark, query = self.prefix.partition("?")

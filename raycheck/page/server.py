@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection
 from functools import partial
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlencode
 
 from aiohttp import web
 
 from raycheck import ConfigError, NotFoundError, RaycheckError
 from raycheck.page import pages
-from raycheck.page.guard import Guard, is_local
+from raycheck.page.guard import HEALTH, Guard, is_local
 from raycheck.page.pages import PageScope
 from raycheck.page.rendering import render
 
@@ -27,6 +28,8 @@ def make_app(place: PageScope, *, token: str, allow_hosts: Collection[str] = ())
     app.router.add_get("/", views.runs)
     app.router.add_get("/run", views.run)
     app.router.add_get("/live", views.live)
+    app.router.add_get("/of", views.of)
+    app.router.add_get(HEALTH, _health)
     app.router.add_get("/checkpoint", views.checkpoint)
     app.router.add_get("/tensor", views.tensor)
     app.router.add_get("/diff", views.diff)
@@ -91,6 +94,16 @@ class _Views:
         status, found = await self._read(pages.live_version, _asked(request, "name"))
         return web.json_response({"version": found} if status == 200 else {"error": found}, status=status)
 
+    async def of(self, request: web.Request) -> web.Response:
+        """Leads to the view of the run with this URI, for links from elsewhere; it must lie below the prefix."""
+        name = self._place.name_of(_asked(request, "run"))
+        if name is None:
+            error = f"no run below {self._place.prefix.partition('?')[0]} has that address"
+            return web.Response(
+                status=404, text=render("error.html", self._place, error=error), content_type="text/html"
+            )
+        raise web.HTTPSeeOther(f"run?{urlencode({'name': name})}")
+
     async def checkpoint(self, request: web.Request) -> web.Response:
         view = partial(pages.checkpoint_view, search=request.query.get("search", ""))
         return await self._shown("checkpoint.html", view, _asked(request, "name"), _asked(request, "at"))
@@ -129,6 +142,12 @@ class _Views:
 def _asked(request: web.Request, name: str) -> str:
     """Returns an argument of the URL; what is missing is empty."""
     return request.query.get(name, "")
+
+
+async def _health(request: web.Request) -> web.Response:
+    """Says to a probe that the server answers. It tells nothing else, so that it needs no token."""
+    del request
+    return web.Response(text="ok\n")
 
 
 async def _static(request: web.Request) -> web.Response:

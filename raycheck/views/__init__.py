@@ -1,6 +1,7 @@
 """Describes what lies in a run, for people: plain values that the command line, a page and a notebook all show.
 
 - history.py tells what happened to a run: its attempts, why each ended, its commits, its goodput.
+- live.py watches a run: its speed, and the save under way.
 - tensors.py lists a checkpoint's tensors, with the moments of each parameter under it.
 - difference.py compares two checkpoints by their checksums, without reading a tensor.
 - tensor_sample.py reads some of a tensor's values within a byte budget, and describes them.

@@ -68,6 +68,7 @@ def test_diff_names_what_changed_and_nothing_else(run: str) -> None:
     changed = [line for line in done.stdout.splitlines() if line.startswith("changed")]
     assert [line.split()[1] for line in changed] == ["model.0.weight"]
     assert "no tensor was read" in done.stdout
+    assert done.stdout.splitlines()[:3] == ["from step-000000001-a1-s1", "to   step-000000002-a1-s2", ""]
     said = json.loads(raycheck("diff", run, "1", "2", "--json").stdout)
     assert said["counts"]["changed"] == 1
     assert said["values_changed"] == ["progress"]

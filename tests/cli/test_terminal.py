@@ -154,6 +154,7 @@ def commands(uri: str) -> list[tuple[str, ...]]:
         ("ls", uri),
         ("show", uri),
         ("show", uri, "--step", "20"),
+        ("top", uri),
         ("verify", uri),
         ("prune", uri, "--keep-last", "1", "--dry-run"),
         ("prune", uri, "--keep-best", "none:min:1"),

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
 from uuid import uuid4
 
 import pytest
 
 from raycheck.bucket.store.address import join_uri
+from raycheck.page.pages import PageScope
+from raycheck.page.server import make_app
 from raycheck.train.coordinator.ray_metrics import COUNTERS, GAUGES
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.interrupted_run import RUN
@@ -71,8 +74,21 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     assert BOARD["id"] is None
     assert len(ids) == len(set(ids))
     assert all(used == datasource for used in values_of(BOARD, "datasource"))
-    assert [variable["name"] for variable in BOARD["templating"]["list"]] == ["datasource", "run"]
+    assert [variable["name"] for variable in BOARD["templating"]["list"]] == ["datasource", "run", "page"]
     assert BOARD["templating"]["list"][0]["query"] == "prometheus"
+
+
+def test_the_dashboard_links_to_the_run_in_the_page() -> None:
+    """The address has the run's whole URI, which the page looks up below its own prefix."""
+    (link,) = BOARD["links"]
+    names = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
+
+    assert names["page"]["type"] == "textbox"
+    assert set(re.findall(r"\$\{(\w+)", link["url"])) == {"page", "run"}
+    path = link["url"].replace("${page}", "").replace("${run:percentencode}", quote("s3://bucket/runs/a b", safe=""))
+    scope = PageScope(prefix="s3://bucket/runs")
+    assert scope.name_of(parse_qs(urlsplit(path).query)["run"][0]) == "a b"
+    assert urlsplit(path).path in {str(resource.canonical) for resource in make_app(scope, token="").router.resources()}
 
 
 def test_no_two_panels_lie_on_each_other() -> None:

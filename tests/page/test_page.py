@@ -181,7 +181,7 @@ def test_only_who_has_the_token_sees_anything(browser: Browser) -> None:
     assert (answer.status, answer.headers["Location"]) == (303, "run?name=real")
     cookie = answer.headers["Set-Cookie"]
     assert "HttpOnly" in cookie
-    assert "SameSite=Strict" in cookie
+    assert "SameSite=Lax" in cookie
 
 
 def test_another_host_name_is_refused_and_so_is_what_another_site_sends(browser: Browser) -> None:
@@ -202,6 +202,22 @@ def test_every_answer_has_the_headers_that_keep_it_in(browser: Browser) -> None:
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_link_by_a_runs_uri_leads_to_its_view_when_it_is_below_the_prefix(browser: Browser, folder: Path) -> None:
+    answer, _ = browser.ask(f"/of?run=file%3A%2F%2F{folder}%2Fann%2Frunning")
+    assert (answer.status, answer.headers["Location"]) == (303, "run?name=ann/running")
+
+    for other in (f"file://{folder}-beside/x", f"file://{folder.parent}", "https://evil.example/x", ""):
+        assert browser.ask(f"/of?run={other}")[0].status == 404
+
+
+def test_a_probe_needs_neither_token_nor_name(browser: Browser) -> None:
+    answer, text = browser.ask("/health", Cookie="", Host="10.0.0.7:8766")
+
+    assert (answer.status, text) == (200, "ok\n")
+    assert "Set-Cookie" not in answer.headers
+    assert browser.ask("/health", method="POST", Cookie="")[0].status == 401
 
 
 def test_a_large_request_for_bytes_is_refused(browser: Browser) -> None:

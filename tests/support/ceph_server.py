@@ -5,7 +5,6 @@ Monitor, OSD and gateway are child processes on 127.0.0.1. Debian's packages are
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,13 +20,13 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.support.debian_packages import prepare_programs
 from tests.support.ports import free_ports
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph-authtool", "ceph")
 INSTALL = "apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common"
 BUCKET = "raycheck"
 KEY = "demo"  # also the secret; what the other servers of the tests take, so that all live in one process
-INSTALL_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 60.0
 Objectstore = Literal["memstore", "bluestore"]
@@ -219,18 +218,7 @@ def ceph_server(objectstore: Objectstore, more: str = "") -> Iterator[Cluster]:
 
 def prepare() -> None:
     """Ceph's programs, installed where that is possible. Raises RuntimeError that says what to install."""
-    if all(shutil.which(program) for program in PROGRAMS):
-        return
-    if os.getuid() != 0 or not shutil.which("apt-get"):
-        raise RuntimeError(f"the tests on Ceph need its daemons; as root on Debian: {INSTALL}")
-    wait = ("-o", "DPkg::Lock::Timeout=120")  # another installation may be under way
-    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", *wait, "update"], [*INSTALL.split(), *wait]):
-        done = subprocess.run(
-            command, env=quiet, stdin=subprocess.DEVNULL, capture_output=True, timeout=INSTALL_TIMEOUT_S, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.decode(errors='replace')[-2000:]}")
+    prepare_programs(PROGRAMS, INSTALL, who="the tests on Ceph need its daemons")
 
 
 if __name__ == "__main__":

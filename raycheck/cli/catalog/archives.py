@@ -15,11 +15,16 @@ from raycheck.catalog import download as downloads
 from raycheck.catalog.archive import pack as packing
 from raycheck.catalog.archive import unpack as unpacking
 from raycheck.catalog.read_ahead import Progress, no_progress
-from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.options import Json, Storage, Text, Uri, complete_step, out, print_json, settings_of
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
-Which = Annotated[str, typer.Argument(metavar="STEP", help="A step, a checkpoint's name as ls shows it, or HEAD.")]
+Which = Annotated[
+    str,
+    typer.Argument(
+        metavar="STEP", help="A step, a checkpoint's name as ls shows it, or HEAD.", autocompletion=complete_step
+    ),
+]
 
 
 def pack(  # noqa: PLR0917  typer makes options of them

@@ -8,10 +8,14 @@ import typer
 from raycheck.cli.options import Storage, Text, out, settings_of
 from raycheck.errors import ConfigError
 
+TOKEN_VARIABLE = "RAYCHECK_PAGE_TOKEN"  # noqa: S105  its name; an argument would show in a list of processes
 Prefix = Annotated[str, typer.Argument(help="The folder whose runs are shown, or one run, e.g. s3://bucket/runs")]
 Host = Annotated[str, typer.Option(help="Where to listen. Others than this machine's own addresses need a token.")]
 Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
-Token = Annotated[str | None, typer.Option(help="What a browser must show; by default a random one. '' asks for none.")]
+Token = Annotated[
+    str | None,
+    typer.Option(help="What a browser must show; by default a random one. '' asks for none.", envvar=TOKEN_VARIABLE),
+]
 AllowHost = Annotated[list[str] | None, typer.Option(help="Another name under which the page is reached. Repeatable.")]
 Price = Annotated[float, typer.Option("--price-per-gib-month", help="Dollars for a GiB and month.", min=0)]
 SaveTo = Annotated[Path | None, typer.Option("--save", help="Write the view of one run into this file, and end.")]

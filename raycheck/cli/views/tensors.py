@@ -86,7 +86,8 @@ def diff(  # noqa: PLR0917  typer makes options of them
 
 
 def _print_difference(found: CheckpointDifference, *, show_all: bool) -> None:
-    out.print(Text(f"from {found.before}\nto   {found.after}\n"))
+    out.print(Text(f"from {found.before}"))
+    out.print(Text(f"to   {found.after}\n"))
     shown = [item for item in found.tensors if show_all or item.change != "equal"]
     if shown:
         table = Table("", "tensor", "form", "size", "in blocks that changed", box=None, pad_edge=False)

@@ -9,6 +9,13 @@ for (const input of document.querySelectorAll("input[data-filter]")) {
   });
 }
 
+// The elements of the page that are equal to one of an older version of it, so that the focus can go where it was.
+const FOCUSABLE = ["a[href]", "button", "input", "select", "summary", "[tabindex]"].map((kind) => `main ${kind}`).join();
+const equalTo = (element) => {
+  const told = (item) => item.tagName + (item.getAttribute("href") ?? item.getAttribute("aria-label") ?? item.textContent);
+  return [...document.querySelectorAll(FOCUSABLE)].filter((item) => told(item) === told(element));
+};
+
 const live = document.getElementById("live");
 if (live) {
   const ask = async () => {
@@ -20,11 +27,14 @@ if (live) {
     const page = await fetch(location.href);
     if (!page.ok) return;
     const fresh = new DOMParser().parseFromString(await page.text(), "text/html");
-    const place = document.activeElement && document.activeElement.closest("main") ? null : window.scrollY;
+    const focused = document.activeElement?.closest("main *");
+    const number = focused ? equalTo(focused).indexOf(focused) : -1;
+    const place = window.scrollY;
     document.getElementById("main").replaceChildren(...fresh.getElementById("main").childNodes);
+    if (number >= 0) equalTo(focused)[number]?.focus({ preventScroll: true });
     const now = document.getElementById("live");
     Object.assign(live.dataset, { version: now.dataset.version });
-    if (place !== null) window.scrollTo(0, place);
+    window.scrollTo(0, place);
   };
   setInterval(ask, POLL_MS);
 }

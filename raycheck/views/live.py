@@ -1,0 +1,144 @@
+"""Watches a run as it goes on: a look asks the bucket a few small things; the history is read when it has changed.
+
+A look is one GET of `latest`. While the run may be alive, it is also one GET of the record that tells a driver's end
+and one listing of the checkpoints' directories, and one more of the directory that a save under way fills.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from raycheck.bucket.attempt_records import read_record
+from raycheck.bucket.document_reading import again_if_corrupt
+from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.object_keys import CHECKPOINTS_PREFIX, CheckpointName, checkpoint_prefix
+from raycheck.bucket.reading import Checkpoint, get_latest
+from raycheck.bucket.run_status import status_of
+from raycheck.bucket.store import Store
+from raycheck.errors import CorruptError, DeniedError, NotFoundError
+from raycheck.views.history import RunHistory, read_history
+
+MAX_GAPS = 5
+"""Over how many of the newest commits the speed is taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveUnderWay:
+    """Describes what lies in the bucket of a save that is not committed yet.
+
+    key: the checkpoint's name. objects, size_bytes: what is there. An object shows when its upload has ended, so that a
+    large one comes all at once. expected_objects, expected_bytes: what the head's save wrote, which the next one mostly
+    writes too; None without a head. A save that failed looks like this until the next one.
+    """
+
+    key: str
+    step: int
+    objects: int
+    size_bytes: int
+    expected_objects: int | None
+    expected_bytes: int | None
+
+    @property
+    def share(self) -> float | None:
+        """Returns how much of it is there, between 0 and 1; None where nobody knows."""
+        return None if not self.expected_bytes else min(1.0, self.size_bytes / self.expected_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveRun:
+    """Describes a run at one moment.
+
+    step: that of the head's commit, None without one; the bucket knows no later one. steps_per_s: steps per second over
+    the newest commits of the live attempt, saves included; None before its second commit. committed_at: unix seconds of
+    the head's commit. save: the one under way, None when there is none or it cannot be listed.
+    """
+
+    history: RunHistory
+    step: int | None
+    steps_per_s: float | None
+    committed_at: float | None
+    save: SaveUnderWay | None
+
+
+class RunWatch:
+    """Looks at one run again and again. `look` raises NotFoundError when there is no run."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._version: str | None = None
+        self._history: RunHistory | None = None
+        self._expected: tuple[str, int, int] | None = None
+
+    def look(self) -> LiveRun:
+        """Returns the run as it is now."""
+        body, got = again_if_corrupt(lambda: get_latest(self._store))
+        if self._history is None or got.version != self._version:
+            self._history = read_history(self._store)
+            self._version = got.version
+        elif self._history.status.state in ("running", "silent"):
+            with suppress(DeniedError):
+                record = read_record(self._store, body.attempt.number)
+                if record is not None:  # its driver gave up, which `latest` does not tell
+                    self._history = read_history(self._store)
+        self._history = history = self._aged(self._history, body, got.at)
+        head = next((commit for commit in history.commits if commit.is_head), None)
+        return LiveRun(
+            history=history,
+            step=None if head is None else head.step,
+            steps_per_s=_steps_per_s(history),
+            committed_at=None if head is None else head.at,
+            save=self._save(body) if history.status.state in ("running", "silent") else None,
+        )
+
+    def _aged(self, history: RunHistory, body: Latest, now: float) -> RunHistory:
+        """Returns the history with its state judged again, as that depends on the time. What has ended stays so."""
+        if history.status.state in ("running", "silent"):
+            return replace(history, status=status_of(body, None, now=max(now, history.status.now)))
+        return replace(history, status=replace(history.status, now=max(now, history.status.now)))
+
+    def _save(self, body: Latest) -> SaveUnderWay | None:
+        """Returns the newest save of the live attempt, when it lies in the bucket and is newer than all commits."""
+        keys = [*(entry.key for entry in body.live), *(entry.key for entry in body.evicted)]
+        known = [name for key in keys if (name := CheckpointName.parse(key))]
+        number = body.attempt.number
+        newest = max((name.save for name in known if name.attempt == number), default=0)
+        with suppress(DeniedError):
+            found = map(CheckpointName.parse, self._store.list_names(CHECKPOINTS_PREFIX))
+            later = [name for name in found if name and name.attempt == number and name.save > newest]
+            if later:
+                name = max(later)
+                sizes = [item.size_bytes for item in self._store.list_objects(checkpoint_prefix(str(name)))]
+                objects, size = self._expectation(body)
+                return SaveUnderWay(
+                    key=str(name),
+                    step=name.step,
+                    objects=len(sizes),
+                    size_bytes=sum(sizes),
+                    expected_objects=objects,
+                    expected_bytes=size,
+                )
+        return None
+
+    def _expectation(self, body: Latest) -> tuple[int | None, int | None]:
+        """Returns how many objects and bytes the head's save wrote itself."""
+        entry = None if body.head is None else body.entry(body.head)
+        if entry is None:
+            return None, None
+        if self._expected is None or self._expected[0] != entry.key:
+            with suppress(NotFoundError, CorruptError, DeniedError):
+                own = checkpoint_prefix(entry.key)
+                found = [
+                    item.size_bytes
+                    for key, item in Checkpoint(self._store, entry).read_manifest().objects()
+                    if key.startswith(own)
+                ]
+                self._expected = entry.key, len(found), sum(found)
+        if self._expected is None:
+            return None, None
+        return self._expected[1:]
+
+
+def _steps_per_s(history: RunHistory) -> float | None:
+    commits = history.attempts[-1].commits[-MAX_GAPS - 1 :]
+    if len(commits) < 2 or commits[-1].at <= commits[0].at:
+        return None
+    return (commits[-1].step - commits[0].step) / (commits[-1].at - commits[0].at)
