@@ -9,7 +9,7 @@ from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
-from raycheck.errors import ConfigError
+from raycheck.errors import ConfigError, NotFoundError
 from raycheck.run import open_run
 from raycheck.storage_settings import StorageSettings
 
@@ -55,17 +55,22 @@ def delete_run(
     live: bool = False,
     keep_shared: bool = False,
     keep_exports: bool = False,
+    lost: bool = False,
     storage: StorageSettings | None = None,
 ) -> DeletedRun:
     """Delete the run at `uri`, with all that lies in its folder. May be repeated.
 
     live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
     until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone.
-    Raises NotFoundError when there is no run, ConflictError when somebody starts it at this moment, ConfigError when it
-    is refused, also since another run lies in its folder.
+    lost: also when `latest` is missing: then nobody can say what the checkpoints there were for, and whether a training
+    goes on. Raises NotFoundError when there is no run, ConflictError when somebody starts it at this moment, ConfigError
+    when it is refused, also since another run lies in its folder.
     """
     store = open_store(uri, storage)
     register = Register(store)
+    if lost:
+        delete.check_folder(store)
+        delete.mark_lost(Register(store))
     counter = register.read_existing()[0].counter  # before the question: what comes after it stops the delete
     _refuse_running(uri, store, live=live)
     return delete.delete_run(
@@ -79,15 +84,25 @@ def plan_delete_run(
     live: bool = False,
     keep_shared: bool = False,
     keep_exports: bool = False,
+    lost: bool = False,
     storage: StorageSettings | None = None,
 ) -> PlannedDelete:
     """Say what `delete_run` would delete. Writes nothing, and raises what it would raise before its first write."""
-    run = open_run(uri, storage)
-    _refuse_running(uri, run.store, live=live)
-    delete.check_folder(run.store)
-    delete.check_users(run.store, run.latest, keeps_shared=keep_shared)
-    sizes = [item.size_bytes for item in delete.objects_of(run.store, keeps_exports=keep_exports)]
-    return PlannedDelete(num_objects=len(sizes), size_bytes=sum(sizes), holds=delete.users_of(run.store, run.latest))
+    store = open_store(uri, storage)
+    holds: tuple[Hold, ...] = ()
+    try:
+        run = open_run(uri, storage)
+    except NotFoundError:
+        if not lost:
+            raise
+        delete.check_lost(store)
+    else:
+        _refuse_running(uri, store, live=live)
+        delete.check_users(store, run.latest, keeps_shared=keep_shared)
+        holds = delete.users_of(store, run.latest)
+    delete.check_folder(store)
+    sizes = [item.size_bytes for item in delete.objects_of(store, keeps_exports=keep_exports)]
+    return PlannedDelete(num_objects=len(sizes), size_bytes=sum(sizes), holds=holds)
 
 
 def _refuse_running(uri: str, store: Store, *, live: bool) -> None:

@@ -91,3 +91,17 @@ def test_two_that_begin_a_run_in_one_place_at_once_never_write_to_one_key(
             assert values == {1.0}
             break
     assert 5 < write < 30
+
+
+@pytest.mark.parametrize("begin", [*BEGINNINGS.values(), lambda folder, number, dest: raycheck.copy_run(
+    f"{folder}/run-{number}", dest)], ids=[*BEGINNINGS, "copy of the whole run"])  # fmt: skip
+def test_a_folder_of_runs_does_not_become_a_run(sources: Path, tmp_path: Path, begin: Callable[..., Any]) -> None:
+    BEGINNINGS["fork"](sources, 1, f"{tmp_path}/runs/first")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(ConfigError, match=r"runs: this is a folder of runs, first is one of them.*runs/my-run"):
+        begin(sources, 2, f"{tmp_path}/runs")
+
+    assert sorted(tmp_path.rglob("*")) == before
+    begin(sources, 2, f"{tmp_path}/runs/second")
+    assert len(raycheck.list_runs(f"{tmp_path}/runs")) == 2

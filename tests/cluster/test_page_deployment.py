@@ -75,6 +75,8 @@ def test_what_is_installed_is_pinned_to_what_is_tested() -> None:
     assert set(wanted[1:]) <= set(pinned)
     assert f"--target={environment()['PYTHONPATH']}" in INSTALL["command"]
     assert INSTALL["command"][:4] == ["python", "-m", "pip", "install"]
+    nightly = (PAGE.parent / "cron-job.prune.yaml").read_text().split()
+    assert [word for word in nightly if "==" in word] == [f"raycheck=={version}", *wanted[1:]]
 
 
 def environment() -> dict[str, str]:

@@ -15,6 +15,7 @@ from raycheck.bucket.protocol.pin_and_evict import with_evicted
 from raycheck.bucket.protocol.prune_and_sweep import delete_objects, prune
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
+from raycheck.bucket.reading import list_directories, no_run_error
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Listed
 from raycheck.errors import ConfigError, ConflictError, NotFoundError
@@ -104,6 +105,47 @@ def delete_run(
     return DeletedRun(is_gone=True)
 
 
+def mark_lost(register: Register) -> None:
+    """Write a `latest` that says that the run is deleted, where checkpoints lie and `latest` is missing. Step 37.
+
+    It does nothing where there is one. Raises as check_lost.
+    """
+    store = register.store
+    owner = f"delete-{uuid4().hex[:12]}"
+
+    def create(body: Latest | None, now: float) -> Latest | None:
+        if body is not None:
+            return None
+        number = 1 + check_lost(store)
+        return Latest(
+            run_id=uuid4().hex,
+            counter=0,
+            proven=number,
+            owners=(owner,),
+            attempts=(attempt_by_hand(owner, number, restore_key=None, now=now),),
+            head=None,
+            deleted_at=now,
+        )
+
+    register.swap(create, what="delete of what is left of the run")
+
+
+def check_lost(store: Store) -> int:
+    """Return the highest attempt of the checkpoints that lie where `latest` is missing.
+
+    Raises NotFoundError when there is none, and ConfigError when other runs were given holds on them.
+    """
+    names = list_directories(store)
+    if not names:
+        raise no_run_error(store)
+    if store.list_names(object_keys.HOLDS_PREFIX):
+        raise ConfigError(
+            f"{store.uri}: other runs may use checkpoints of it, as the records below {object_keys.HOLDS_PREFIX} say. "
+            "First rebuild latest with 'raycheck repair'; then 'raycheck delete-run' knows what they use"
+        )
+    return names[-1].attempt
+
+
 def check_folder(store: Store) -> None:
     """Raise ConfigError when another run lies inside the folder of this one, however deep. This lists all objects."""
     for item in store.list_objects(""):
@@ -122,7 +164,8 @@ def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
     if holds and not keeps_shared:
         names = ", ".join(hold.holder for hold in holds[:5])
         raise ConfigError(
-            f"{store.uri}: {len(holds)} other runs use checkpoints of it ({names}). Delete them first, or give "
+            f"{store.uri}: {'another run uses' if len(holds) == 1 else f'{len(holds)} other runs use'} checkpoints of "
+            f"it ({names}). Delete {'that one' if len(holds) == 1 else 'them'} first, or give "
             "--keep-shared: then what they use stays until they have dropped it"
         )
 

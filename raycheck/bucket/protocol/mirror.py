@@ -14,6 +14,7 @@ from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Evicted, Latest, Mirror
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.claim import claimed_body
+from raycheck.bucket.protocol.new_run import refuse_folder_of_runs
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
@@ -40,7 +41,8 @@ def original(body: Latest) -> Latest:
 def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointName, ...]]:
     """Read the body at the place of a mirror, None when nothing is there, and list the directories that it has.
 
-    Raises CorruptError when there are checkpoints without `latest`, or of attempts that it does not know.
+    Raises CorruptError when there are checkpoints without `latest`, or of attempts that it does not know; ConfigError
+    when other runs lie in the place.
     """
 
     def look() -> tuple[Latest | None, tuple[CheckpointName, ...]]:
@@ -50,7 +52,10 @@ def look_at_mirror(register: Register) -> tuple[Latest | None, tuple[CheckpointN
             raise lost_error(register.store.uri, f"{'does not know' if found else 'is missing beside'} {names[-1]}")
         return (found[0] if found else None), tuple(names)
 
-    return again_if_corrupt(look)
+    found, names = again_if_corrupt(look)
+    if found is None:
+        refuse_folder_of_runs(register.store)
+    return found, names
 
 
 def check_mirror(uri: str, body: Latest, source: Latest) -> None:

@@ -6,7 +6,9 @@ crash before that leaves a run that does not exist yet, and the next try takes t
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import MappingProxyType
 
 from raycheck.bucket.document_reading import again_if_corrupt
@@ -20,8 +22,10 @@ from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import list_directories
 from raycheck.bucket.store import Store
-from raycheck.errors import SaveFailedError
+from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
 
+MOST_FOLDERS_ASKED = 20
+"""How many folders in a place are asked whether they are runs: in a folder of runs the first one is."""
 NOTHING_BORROWED: Mapping[str, str] = MappingProxyType({})
 
 
@@ -45,7 +49,8 @@ def look_at_place(register: Register) -> tuple[Latest | None, int]:
     """Look at the place where a run is to begin.
 
     Returns the body of the run that is there already, or None, and the lowest save number that no directory of a
-    checkpoint has. Raises CorruptError when there are checkpoints of trainings, but no `latest`: it was lost.
+    checkpoint has. Raises CorruptError when there are checkpoints of trainings, but no `latest`: it was lost; and
+    ConfigError when the place is the folder in which other runs lie.
     """
 
     def look() -> tuple[Latest | None, list[CheckpointName]]:
@@ -56,7 +61,21 @@ def look_at_place(register: Register) -> tuple[Latest | None, int]:
         return (existing[0] if existing else None), ours
 
     existing, ours = again_if_corrupt(look)
+    if existing is None:
+        refuse_folder_of_runs(register.store)
     return existing, 1 + max((name.save for name in ours), default=0)
+
+
+def refuse_folder_of_runs(store: Store) -> None:
+    """Raise ConfigError when runs lie in the folder that the store is of: a run there would have them inside of it."""
+    for name in islice(store.list_folders(""), MOST_FOLDERS_ASKED):
+        with suppress(NotFoundError):
+            store.head(f"{name}/{object_keys.LATEST_KEY}")
+            folder = store.uri.partition("?")[0].rstrip("/")
+            raise ConfigError(
+                f"{folder}: this is a folder of runs, {name} is one of them. Give the new run a name in it, such as "
+                f"{folder}/my-run"
+            )
 
 
 def reserve_name(store: Store, origin: Origin, *, step: int, save: int) -> CheckpointName:

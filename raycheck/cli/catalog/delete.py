@@ -46,6 +46,7 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
         bool, typer.Option("--keep-shared", help="Keep what other runs use until they have dropped it.")
     ] = False,
     keep_exports: Annotated[bool, typer.Option("--keep-exports", help="Leave exports/ alone.")] = False,
+    lost: Annotated[bool, typer.Option("--lost", help="Also what lies where 'latest' is missing.")] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
     storage: Storage = None,
@@ -54,7 +55,7 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
     settings = settings_of(storage)
     if dry_run or not yes:  # otherwise nobody is told what there is
         plan = deletes.plan_delete_run(
-            uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings
+            uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, lost=lost, storage=settings
         )
     if dry_run:
         holds = [hold.holder for hold in plan.holds]
@@ -67,7 +68,9 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
     if not yes:
         word = uri.partition("?")[0].rstrip("/").rpartition("/")[2]
         _confirm(f"{uri} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
-    done = deletes.delete_run(uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, storage=settings)
+    done = deletes.delete_run(
+        uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, lost=lost, storage=settings
+    )
     if as_json:
         print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})
     elif done.is_gone:

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from raycheck.bucket.protocol.delete import delete_checkpoint, delete_run
+import raycheck
+from raycheck.bucket.format import object_keys
+from raycheck.bucket.protocol.delete import delete_checkpoint, delete_run, mark_lost
 from raycheck.bucket.protocol.fork import fork
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.prune_and_sweep import prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
-from raycheck.bucket.store import Store
+from raycheck.bucket.store import Store, open_store
 from raycheck.errors import ConfigError, ConflictError, FencedError, NotFoundError, StoreError
 from tests.support.crash_enumeration import claim, run
 from tests.support.fault_injection import Wire, World
@@ -182,3 +184,45 @@ def test_a_store_that_fails_leaves_the_run_marked_and_not_begun_anew(store: Stor
 
     assert read_latest(store).deleted_at is not None
     assert delete_run(Register(store)).is_gone
+
+
+def test_what_is_left_of_a_run_without_latest_is_deleted_only_when_asked_to(tmp_path) -> None:
+    uri = f"{tmp_path}/run"
+    store = open_store(uri)
+    trained(store)
+    store.delete(object_keys.LATEST_KEY)
+    before = everything(store)
+    with pytest.raises(NotFoundError, match="raycheck repair"):
+        raycheck.delete_run(uri)
+    assert everything(store) == before
+
+    assert raycheck.delete_run(uri, lost=True).is_gone
+
+    assert everything(store) == {}
+    with pytest.raises(NotFoundError, match="no run here"):
+        raycheck.delete_run(uri, lost=True)
+
+
+def test_what_is_left_of_a_run_that_others_use_is_not_deleted() -> None:
+    world = two_runs()
+    source = Placed(world.open(), SOURCE)
+    source.delete(object_keys.LATEST_KEY)
+    before = everything(source)
+
+    with pytest.raises(ConfigError, match=r"other runs may use.*raycheck repair"):
+        mark_lost(Register(source))
+
+    assert everything(source) == before
+
+
+def test_a_delete_of_what_is_left_that_dies_goes_on_and_lets_nobody_begin_there(store: Store) -> None:
+    trained(store)
+    store.delete(object_keys.LATEST_KEY)
+
+    mark_lost(Register(store))
+    with pytest.raises(ConfigError, match="was deleted"):
+        Driver(store, "new").claim("g9")
+    mark_lost(Register(store))
+
+    assert delete_run(Register(store)).is_gone
+    assert everything(store) == {}
