@@ -63,8 +63,8 @@ def delete_run(
     live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
     until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone.
     lost: also when `latest` is missing: then nobody can say what the checkpoints there were for, and whether a training
-    goes on. Raises NotFoundError when there is no run, ConflictError when somebody starts it at this moment, ConfigError
-    when it is refused, also since another run lies in its folder.
+    goes on. Raises NotFoundError when there is no run, ConflictError when somebody starts it at this moment, and
+    ConfigError when it is refused, also since another run lies in its folder.
     """
     store = open_store(uri, storage)
     register = Register(store)
