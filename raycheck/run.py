@@ -19,6 +19,8 @@ from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.name_and_score import names_in
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion, plan_prune, prune
+from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
@@ -267,6 +269,25 @@ class Run:
     def unname_checkpoint(self, name: str) -> "Run":
         """Take a name off its checkpoint, which is left to retention again. Raises NotFoundError."""
         return Run(self.store, name_and_score.unname(self._register, name))
+
+    def rewind(self, at: int | str) -> "Run":
+        """Make an earlier checkpoint the head: the next start restores it. A training that still runs is ended.
+
+        Later checkpoints stay listed until retention drops them. Raises NotFoundError, and DamagedError for a
+        checkpoint that is still damaged.
+        """
+        return Run(self.store, rewind(self._register, self._key(at)))
+
+    def plan_prune(self, *, grace_s: float = GRACE_S) -> tuple[Deletion, ...]:
+        """List what `prune` would delete now, or after the grace. Writes nothing."""
+        return plan_prune(self._register, grace_s=grace_s)
+
+    def prune(self, *, grace_s: float = GRACE_S) -> tuple[str, ...]:
+        """Delete what was dropped or has expired, once its readers had `grace_s` seconds. Returns the keys that went.
+
+        A running training goes on. What else to drop is said by its settings, or by the options of `raycheck prune`.
+        """
+        return prune(self._register, grace_s=grace_s)
 
     def score(self, at: int | str, scores: Mapping[str, float]) -> "Run":
         """Attach what was measured of a checkpoint after its commit, such as {"mmlu": 0.63}.

@@ -28,12 +28,13 @@ MAX_VALUE_TEXT = 4000
 class PageScope:
     """Holds where the page looks, fixed when it starts.
 
-    prefix: the folder of runs, or one run. price: dollars for a GiB and month.
+    prefix: the folder of runs, or one run. price: dollars for a GiB and month. can_edit: whether the views offer acts.
     """
 
     prefix: str
     storage: StorageSettings | None = None
     price: float = 0.023
+    can_edit: bool = False
 
     def run(self, name: str) -> Run:
         """Open the run that lies at `name` below the prefix; "" is the run at the prefix itself.
@@ -42,7 +43,7 @@ class PageScope:
         """
         parts = name.split("/") if name else []
         if any(part in ("", ".", "..") for part in parts):
-            raise NotFoundError(f"{name!r} is no run below {self.prefix}")
+            raise NotFoundError(f"{name!r} is no run below {self.prefix.partition('?')[0]}")
         return open_run(self.uri(name), self.storage)
 
     def name_of(self, uri: str) -> str | None:

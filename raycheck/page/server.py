@@ -11,7 +11,8 @@ from urllib.parse import urlencode
 from aiohttp import web
 
 from raycheck import ConfigError, NotFoundError, RaycheckError
-from raycheck.page import pages
+from raycheck.page import acts, pages
+from raycheck.page.background_acts import BackgroundActs
 from raycheck.page.guard import HEALTH, Guard, is_local
 from raycheck.page.pages import PageScope
 from raycheck.page.rendering import render
@@ -34,6 +35,10 @@ def make_app(place: PageScope, *, token: str, allow_hosts: Collection[str] = ())
     app.router.add_get("/tensor", views.tensor)
     app.router.add_get("/diff", views.diff)
     app.router.add_get("/static/{file}", _static)
+    if place.can_edit:
+        app.router.add_get("/act", views.ask)
+        app.router.add_post("/act", views.act)
+        app.router.add_get("/progress", views.progress)
     return app
 
 
@@ -81,6 +86,7 @@ class _Views:
 
     def __init__(self, place: PageScope) -> None:
         self._place = place
+        self._acts = BackgroundActs()
 
     async def runs(self, request: web.Request) -> web.Response:
         del request
@@ -117,6 +123,32 @@ class _Views:
     async def diff(self, request: web.Request) -> web.Response:
         names = [_asked(request, name) for name in ("name", "before", "after")]
         return await self._shown("diff.html", pages.diff_view, *names)
+
+    async def ask(self, request: web.Request) -> web.Response:
+        """Shows what an act would do, and a button that does it."""
+        names = [_asked(request, name) for name in ("name", "kind", "at")]
+        return await self._shown("act.html", acts.act_view, *names)
+
+    async def act(self, request: web.Request) -> web.Response:
+        """Does an act. Answers with what came of it, or with the id of one that goes on in the background."""
+        form = await request.post()
+        name, kind, at, value = (str(form.get(field, "")) for field in ("name", "kind", "at", "value"))
+
+        def do(place: PageScope) -> dict[str, str]:
+            act, target = acts.act_of(kind), acts.Target(place=place, name=name, at=at, value=value)
+            if act.is_long:
+                return {"id": self._acts.start(partial(act.do, target))}
+            return {"text": act.do(target, lambda _: None)}
+
+        status, found = await self._read(do)
+        return web.json_response(found if status == 200 else {"error": found}, status=status)
+
+    async def progress(self, request: web.Request) -> web.Response:
+        """Says how far an act in the background is, or what came of it."""
+        act = self._acts.get(_asked(request, "id"))
+        if act is None:
+            return web.json_response({"error": "the page was started again since"}, status=404)
+        return web.json_response({"text": act.text, "is_done": act.is_done, "has_failed": act.has_failed})
 
     async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
         """Returns the HTML of a view, or of the error that kept it from being read."""

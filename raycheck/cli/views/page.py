@@ -18,6 +18,9 @@ Token = Annotated[
 ]
 AllowHost = Annotated[list[str] | None, typer.Option(help="Another name under which the page is reached. Repeatable.")]
 Price = Annotated[float, typer.Option("--price-per-gib-month", help="Dollars for a GiB and month.", min=0)]
+Edit = Annotated[
+    bool, typer.Option("--edit", help="Offer to pin, name, rewind, verify, export, delete and prune, too.")
+]
 SaveTo = Annotated[Path | None, typer.Option("--save", help="Write the view of one run into this file, and end.")]
 
 
@@ -29,9 +32,10 @@ def page(  # noqa: PLR0917  typer makes options of them
     allow_host: AllowHost = None,
     price_per_gib_month: Price = 0.023,
     save_to: SaveTo = None,
+    edit: Edit = False,
     storage: Storage = None,
 ) -> None:
-    """Serve a web page over all runs below a prefix, or over one run. It changes nothing.
+    """Serve a web page over all runs below a prefix, or over one run. Without --edit it changes nothing.
 
     It shows each run's attempts and why they ended, its commits and metrics, why each checkpoint is kept, every tensor
     with its statistics, and what changed between two checkpoints. Open the address that it prints.
@@ -45,7 +49,9 @@ def page(  # noqa: PLR0917  typer makes options of them
             f"the page needs {error.name}, which is not installed: pip install 'raycheck[page]'"
         ) from None
     where = prefix if "://" in prefix else Path(prefix).absolute().as_uri()
-    place = PageScope(prefix=where, storage=settings_of(storage), price=price_per_gib_month)
+    place = PageScope(
+        prefix=where, storage=settings_of(storage), price=price_per_gib_month, can_edit=edit and save_to is None
+    )
     if save_to is not None:
         save_run(place, save_to)
         out.print(Text(f"wrote {save_to}"))

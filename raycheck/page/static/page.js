@@ -38,3 +38,33 @@ if (live) {
   };
   setInterval(ask, POLL_MS);
 }
+
+// An act: its question is the page, its button sends it once. The header shows that it comes from this page.
+const outcome = document.getElementById("outcome");
+for (const form of document.querySelectorAll("form[data-act]")) {
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const button = form.querySelector("button");
+    button.disabled = true;
+    outcome.textContent = "...";
+    const say = (found) => {
+      outcome.textContent = found.error ?? found.text;
+      outcome.className = found.error || found.has_failed ? "error" : "";
+    };
+    const ask = async (path, more) => {
+      const answer = await fetch(path, more).catch(() => null);
+      return answer === null ? { error: "no answer; look at the run whether it was done" } : answer.json();
+    };
+    let found = await ask("act", {
+      method: "POST", headers: { "X-Raycheck-Act": "1" }, body: new URLSearchParams(new FormData(form)),
+    });
+    const { id } = found;
+    while (id && !found.is_done && !found.error) {
+      found = await ask(`progress?${new URLSearchParams({ id })}`);
+      say(found);
+      if (!found.is_done) await new Promise((go) => setTimeout(go, 500));
+    }
+    say(found);
+    if (found.error) button.disabled = false;
+  });
+}
