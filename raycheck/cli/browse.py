@@ -12,8 +12,10 @@ from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
+from raycheck.bucket.verify import Finding
 from raycheck.catalog.listing import list_runs
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import CorruptError, NotFoundError
 from raycheck.run import Run, open_run
 from raycheck.storage_settings import StorageSettings
@@ -102,7 +104,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
     checkpoints = run.checkpoints if step is None else (run.at(step),)
     if not checkpoints:
         raise NotFoundError(f"{uri}: the run has no committed checkpoint to verify")
-    found = [(item.entry.key, finding) for item in checkpoints for finding in item.verify()]
+    found = _verified(checkpoints)
     bad = [finding for _, finding in found if finding.problem]
     if as_json:
         print_json(
@@ -127,6 +129,19 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
                     out.print(Text(f"       and {len(finding.where) - MAX_PLACES} more (--json has them all)"))
     if bad:
         raise typer.Exit(1)
+
+
+def _verified(checkpoints: tuple[Checkpoint, ...]) -> list[tuple[str, Finding]]:
+    """Returns what was found about each object, with its checkpoint's key. Shows how far it is."""
+    total, done, found = sum(item.entry.size_bytes for item in checkpoints), 0, []
+    with progress_bar() as progress:
+        progress(0, total)
+        for item in checkpoints:
+            for finding in item.verify():
+                found.append((item.entry.key, finding))
+                done += finding.size_bytes
+                progress(done, max(total, done))
+    return found
 
 
 def _open_or_say(uri: str, storage: StorageSettings | None, *, as_json: bool) -> Run:

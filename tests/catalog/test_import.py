@@ -173,6 +173,31 @@ def test_tensors_are_cut_into_shards_that_memory_can_hold(tmp_path: Path, monkey
     assert torch.equal(live["b"], torch.arange(7))
 
 
+def test_names_lose_one_module_of_ddp_and_a_note_says_so(tmp_path: Path) -> None:
+    given = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)})
+    own, wrapped = given.state_dict(), {f"module.{name}": item for name, item in given.state_dict().items()}
+    compiled = {f"_orig_mod.{name}": item for name, item in wrapped.items()}
+    for number, state in enumerate((own, wrapped, compiled)):
+        torch.save(state, tmp_path / f"{number}.pt")
+
+    done = [import_checkpoint(f"{tmp_path}/{number}.pt", f"file://{tmp_path}/{number}") for number in range(3)]
+
+    assert ["without it, as 'weight'" in "".join(item.notes) for item in done] == [True, False, False]
+    assert ["without it, as 'module.weight'" in "".join(item.notes) for item in done] == [False, True, True]
+    for item, into in zip(
+        done,
+        (torch.nn.Linear(3, 2), *(torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)}) for _ in "ab")),
+        strict=True,
+    ):
+        checked(item.uri).restore(into={"model": into})
+        assert [torch.equal(*pair) for pair in zip(into.state_dict().values(), own.values(), strict=True)] == [
+            True,
+            True,
+        ]
+    with pytest.raises(RaycheckError, match="weight"):  # never quietly another model
+        checked(done[0].uri).restore(into={"model": torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)})})
+
+
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "bin"])
 def test_a_hugging_face_directory_comes_back_out_of_an_export(tmp_path: Path, form: str) -> None:
     model = hf_models.llama(seed=3)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 TOKENIZER = "tokenizer"
-_WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +67,7 @@ def imported_state(
         if not name.replace(".", "_").isidentifier() or name in (*OWN_ENTRIES, ASSETS):
             raise ConfigError(f"{name!r} cannot be the name of an entry; give it one with entries=, as NAME=KEY")
         if name in models:
+            notes.extend(_renamed(name, part, models[name]))
             made.append(ImportedEntry(name=name, kind="module", found=_module(name, models[name]).gather()))
         elif is_optimizer(part):
             ordered = models if state.is_ordered else {}
@@ -154,14 +154,26 @@ def _is_module(part: object) -> bool:
 
 
 def _plain_state_dict(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state dict without the names that DDP and torch.compile put before those of the plain model."""
+    """Returns a state dict without the names that DDP and torch.compile put before those of the plain model.
+
+    Each of them stands there once at most: a second `module.` is the model's own.
+    """
     found = dict(part)
-    for wrapper in (*_WRAPPERS, *_WRAPPERS):
+    for wrapper in ("_orig_mod.", "module.", "_orig_mod."):  # either may be around the other
         if found and all(name.startswith(wrapper) for name in found):
             found = {name.removeprefix(wrapper): item for name, item in found.items()}
     if len({_plain(name) for name in found}) == len(found):
         found = {_plain(name): item for name, item in found.items()}
     return found
+
+
+def _renamed(name: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
+    """Returns a note when the names of module `name` lost the `module.` that each began with."""
+    first = next(iter(kept))
+    if f"module.{first}" != _plain(next(iter(given))):
+        return []
+    said = f"{name}: all names began with 'module.', as DDP writes them, and are kept without it, as {first!r}"
+    return [f"{said}. If it is the model's own, restore into the model's part `module`"]
 
 
 def _plain(name: str) -> str:

@@ -1,21 +1,16 @@
 """Commands that take a checkpoint out of a bucket, and put it into one: `pack`, `unpack` and `download`."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Annotated, cast
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
 
 from raycheck.catalog import download as downloads
 from raycheck.catalog.archive import pack as packing
 from raycheck.catalog.archive import unpack as unpacking
-from raycheck.catalog.read_ahead import Progress, no_progress
 from raycheck.cli.options import Json, Storage, Text, Uri, complete_step, out, print_json, settings_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
@@ -44,7 +39,7 @@ def pack(  # noqa: PLR0917  typer makes options of them
     if file == "-" and sys.stdout.isatty():
         raise ConfigError("an archive is not for a terminal; redirect stdout, or name a file")
     target: str | IO[bytes] = sys.stdout.buffer if file == "-" else file
-    with _shown() as progress:
+    with progress_bar() as progress:
         done = packing.pack(uri, target, step=step, zstd=zstd, storage=settings_of(storage), progress=progress)
     if as_json:
         print_json({"file": file} | asdict(done))
@@ -64,7 +59,7 @@ def unpack(
     All of the archive is verified before the run exists. The next training there goes on from its checkpoint.
     """
     source: str | IO[bytes] = sys.stdin.buffer if file == "-" else file
-    with _shown() as progress:
+    with progress_bar() as progress:
         done = unpacking.unpack(source, uri, dry_run=dry_run, storage=settings_of(storage), progress=progress)
     if as_json:
         print_json({"run": uri, "dry_run": dry_run} | asdict(done))
@@ -90,7 +85,7 @@ def download(  # noqa: PLR0917  typer makes options of them
 
     It can be repeated, and fetches only what is missing. `raycheck export-hf` makes a Hugging Face directory.
     """
-    with _shown() as progress:
+    with progress_bar() as progress:
         done = downloads.download(
             uri,
             folder,
@@ -107,20 +102,6 @@ def download(  # noqa: PLR0917  typer makes options of them
     out.print(
         Text(f"{done.checkpoint}: {len(done.files)} files, {total} in {folder}; {size(done.fetched_bytes)} fetched now")
     )
-
-
-@contextmanager
-def _shown() -> Iterator[Progress]:
-    """Shows on a terminal's stderr how much is done. Says nothing where stderr is no terminal."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield no_progress
-        return
-    with Bar(
-        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 COMMANDS = (pack, unpack, download)

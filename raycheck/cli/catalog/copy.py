@@ -2,22 +2,20 @@
 
 import json
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
 from raycheck.catalog.object_copy import StoppedError
 from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
@@ -59,7 +57,7 @@ def cp(  # noqa: PLR0917  typer makes options of them
             out.print(Text(f"{name}  {size(count)}"))
         out.print(Text(f"{len(plan.sizes)} checkpoints, at most {size(plan.size_bytes)}, would be copied"))
         return
-    with _stopped_by_signals() as stop, _progress_bar() as show:
+    with _stopped_by_signals() as stop, progress_bar() as show:
         if follow:
             try:
                 follow_run(
@@ -126,18 +124,6 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """Yields what shows progress on stderr, with rate and time left; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("time left"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("copy", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 COMMANDS = (cp,)

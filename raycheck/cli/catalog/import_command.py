@@ -1,17 +1,15 @@
 """`raycheck import`: makes a run of a checkpoint that something else has written."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 
 from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
@@ -56,10 +54,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
     """
     from raycheck.catalog.importing.import_checkpoint import import_checkpoint
 
-    bar = Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True), transient=True)
-    bar.disable = not sys.stderr.isatty()
-    with bar:
-        task = bar.add_task("")
+    with progress_bar() as progress:
         done = import_checkpoint(
             source,
             dest,
@@ -70,7 +65,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
             skip_values=skip_values,
             storage=settings_of(storage),
             dry_run=dry_run,
-            told=lambda written, total: bar.update(task, completed=written, total=total),
+            told=progress,
         )
     if as_json:
         print_json(asdict(done))
