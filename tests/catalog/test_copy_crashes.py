@@ -86,7 +86,9 @@ def faults(calls: list[Call]) -> Iterator[tuple[int, Mode | None, bool]]:
                 yield from ((number, mode, dies) for dies in (True, False))
 
 
-@pytest.mark.parametrize("is_second", [False, True], ids=["first", "repeated"])
+@pytest.mark.parametrize(
+    "is_second", [pytest.param(False, id="first"), pytest.param(True, id="repeated", marks=pytest.mark.slow)]
+)
 def test_a_copy_that_dies_anywhere_is_made_whole_by_a_repeat(is_second: bool) -> None:
     def begin() -> tuple[World, World]:
         (source, driver), target = source_world(), target_world()

@@ -389,7 +389,9 @@ def gives_back_what_it_has(wire: Wire) -> tuple[str, ...]:
 
 
 @pytest.mark.enumeration
-@pytest.mark.parametrize("other", ["its own prune", "retention", "sweep of orphans"])
+@pytest.mark.parametrize(
+    "other", ["its own prune", pytest.param("retention", marks=pytest.mark.slow), "sweep of orphans"]
+)
 def test_a_run_that_uses_a_base_beside_anybody_in_any_order_loses_nothing(clock: Clock, other: str) -> None:
     world, mine, theirs = {
         "its own prune": (returning_world, uses_base_again, gives_back_what_it_has),
@@ -415,7 +417,13 @@ def orphans_are_dropped(wire: Wire) -> tuple[str, ...]:
 
 
 @pytest.mark.enumeration
-@pytest.mark.parametrize("other", [source_trains, orphans_are_dropped], ids=["retention", "sweep of orphans"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(source_trains, marks=pytest.mark.slow, id="retention"),
+        pytest.param(orphans_are_dropped, id="sweep of orphans"),
+    ],
+)
 def test_a_fork_beside_its_source_s_retention_in_any_order_loses_nothing(clock: Clock, other) -> None:
     orders = Orders(aged_world if other is orphans_are_dropped else source_world, (forks, other), clock, max_switches=2)
     for world, outcomes in orders.all():
