@@ -283,6 +283,41 @@ def test_a_callback_with_weights_of_its_own_is_refused_by_name(run: str, tmp_pat
     assert raycheck.open_run(run).head is None
 
 
+class Counts(TrainerCallback):
+    """Counts steps, and has a setting that looks alike."""
+
+    def __init__(self) -> None:
+        self.patience = 3
+        self.steps = 0
+        self.seen: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps += 1
+        self.seen.append(state.global_step)
+
+
+class SavedCounts(Counts):
+    """Counts the same, and is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "seen": list(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.seen = state["steps"], list(state["seen"])
+
+
+def test_what_a_callback_counts_and_no_save_has_is_named_once(
+    run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = SavedCounts()
+    cut_off(run, tmp_path, 5, callbacks=(Counts(), saved))
+    said = [record.message for record in caplog.records if "begins anew" in record.message]
+
+    assert len(said) == 1
+    assert "the callback Counts counts in seen, steps, which is not saved" in said[0]
+    assert "patience" not in said[0]
+
+
 def test_the_base_of_a_peft_model_is_uploaded_once(tmp_path: Path) -> None:
     def model() -> torch.nn.Module:
         torch.manual_seed(0)

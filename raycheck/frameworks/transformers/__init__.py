@@ -8,6 +8,7 @@ trainer_run        one call of train(): its Checkpointer, and what comes when
 training_data      the stream of batches behind a loader as the Trainer expects it
 generation_data    the same for TRL's GRPO, whose batches are prompts to generate from
 trainer_values     what the Trainer and its callbacks count, as entries of the state
+unsaved_counts     a warning of what callbacks count and no save has
 """
 
 from raycheck.frameworks.transformers.prepare import prepare

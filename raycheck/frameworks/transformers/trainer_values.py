@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from raycheck.frameworks.transformers.unsaved_counts import UnsavedCounts
+
 logger = logging.getLogger("raycheck")
 
 _COUNTED = (
@@ -40,10 +42,13 @@ class TrainerValues:
         self._trainer = trainer
         self._facts = dict(facts)
         self._began = dict(_callback_states(trainer))
+        self._unsaved = UnsavedCounts(trainer.callback_handler.callbacks)
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        if trainer.state.global_step:
+            self._unsaved.warn()
         metrics = getattr(trainer, "_metrics", {}).get("train", {})
         return {
             "state": {name: getattr(trainer.state, name) for name in _COUNTED},
