@@ -153,10 +153,11 @@ def test_the_next_training_goes_on_from_an_unpacked_checkpoint(sample: Sample) -
     new = open_store(f"memory://{uuid4().hex}")
     raycheck.unpack(io.BytesIO(sample.pack(step=4)), new.uri)
 
-    attempt, entry = claim(
+    claimed = claim(
         Register(new), Identity(owner="me", coordinator="one"), group="g", world_size=1, resume=AUTO, run_id="other"
     )
 
+    attempt, entry = claimed.attempt, claimed.entry
     assert (attempt.number, entry.step, entry.key) == (1, 4, "step-000000004-a0-s1")
     assert_invariants(new)
 
