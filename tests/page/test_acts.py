@@ -2,19 +2,21 @@
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 import torch
 
 import raycheck
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import folder_uri, path_uri
 from tests.page.test_page import Browser
 from tests.support.invariants import assert_invariants
 from tests.support.page_server import page_server
@@ -35,8 +37,10 @@ def run(tmp_path: Path) -> Path:
 class Editor(Browser):
     """Asks a page with --edit as its script does."""
 
-    def act(self, kind: str, at: str = "", *, value: str = "", **headers: str) -> tuple[int, dict[str, Any]]:
-        body = urlencode({"name": "real", "kind": kind, "at": at, "value": value})
+    def act(
+        self, kind: str, at: str = "", *, value: str = "", name: str = "real", **headers: str
+    ) -> tuple[int, dict[str, Any]]:
+        body = urlencode({"name": name, "kind": kind, "at": at, "value": value})
         given = {
             "Host": self.host,
             "Cookie": self.cookie,
@@ -166,6 +170,34 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) 
     assert editor.act("pin", first, Cookie="raycheck-token=wrong")[0] == 401
     assert editor.act("pin", first, Host="evil.example")[0] == 403
     assert raycheck.open_run(str(run)).latest == before
+
+
+def test_no_act_and_no_view_leads_out_of_the_prefix(run: Path, editor: Editor) -> None:
+    outside = run.parents[1] / "other"
+    shutil.copytree(run, outside)
+    first, *_ = keys(outside)
+    before = raycheck.open_run(str(outside)).latest
+
+    for name in ("../other", "real/../../other", "%2e%2e/other", "%2E%2E%2Fother", "real\0"):
+        for kind in ("pin", "delete", "rewind"):
+            status, found = editor.act(kind, first, name=name)
+            assert status == 404, (name, kind, found)
+        assert editor.ask("/run?" + urlencode({"name": name}))[0].status == 404, name
+
+    assert raycheck.open_run(str(outside)).latest == before
+
+
+def test_a_run_is_changed_whatever_its_name_would_mean_in_an_address(run: Path, editor: Editor) -> None:
+    name = "a b?region=eu#1 50%25"
+    shutil.copytree(run, run.parent / name)
+    first, *_ = keys(run)
+
+    assert editor.act("pin", first, name=name) == (200, {"text": f"{first} is pinned."})
+
+    assert raycheck.open_run(path_uri(str(run.parent / name))).at(first).entry.pinned
+    assert f"kind=pin&amp;at={first}" in editor.view(f"/checkpoint?name=real&at={first}"), "another run was pinned"
+    answer, _ = editor.ask("/of?" + urlencode({"run": folder_uri(run.parent.as_uri(), name)}))
+    assert parse_qs(urlsplit(answer.headers["Location"]).query) == {"name": [name]}
 
 
 def test_no_error_shows_the_settings_in_the_prefix() -> None:
