@@ -116,6 +116,7 @@ class Name(Act):
 
 class Rewind(Act):
     label = "Rewind"
+    is_long = True  # one that was found damaged is read through first
 
     def preview(self, target: Target) -> str:
         run = target.run()

@@ -137,10 +137,13 @@ class _Views:
         def do(place: PageScope) -> dict[str, str]:
             act, target = acts.act_of(kind), acts.Target(place=place, name=name, at=at, value=value)
             if act.is_long:
+                target.run()  # what is no run is refused at once
                 return {"id": self._acts.start(partial(act.do, target))}
             return {"text": act.do(target, lambda _: None)}
 
         status, found = await self._read(do)
+        if status == 504:
+            found = f"{found}; it may be done all the same, so look at the run before you try again"
         return web.json_response(found if status == 200 else {"error": found}, status=status)
 
     async def progress(self, request: web.Request) -> web.Response:

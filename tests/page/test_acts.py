@@ -126,7 +126,7 @@ def test_acts_do_what_the_commands_do(run: Path, editor: Editor) -> None:
     assert editor.act("unpin", first)[0] == 200
     assert editor.act("name", second, value="before-rlhf")[0] == 200
     assert raycheck.open_run(str(run)).at("before-rlhf").entry.key == second
-    assert editor.act("rewind", second) == (200, {"text": f"The head is {second}."})
+    assert editor.done("rewind", second)["text"] == f"The head is {second}."
     assert editor.act("delete", third)[0] == 200
     assert "1 of them would be deleted now" not in editor.question("prune"), "readers of it have ten minutes"
 
@@ -170,6 +170,15 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) 
     assert editor.act("pin", first, Cookie="raycheck-token=wrong")[0] == 401
     assert editor.act("pin", first, Host="evil.example")[0] == 403
     assert raycheck.open_run(str(run)).latest == before
+
+
+def test_a_page_that_asks_for_no_token_takes_a_browser_that_has_one_of_another_page(run: Path) -> None:
+    first, *_ = keys(run)
+    with serve(str(run.parent), "--edit", "--token", "") as open_to_all:  # a cookie is sent to every port of a host
+        assert open_to_all.ask("/")[0].status == 200
+        assert open_to_all.act("pin", first)[0] == 200
+        assert open_to_all.act("unpin", first, Origin="http://evil.example")[0] == 403
+        assert open_to_all.ask("/", Host="evil.example")[0].status == 403
 
 
 def test_no_act_and_no_view_leads_out_of_the_prefix(run: Path, editor: Editor) -> None:
