@@ -96,9 +96,10 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
             for report in reports
         ),
     )
-    documents = {object_keys.manifest_key(name): dump(manifest), object_keys.index_key(name): index}
+    documents = {object_keys.index_key(name): index}
     here = [component.name for component in components if component.checkpoint == name]
     documents |= {object_keys.metadata_key(name, component): merged.metadata[component][0] for component in here}
+    documents[object_keys.manifest_key(name)] = dump(manifest)  # the last one where they are written one by one
     return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies)
 
 
