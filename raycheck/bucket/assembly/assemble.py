@@ -40,10 +40,9 @@ class Assembled:
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> Assembled:
     """Make index, `.metadata` and manifest of the reports, and copy what they refer to and has to lie here. Step 16.
 
-    reports: those of all ranks, in order of
-    rank. plans: the plans of earlier saves. Raises SaveFailedError when the shards leave a hole or overlap, when the
-    reports are of different saves, or when a shard that was not uploaded again differs from its record; ConfigError
-    when ranks disagree on a tensor.
+    reports: those of all ranks, in order of rank. plans: the plans of earlier saves. Raises SaveFailedError when the
+    shards leave a hole or overlap, when the reports are of different saves, or when a shard that was not uploaded again
+    differs from its record; ConfigError when ranks disagree on a tensor.
     """
     try:
         return _assemble(store, reports, plans or PlanCache())
