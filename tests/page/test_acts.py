@@ -17,6 +17,7 @@ import torch
 import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import folder_uri, path_uri
+from raycheck.page.rendering import without_settings
 from tests.page.test_page import Browser
 from tests.support.invariants import assert_invariants
 from tests.support.page_server import page_server
@@ -215,3 +216,14 @@ def test_no_error_shows_the_settings_in_the_prefix() -> None:
 
     assert text.count("is no run below s3://bucket/runs") == 2
     assert "hidden" not in text
+
+
+@pytest.mark.parametrize(("said", "shown"), [
+    ("s3://b/runs/real?endpoint_override=10.0.0.1:9&scheme=http: latest: no answer", "s3://b/runs/real: latest: no answer"),
+    ("az://c/r?account_name=me, az://c/s?account_name=me.", "az://c/r, az://c/s."),
+    ("'gs://b/r?x=1' (see file:///a/b)", "'gs://b/r' (see file:///a/b)"),
+    ("s3://b/r?region=eu", "s3://b/r"),
+    ("is this one? s3://b/r: no", "is this one? s3://b/r: no"),
+])  # fmt: skip
+def test_an_address_in_an_error_is_shown_without_its_settings(said: str, shown: str) -> None:
+    assert without_settings(said) == shown
