@@ -91,6 +91,7 @@ def test_ranks_upload_themselves_what_a_dead_actor_had(job, s3: str, tmp_path: P
         assert_invariants(open_store(join_uri(storage, "run")))
 
 
+@pytest.mark.slow
 def test_a_save_that_an_actor_lost_with_its_ranks_is_not_waited_for(job, s3: str, tmp_path: Path) -> None:
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
