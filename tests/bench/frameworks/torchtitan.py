@@ -1,6 +1,6 @@
 """Measures how long a save blocks torchtitan's trainer: `python -m tests.bench.frameworks.torchtitan`.
 
-One process, its Llama of 256 channels with 25 layers (about 80 MB of weights, 240 MB with AdamW's moments), on the CPU, a
+One process, its Llama of 256 channels with 25 layers (about 90 MB of weights, 268 MB with AdamW's moments), on the CPU, a
 local folder, a save after each step. Measured are torchtitan's CheckpointManager, without and with async_mode="async",
 and raycheck's. What counts is the time in `save` and in `maybe_wait_for_staging`, each time with the save before
 written or committed, as in a training of long steps: the median of five, without the first, which claims memory.
