@@ -24,7 +24,7 @@ from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import is_same_place
+from raycheck.bucket.store.address import is_same_place, shown_uri
 from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.settings import ExportOptions
@@ -174,7 +174,7 @@ class Run:
         if CheckpointName.parse(at) is not None:
             return self.checkpoint(at)
         raise NotFoundError(
-            f"{self.store.uri}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
+            f"{self.store}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
             f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
         )
 
@@ -183,7 +183,7 @@ class Run:
         found = [entry for entry in self.latest.live if entry.step == step]
         if not found:
             steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
-            raise NotFoundError(f"{self.store.uri}: no checkpoint of step {step}; there are: {steps}")
+            raise NotFoundError(f"{self.store}: no checkpoint of step {step}; there are: {steps}")
         return CommittedCheckpoint(self.store, found[-1])
 
     def checkpoint(self, key: str) -> CommittedCheckpoint:
@@ -193,12 +193,12 @@ class Run:
             return CommittedCheckpoint(self.store, entry)
         if CheckpointName.parse(key) is None:
             raise NotFoundError(
-                f"{self.store.uri}: {key!r} is no checkpoint's name. Names are like "
+                f"{self.store}: {key!r} is no checkpoint's name. Names are like "
                 f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
             )
         is_dropped = any(item.key == key for item in self.latest.evicted)
         why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
-        raise NotFoundError(f"{self.store.uri}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
+        raise NotFoundError(f"{self.store}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
 
     def restore(
         self,
@@ -219,7 +219,7 @@ class Run:
         """Returns the checkpoint `at`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if at is None else self.at(at)
         if checkpoint is None:
-            raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
+            raise NotFoundError(f"{self.store}: the run has no committed checkpoint")
         return checkpoint
 
     def history(self) -> "RunHistory":
@@ -327,7 +327,7 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
     if not is_same_place(found.uri, here):
         # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
         # settings are those the pointer was read with, not those it holds.
-        raise ConfigError(f"{pointer}: it points to {found.uri}, which is not the run that it lies in")
+        raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that it lies in")
     checkpoint = open_run(here).checkpoint(found.key)
     entry = replace(
         checkpoint.entry, metrics=checkpoint.read_manifest().metrics

@@ -90,9 +90,9 @@ class Checkpoint:
     def parse_manifest(self, data: bytes) -> Manifest:
         """Parse what `read_manifest_bytes` has read. Raises CorruptError when it is another checkpoint's manifest."""
         key = object_keys.manifest_key(self.entry.key)
-        manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
+        manifest = load_manifest(data, what=f"{self.store}: {key}")
         if manifest.key != self.entry.key:
-            raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
+            raise CorruptError(f"{self.store}: {key} is the manifest of {manifest.key}")
         return manifest
 
     def read_manifest_bytes(self) -> bytes:
@@ -111,11 +111,11 @@ class Checkpoint:
         given = self.documents.index if self.documents else None
         size, crc = manifest.index.size_bytes, manifest.index.crc32
         data = self._checked(key, given, size=size, crc=crc, said_by="the manifest")
-        index = load_index(data, what=f"{self.store.uri}: {key}", values=values)
+        index = load_index(data, what=f"{self.store}: {key}", values=values)
         known = {component.name for component in manifest.components}
         for item in index.plan.objects:
             if item.component not in known:  # no reader would know where its bytes lie
-                raise CorruptError(f"{self.store.uri}: {key} names the component {item.component[:100]!r}, and the "
+                raise CorruptError(f"{self.store}: {key} names the component {item.component[:100]!r}, and the "
                                    "manifest does not")  # fmt: skip
         return index
 
@@ -145,7 +145,7 @@ class Checkpoint:
             if size in (None, len(data)) and crc32(data) == crc:
                 return data
             what = "checksum" if size is None or size == len(data) else f"size ({len(data)})"
-            raise DamagedError(f"{self.store.uri}: {key} has another {what} than {said_by} says")
+            raise DamagedError(f"{self.store}: {key} has another {what} than {said_by} says")
 
         return again_if_corrupt(read)
 
@@ -165,7 +165,7 @@ def get_latest(store: Store) -> tuple[Latest, Got]:
     NotFoundError, and CorruptError, which no caller may act on before a second reading (again_if_corrupt).
     """
     got = store.get(object_keys.LATEST_KEY, MAX_LATEST)
-    return load_latest(got.data, what=f"{store.uri}: {object_keys.LATEST_KEY}"), got
+    return load_latest(got.data, what=f"{store}: {object_keys.LATEST_KEY}"), got
 
 
 def peek_latest(store: Store) -> Latest:
@@ -180,17 +180,17 @@ def no_run_error(store: Store) -> NotFoundError:
         if names := list_directories(store):
             return lost_run_error(store, names)
     return NotFoundError(
-        f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name; the runs in a "
-        f"folder are listed by raycheck runs '{store.uri}'"
+        f"{store}: no run here (no object named latest). Give the storage path and the run's name; the runs in a "
+        f"folder are listed by raycheck runs '{store}'"
     )
 
 
 def lost_run_error(store: Store, names: Sequence[CheckpointName]) -> NotFoundError:
     """Make the error for a missing `latest` where the directories `names` lie, in the order of their saves."""
     return NotFoundError(
-        f"{store.uri}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
+        f"{store}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
         f"{names[-1]}. If it was deleted, put it back (bucket versioning), or stop the run and rebuild it: "
-        f"raycheck repair '{store.uri}'"
+        f"raycheck repair '{store}'"
     )
 
 
@@ -213,5 +213,5 @@ def _get_live(store: Store, name: str, key: str, max_bytes: int) -> bytes:
 def missing_error(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
     """Make the error for a missing object `key` of checkpoint `name`: it was dropped, or it is damaged. Step 25."""
     if read_latest(store).entry(name) is None:
-        return NotFoundError(f"{store.uri}: checkpoint {name} was dropped by retention; open the run again")
-    return DamagedError(f"{store.uri}: {key} is missing although latest lists its checkpoint")
+        return NotFoundError(f"{store}: checkpoint {name} was dropped by retention; open the run again")
+    return DamagedError(f"{store}: {key} is missing although latest lists its checkpoint")

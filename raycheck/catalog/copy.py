@@ -121,7 +121,7 @@ def plan_copy(
     if step is None:
         body, entries = MirrorCopier(one, other, stop=Event()).missing()
         if body.head is None:
-            raise NotFoundError(f"{one.uri}: the run has no committed checkpoint to copy")
+            raise NotFoundError(f"{one}: the run has no committed checkpoint to copy")
         return PlannedCopy(uri=other.uri, run_id=body.run_id, sizes={it.key: it.size_bytes for it in entries})
     check_places(one, other)
     entry = _chosen(one, read_latest(one), step)
@@ -137,7 +137,7 @@ def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
     report, objects = copier.report, copier.objects
     if report.damaged:
         said = "".join(f"\n  {why}" for why in report.damaged.values())
-        raise DamagedError(f"{objects.source.uri}: {len(report.damaged)} damaged checkpoints were not copied:{said}")
+        raise DamagedError(f"{objects.source}: {len(report.damaged)} damaged checkpoints were not copied:{said}")
     return CopiedRun(
         uri=objects.target.uri,
         run_id=body.run_id,
@@ -184,11 +184,11 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Co
     try:
         objects.copy_objects(old.key, jobs, there, trusts=False)
     except DroppedError:
-        raise NotFoundError(f"{source.uri}: checkpoint {old.key} was dropped while it was copied") from None
+        raise NotFoundError(f"{source}: checkpoint {old.key} was dropped while it was copied") from None
     data = write_manifest(target, new)
     body = begin_run(register, first_entry(new, data, of=entry), new, run_id=uuid4().hex, verb="copy")
     if body.head != new.key or not _was_copied(Checkpoint(target, _head(body, target)), source, entry):
-        raise ConfigError(f"{target.uri}: another run was begun there meanwhile; give a free place")
+        raise ConfigError(f"{target}: another run was begun there meanwhile; give a free place")
     return CopiedRun(
         uri=target.uri,
         run_id=body.run_id,
@@ -224,16 +224,16 @@ def _chosen(source: Store, body: Latest, step: int | str) -> Entry:
     entries = [entry for entry in body.live if step in (entry.step, str(entry.step), entry.key, entry.name)]
     if not entries:
         known = ", ".join(str(entry.step) for entry in body.live) or "none"
-        raise NotFoundError(f"{source.uri}: no checkpoint {step}; there are those of the steps: {known}")
+        raise NotFoundError(f"{source}: no checkpoint {step}; there are those of the steps: {known}")
     if entries[-1].damaged:
-        raise DamagedError(f"{source.uri}: {entries[-1].key} is damaged: {entries[-1].damaged}")
+        raise DamagedError(f"{source}: {entries[-1].key} is damaged: {entries[-1].damaged}")
     return entries[-1]
 
 
 def _head(body: Latest, target: Store) -> Entry:
     entry = None if body.head is None else body.entry(body.head)
     if entry is None:
-        raise ConfigError(f"{target.uri}: a run has begun there, without a checkpoint. Give a free place")
+        raise ConfigError(f"{target}: a run has begun there, without a checkpoint. Give a free place")
     return entry
 
 
@@ -241,7 +241,7 @@ def _copied_head(body: Latest, target: Store, source: Store, entry: Entry) -> En
     """Return the head of the run that is at the target. Raises ConfigError when it is no copy of that checkpoint."""
     head = _head(body, target)
     if not _was_copied(Checkpoint(target, head), source, entry):
-        raise ConfigError(f"{target.uri}: there is another run already ({body.run_id}); give a free place")
+        raise ConfigError(f"{target}: there is another run already ({body.run_id}); give a free place")
     return head
 
 

@@ -9,6 +9,7 @@ from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.run import open_run
 from raycheck.storage_settings import StorageSettings
@@ -108,4 +109,6 @@ def plan_delete_run(
 def _refuse_running(uri: str, store: Store, *, live: bool) -> None:
     status = read_status(store)
     if status.state in ("running", "silent") and not live:
-        raise ConfigError(f"{uri}: it is {status.text}. Stop it first, or delete it all the same with --live")
+        raise ConfigError(
+            f"{shown_uri(uri)}: it is {status.text}. Stop it first, or delete it all the same with --live"
+        )

@@ -205,7 +205,7 @@ class _Search:
         except NewerFormatError as error:
             return _unread(folder, "newer", _cut(str(error)))
         except CorruptError as error:
-            text = f"{_cut(str(error))}. Here: raycheck repair '{folder.store.uri}'"
+            text = f"{_cut(str(error))}. Here: raycheck repair '{folder.store}'"
             return _unread(folder, "damaged", text)
         status = status_of(body, None, now=now)
         if status.state in ("running", "silent"):
@@ -231,7 +231,7 @@ class _Search:
                 self._num_named += 1
             if self._num_named > MAX_FOLDERS:
                 raise ConfigError(
-                    f"{self._top.store.uri}: more than {MAX_FOLDERS} folders lie here; give a prefix that is nearer to "
+                    f"{self._top.store}: more than {MAX_FOLDERS} folders lie here; give a prefix that is nearer to "
                     "the runs, or a smaller depth="
                 )
         return names

@@ -23,6 +23,7 @@ from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
@@ -171,7 +172,7 @@ class ObjectCopier:
         """Copy one object, unless it is there. Returns whether it was not."""
         size = job.record.size_bytes
         if size < 0:
-            raise DamagedError(f"{self.source.uri}: the manifest of {name} gives {job.key} a size of {size} bytes")
+            raise DamagedError(f"{self.source}: the manifest of {name} gives {job.key} a size of {size} bytes")
         with self._room.taken(min(size, OBJECT_BYTES), is_over):
             if size_there == size and ((trusts and self._is_proven(job)) or self.is_right(job.new_key, job.record)):
                 self._count(found=size)
@@ -184,9 +185,7 @@ class ObjectCopier:
             except CorruptError as error:
                 raise DamagedError(str(error)) from None
             if not (self._is_proven(job) or self.is_right(job.new_key, job.record)):
-                raise StoreError(
-                    f"{self.target.uri}: {job.new_key} does not have the bytes that were written; try again"
-                )
+                raise StoreError(f"{self.target}: {job.new_key} does not have the bytes that were written; try again")
         with self._lock:
             self.sent_bytes += size
         return True
@@ -195,7 +194,7 @@ class ObjectCopier:
         record = job.record
         step = self.target.part_bytes(record.size_bytes)
         if record.size_bytes == 0 and record.crc32:
-            raise CorruptError(f"{self.source.uri}: {job.key} is empty, its manifest says {record.crc32:08x}")
+            raise CorruptError(f"{self.source}: {job.key} is empty, its manifest says {record.crc32:08x}")
         shown = 0
 
         def parts() -> Iterator[memoryview]:
@@ -209,7 +208,7 @@ class ObjectCopier:
                 crc = crc32(data, crc)
                 if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
                     raise CorruptError(
-                        f"{self.source.uri}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
+                        f"{self.source}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
                     )
                 if stop > shown:  # a second reading is no progress
                     self._progress(stop - shown)
@@ -286,7 +285,7 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
     foreign = [directory for directory in directories if CheckpointName.parse(directory) is None]
     if foreign:
         raise ConfigError(
-            f"{uri}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
+            f"{shown_uri(uri)}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
             f"'raycheck cp --step {name}' makes a run of its own from it, in any place"
         )
 

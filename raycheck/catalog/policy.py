@@ -142,7 +142,7 @@ def _pruned(
         body = register.read_existing()[0]  # before the question: a delete is refused when somebody has written since
         looked = find_runs(store, depth=0)
         if not looked:
-            raise NotFoundError(f"{store.uri}: somebody has deleted the run just now")
+            raise NotFoundError(f"{store}: somebody has deleted the run just now")
         run = replace(looked[0], name=run.name)
         number = _rule_for(run, rules)
         done = replace(done, state=run.state, rule=number)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.views.in_words import size
 
@@ -55,7 +56,9 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     for name, count in written.files.items():
         table.add_row(Text(name), Text(size(count)))
     out.print(table)
-    out.print(Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"))
+    out.print(
+        Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {shown_uri(written.uri)}")
+    )
 
 
 COMMANDS = (export_hf,)

@@ -18,7 +18,7 @@ from raycheck.bucket.protocol.rewind import rewind as rewind_run
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri, kind_of
+from raycheck.bucket.store.address import join_uri, kind_of, shown_uri
 from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
@@ -93,7 +93,7 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
         exported_directories.find_exports(place, prefix), body, keep_last=keep_last
     )
     if not verdicts and not as_json:
-        out.print(Text(f"{to or join_uri(uri, object_keys.EXPORTS_PREFIX.rstrip('/'))}: no exports here"))
+        out.print(Text(f"{shown_uri(to or join_uri(uri, object_keys.EXPORTS_PREFIX.rstrip('/')))}: no exports here"))
         return
     gone = () if dry_run else exported_directories.prune_exports(place, prefix, body, keep_last=keep_last)
     kept = {verdict.directory.place: verdict.reason for verdict in verdicts if verdict.is_kept}

@@ -17,6 +17,7 @@ from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.reading import list_directories, no_run_error
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Listed
 from raycheck.errors import ConfigError, ConflictError, NotFoundError
 
@@ -51,10 +52,10 @@ def check_checkpoint(uri: str, body: Latest, key: str) -> None:
     """Raise ConfigError for a checkpoint that cannot be deleted, and NotFoundError for one that is not live."""
     refuse_mirror(uri, body, "delete the checkpoint")
     if body.entry(key) is None:
-        raise NotFoundError(f"{uri}: checkpoint {key} is no longer live")
+        raise NotFoundError(f"{shown_uri(uri)}: checkpoint {key} is no longer live")
     if body.head == key:
         raise ConfigError(
-            f"{uri}: {key} is what the next start restores. First go back to another checkpoint, with "
+            f"{shown_uri(uri)}: {key} is what the next start restores. First go back to another checkpoint, with "
             "'raycheck rewind', or delete the run, with 'raycheck delete-run'"
         )
 
@@ -79,7 +80,7 @@ def delete_run(
         if body.deleted_at is not None:
             return None
         if only_at is not None and body.counter != only_at:
-            raise ConflictError(f"{store.uri}: somebody has changed the run just now; nothing was deleted")
+            raise ConflictError(f"{store}: somebody has changed the run just now; nothing was deleted")
         mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=None, now=now)
         marked = replace(
             body,
@@ -140,7 +141,7 @@ def check_lost(store: Store) -> int:
         raise no_run_error(store)
     if store.list_names(object_keys.HOLDS_PREFIX):
         raise ConfigError(
-            f"{store.uri}: other runs may use checkpoints of it, as the records below {object_keys.HOLDS_PREFIX} say. "
+            f"{store}: other runs may use checkpoints of it, as the records below {object_keys.HOLDS_PREFIX} say. "
             "First rebuild latest with 'raycheck repair'; then 'raycheck delete-run' knows what they use"
         )
     return names[-1].attempt
@@ -150,7 +151,7 @@ def check_folder(store: Store) -> None:
     """Raise ConfigError when another run lies inside the folder of this one, however deep. This lists all objects."""
     for item in store.list_objects(""):
         if (inside := object_keys.run_inside(item.key)) is not None:
-            raise ConfigError(f"{store.uri}: another run lies in its folder {inside!r}; delete or move that one first")
+            raise ConfigError(f"{store}: another run lies in its folder {inside!r}; delete or move that one first")
 
 
 def users_of(store: Store, body: Latest) -> tuple[Hold, ...]:
@@ -164,7 +165,7 @@ def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
     if holds and not keeps_shared:
         names = ", ".join(hold.holder for hold in holds[:5])
         raise ConfigError(
-            f"{store.uri}: {'another run uses' if len(holds) == 1 else f'{len(holds)} other runs use'} checkpoints of "
+            f"{store}: {'another run uses' if len(holds) == 1 else f'{len(holds)} other runs use'} checkpoints of "
             f"it ({names}). Delete {'that one' if len(holds) == 1 else 'them'} first, or give "
             "--keep-shared: then what they use stays until they have dropped it"
         )

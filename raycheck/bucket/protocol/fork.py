@@ -28,6 +28,7 @@ from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import copy_object
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import bare_uri
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 
 MAX_FIRST_MANIFEST = 1024 * 1024
@@ -62,7 +63,7 @@ def fork(source: Store, target: Store, *, run_id: str, key: str | None = None, c
     register = Register(target)
     existing, save = look_at_place(register)
     if existing is not None and existing.head is None:
-        raise ConfigError(f"{target.uri}: the run has begun already, without a checkpoint. Give it another name")
+        raise ConfigError(f"{target}: the run has begun already, without a checkpoint. Give it another name")
     if existing is not None:
         return Forked(key=str(existing.head), is_new=False)
     body = read_latest(source)
@@ -76,9 +77,9 @@ def fork(source: Store, target: Store, *, run_id: str, key: str | None = None, c
         directories = {component.checkpoint for component in old.components}
         loans = borrow(target, way, directories, run_id=run_id)
         borrowed = {directory: directory_from(target, way, directory) for directory in directories}
-    origin = Origin(run_id=run_id, uri=source.uri, source_run_id=body.run_id, checkpoint=old.key)
+    origin = Origin(run_id=run_id, uri=bare_uri(source.uri), source_run_id=body.run_id, checkpoint=old.key)
     name = reserve_name(target, origin, step=entry.step, save=save)
-    manifest = first_manifest(old, name, restored_from=f"{source.uri} {old.key}", borrowed=borrowed)
+    manifest = first_manifest(old, name, restored_from=f"{origin.uri} {old.key}", borrowed=borrowed)
     copied_bytes = _copy(checkpoint, old, target, manifest, borrowed)
     data = write_manifest(target, manifest)
     made = begin_run(register, first_entry(manifest, data, of=entry), manifest, run_id=run_id, verb="fork", loans=loans)
@@ -97,9 +98,9 @@ def fork(source: Store, target: Store, *, run_id: str, key: str | None = None, c
 def _wanted(source: Store, body: Latest, key: str | None) -> Entry:
     entry = None if (wanted := key or body.head) is None else body.entry(wanted)
     if entry is None:
-        raise NotFoundError(f"{source.uri}: the run has no committed checkpoint {key or ''} to begin from")
+        raise NotFoundError(f"{source}: the run has no committed checkpoint {key or ''} to begin from")
     if entry.damaged:
-        raise NotFoundError(f"{source.uri}: checkpoint {entry.key} is damaged ({entry.damaged}); choose another one")
+        raise NotFoundError(f"{source}: checkpoint {entry.key} is damaged ({entry.damaged}); choose another one")
     return entry
 
 

@@ -93,7 +93,7 @@ def _way_over(store: Store, way: str, further: str) -> str:
         return way
     over = store.way_to(store.beside(way).beside(further))
     if over is None:
-        raise NotFoundError(f"{store.uri}: {further}, as {way} names it, is no other run in this bucket")
+        raise NotFoundError(f"{store}: {further}, as {way} names it, is no other run in this bucket")
     return over
 
 
@@ -107,7 +107,7 @@ def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str, r
             return None
         missing = directories - body.held()
         if missing:
-            raise NotFoundError(f"{source.uri}: checkpoint {min(missing)} was dropped by retention; open the run again")
+            raise NotFoundError(f"{source}: checkpoint {min(missing)} was dropped by retention; open the run again")
         every = directories | set(before.directories if before else ())
         hold = Hold(
             holder=holder,
@@ -126,7 +126,7 @@ def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str, r
         return body.run_id
     data = dump(HoldRecord(holder=holder, run_id=run_id, directories=tuple(sorted(directories)), at=got.at))
     put_once(source, object_keys.hold_key(run_id, f"{crc32(data):08x}"), data)
-    return register.edit(change, what=f"hold for {store.uri}").run_id
+    return register.edit(change, what=f"hold for {store}").run_id
 
 
 def _lender(store: Store, way: str) -> tuple[Store, str]:
@@ -166,7 +166,7 @@ def check_holds(store: Store, loans: Iterable[Loan]) -> None:
         body, got = Register(source).read_existing()
         hold = _hold_of(body, holder)
         if hold is None or not set(loan.directories) <= set(hold.directories) or got.at - hold.at > HOLD_GRACE_S / 2:
-            raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+            raise CorruptError(f"{source}: the hold for {holder} is gone: its checkpoints may be deleted")
 
 
 def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool) -> None:
@@ -177,7 +177,7 @@ def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool) -> None:
         del now
         hold = _hold_of(body, holder)
         if hold is None or not wanted <= set(hold.directories):
-            raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+            raise CorruptError(f"{source}: the hold for {holder} is gone: its checkpoints may be deleted")
         left = hold.directories if renews else tuple(name for name in hold.directories if name in wanted)
         changed = replace(
             hold, run_id=run_id, directories=left, is_confirmed=True, renewals=hold.renewals + int(renews)

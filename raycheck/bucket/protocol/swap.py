@@ -15,6 +15,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
 from raycheck.bucket.reading import get_latest, no_run_error
 from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Written
 from raycheck.bucket.store.jitter import CHANCE
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
@@ -104,7 +105,7 @@ class Register:
                     is_unknown = True
                     if self._monotonic() > deadline:
                         raise StoreError(
-                            f"{self.store.uri}: {what}: latest could not be swapped in {patience_s:.0f} s "
+                            f"{self.store}: {what}: latest could not be swapped in {patience_s:.0f} s "
                             f"({error}); whether it was stays unknown"
                         ) from error
                     time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
@@ -161,13 +162,13 @@ class _NotSwappedError(Exception):
 def lost_error(uri: str, what: str) -> CorruptError:
     """Make the error for a `latest` that was lost or rolled back. A restart would not bring it back."""
     return CorruptError(
-        f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "
-        "checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck repair'; "
-        "to start anew, move the run's folder away"
+        f"{shown_uri(uri)}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over "
+        "existing checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck "
+        "repair'; to start anew, move the run's folder away"
     )
 
 
 def refuse_mirror(uri: str, body: Latest, what: str) -> None:
     """Raise ConfigError when `body` is a mirror's, which `what` would make differ from its source."""
     if body.mirror is not None and body.is_mirror:
-        raise ConfigError(f"{uri}: a mirror keeps what its source keeps; {what} in {body.mirror.source}")
+        raise ConfigError(f"{shown_uri(uri)}: a mirror keeps what its source keeps; {what} in {body.mirror.source}")

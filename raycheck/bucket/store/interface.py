@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from posixpath import relpath
 from typing import TypeVar, cast
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
@@ -80,6 +81,10 @@ class Store(ABC):
 
     uri: str
 
+    def __str__(self) -> str:
+        """Returns the URI as messages show it, without settings. So messages name a store, and never its `uri`."""
+        return shown_uri(self.uri)
+
     @property
     def bucket_id(self) -> Hashable:
         """Returns what is equal for stores in one bucket that are reached in one way; None where that is unknown."""
@@ -95,7 +100,7 @@ class Store(ABC):
 
         Raises ConfigError when it leads out of the bucket, or the store has no such places.
         """
-        raise ConfigError(f"{self.uri}: {way} cannot be reached from here")
+        raise ConfigError(f"{self}: {way} cannot be reached from here")
 
     def way_to(self, other: "Store") -> str | None:
         """Returns the way from this root to that of `other`, such as "../other".
@@ -240,8 +245,8 @@ def check_process(uri: str, opened_in: int) -> None:
     """Raises ConfigError in a forked child. It has none of the store's threads, so a request would wait for ever."""
     if os.getpid() != opened_in:
         raise ConfigError(
-            f"{uri}: it was opened before this process was forked; open it anew in here, for a dataset in its "
-            "__getitem__ or in the DataLoader's worker_init_fn"
+            f"{shown_uri(uri)}: it was opened before this process was forked; open it anew in here, for a dataset in "
+            "its __getitem__ or in the DataLoader's worker_init_fn"
         )
 
 
@@ -255,7 +260,9 @@ def check_conditional_size(key: str, data: bytes) -> None:
 def check_whole(uri: str, key: str, size_bytes: int, max_bytes: int) -> None:
     """Raises CorruptError for an object that is larger than `get` may read."""
     if size_bytes > max_bytes:
-        raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, more than the {max_bytes} that it may have")
+        raise CorruptError(
+            f"{shown_uri(uri)}: {key} has {size_bytes} bytes, more than the {max_bytes} that it may have"
+        )
 
 
 class ChangedError(Exception):
@@ -268,5 +275,5 @@ class ChangedError(Exception):
 def check_length(uri: str, key: str, data: Buffer, start: int, stop: int) -> Buffer:
     """Raises CorruptError when a range came back short: a store may cut a range off at the object's end."""
     if len(data) != stop - start:
-        raise CorruptError(f"{uri}: {key} ends before byte {stop}: got {len(data)} of {stop - start} bytes")
+        raise CorruptError(f"{shown_uri(uri)}: {key} ends before byte {stop}: got {len(data)} of {stop - start} bytes")
     return data

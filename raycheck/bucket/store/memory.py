@@ -99,7 +99,7 @@ class MemoryStore(Store):
         check_conditional_size(key, data)
         with _lock:
             if self._full(key) in self.objects:
-                raise ConflictError(f"{self.uri}: {key} exists")
+                raise ConflictError(f"{self}: {key} exists")
             self.put(key, data)
         return Written(_version(data), self._now())
 
@@ -108,7 +108,7 @@ class MemoryStore(Store):
         with _lock:
             current = self.objects.get(self._full(key))
             if current is None or _version(current) != version:
-                raise ConflictError(f"{self.uri}: {key} is another version")
+                raise ConflictError(f"{self}: {key} is another version")
             self.put(key, data)
         return Written(_version(data), self._now())
 
@@ -123,7 +123,7 @@ class MemoryStore(Store):
         try:
             return self.objects[self._full(key)]
         except KeyError:
-            raise NotFoundError(f"{self.uri}: no object {key}") from None
+            raise NotFoundError(f"{self}: no object {key}") from None
 
 
 class _FsspecMemory(MutableMapping[str, bytes]):

@@ -16,7 +16,7 @@ class Subfolder(Store):
 
     def __init__(self, store: Store, name: str) -> None:
         if name in ("", ".", "..") or "/" in name:  # clients resolve dots, and so would reach another folder
-            raise ConfigError(f"{store.uri}: {name!r} is no folder's name")
+            raise ConfigError(f"{store}: {name!r} is no folder's name")
         self.uri = folder_uri(store.uri, name)
         self._store = store
         self._prefix = f"{name}/"

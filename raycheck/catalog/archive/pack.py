@@ -106,15 +106,15 @@ class _Packing:
     @staticmethod
     def of(run: Run, checkpoint: Checkpoint) -> "_Packing":
         data = checkpoint.read_manifest_bytes()
-        manifest = load_manifest(data, what=f"{run.store.uri}: {checkpoint.entry.key}")
+        manifest = load_manifest(data, what=f"{run.store}: {checkpoint.entry.key}")
         record = ArchiveRecord(
-            uri=run.store.uri.partition("?")[0],
+            uri=str(run.store),
             run_id=run.latest.run_id,
             checkpoint=manifest.key,
             members=members_of(
                 manifest,
                 Blob(size_bytes=len(data), crc32=crc32(data)),
-                what=f"{run.store.uri}: the manifest of {manifest.key}",
+                what=f"{run.store}: the manifest of {manifest.key}",
             ),
         )
         text = dump(record)

@@ -87,7 +87,7 @@ def unpack_into(
     store = register.store
     existing, save = look_at_place(register)
     if existing is not None:
-        raise ConfigError(f"{store.uri}: there is a run already. Name a free place for the new one")
+        raise ConfigError(f"{store}: there is a run already. Name a free place for the new one")
     target = None if dry_run else _Target(store=store, run_id=run_id, save=save)
 
     def once() -> tuple[Archived, Manifest]:
@@ -101,7 +101,7 @@ def unpack_into(
     entry = first_entry(manifest, write_manifest(store, manifest))
     body = begin_run(register, entry, manifest, run_id=run_id, verb="unpack")
     if body.run_id != run_id:
-        raise ConfigError(f"{store.uri}: another run has begun there meanwhile. Name a free place for the new one")
+        raise ConfigError(f"{store}: another run has begun there meanwhile. Name a free place for the new one")
     return done
 
 

@@ -10,6 +10,7 @@ from raycheck.bucket.protocol.new_run import Origin, look_at_place, reserve_name
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.importing.detection import read_source
 from raycheck.catalog.importing.entries import ImportedState, imported_state
 from raycheck.catalog.importing.new_checkpoint import Piece, is_written, planned, write_run
@@ -88,7 +89,7 @@ def import_checkpoint(
         state = imported_state(found, entries=entries, parameters=parameters, skip_values=skip_values)
         shards = planned(state, found.tensors)
         progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
-        origin = f"import of {source.partition('?')[0]} ({found.kind})"
+        origin = f"import of {shown_uri(source)} ({found.kind})"
         is_new = False
         if existing is None and not dry_run:
             existing, is_new = _written(register, state, shards, progress, origin, save, told)
@@ -141,7 +142,7 @@ def _check_same(
         Checkpoint(register.store, head), state, shards, progress=progress, restored_from=restored_from, told=told
     ):
         raise ConfigError(
-            f"{register.store.uri}: there is a run already, and it is not what is imported now. Import into a new one"
+            f"{register.store}: there is a run already, and it is not what is imported now. Import into a new one"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
 from raycheck.catalog.object_copy import StoppedError
@@ -90,7 +91,7 @@ def _print_done(done: CopiedRun, *, as_json: bool) -> None:
     out.print(
         Text(
             f"{there}{len(done.copied)} checkpoints copied{dropped} "
-            f"({size(done.sent_bytes + done.in_store_bytes)}{in_store}); head of {done.uri} is {done.head}"
+            f"({size(done.sent_bytes + done.in_store_bytes)}{in_store}); head of {shown_uri(done.uri)} is {done.head}"
         )
     )
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import deletes
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import ConfigError
@@ -63,21 +64,25 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
             print_json({"objects": plan.num_objects, "size_bytes": plan.size_bytes, "used_by": holds})
         else:
             shared = f", but for what {', '.join(holds)} use" if holds else ""
-            out.print(Text(f"{uri}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}"))
+            out.print(
+                Text(f"{shown_uri(uri)}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}")
+            )
         return
     if not yes:
-        word = uri.partition("?")[0].rstrip("/").rpartition("/")[2]
-        _confirm(f"{uri} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
+        word = shown_uri(uri).rstrip("/").rpartition("/")[2]
+        _confirm(f"{shown_uri(uri)} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
     done = deletes.delete_run(
         uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, lost=lost, storage=settings
     )
     if as_json:
         print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})
     elif done.is_gone:
-        out.print(Text(f"{uri}: deleted"))
+        out.print(Text(f"{shown_uri(uri)}: deleted"))
     else:
         users = ", ".join(hold.holder for hold in done.holds)
-        out.print(Text(f"{uri}: deleted, but for what {users} still use; run this again when they have dropped it"))
+        out.print(
+            Text(f"{shown_uri(uri)}: deleted, but for what {users} still use; run this again when they have dropped it")
+        )
 
 
 def _confirm(what: str, word: str, *, yes: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
@@ -105,7 +106,7 @@ def _print(done: "Imported", *, dry_run: bool) -> None:
         out.print(Text(note))
     for name in done.left_out:
         out.print(Text(f"left out: {name}"))
-    where = f"{done.checkpoint} in {done.uri}" if done.checkpoint else f"into {done.uri}"
+    where = f"{done.checkpoint} in {shown_uri(done.uri)}" if done.checkpoint else f"into {shown_uri(done.uri)}"
     what = "would be imported" if dry_run else "imported" if done.is_new else "was imported before"
     out.print(Text(f"{done.kind}, step {done.step}, {size(done.size_bytes)}: {what}: {where}"))
 

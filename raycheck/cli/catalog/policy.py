@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import policy as policies
 from raycheck.catalog.listing import DEPTH
 from raycheck.catalog.policy import GIB, PrunedRun
@@ -38,7 +39,7 @@ def prune_runs(  # noqa: PLR0917  typer makes options of them
         print_json({"runs": [asdict(run) for run in found], "freed_bytes": freed, "cost_per_month": cost})
     else:
         for run in found:
-            out.print(Text(f"{run.name or run.uri} ({run.state}): {_said(run)}"))
+            out.print(Text(f"{run.name or shown_uri(run.uri)} ({run.state}): {_said(run)}"))
         verb = "would be freed" if dry_run else "freed, now or after the grace"
         out.print(Text(f"{size(freed)} {verb}: {cost:.2f} a month at {price_per_gib_month} per GiB"))
     if any(run.problem for run in found):

@@ -93,7 +93,7 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
     manifest = checkpoint.read_manifest()
     index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
-    made = contents(source, index, options, what=f"{checkpoint.store.uri}: checkpoint {checkpoint.entry.key}")
+    made = contents(source, index, options, what=f"{checkpoint.store}: checkpoint {checkpoint.entry.key}")
     if made.is_adapter:
         groups = {"adapter_model.safetensors": made.weights}
     else:
@@ -220,5 +220,5 @@ def _put_text(store: Store, key: str, text: str, *, is_last: bool) -> int:
     try:
         put_once(store, key, data)
     except SaveFailedError:
-        raise ConfigError(f"{store.uri}: {key} has appeared meanwhile: two exports were written to one place") from None
+        raise ConfigError(f"{store}: {key} has appeared meanwhile: two exports were written to one place") from None
     return len(data)

@@ -12,7 +12,7 @@ from raycheck.bucket.protocol.base_run import BaseOffer, offer, reserve, way_to_
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import kind_of, parse_uri, with_settings
+from raycheck.bucket.store.address import kind_of, parse_uri, shown_uri, with_settings
 from raycheck.bucket.store.retry import retry
 from raycheck.errors import ConfigError, ConflictError, RaycheckError, StoreError
 from raycheck.train.coordinator.messages import BaseAnswer, BaseMatch, BaseWish, Pending
@@ -81,7 +81,7 @@ class BaseCalls:
 def open_base(store: Store, uri: str) -> Store:
     """Open the base at `uri`, as the run in `store` is reached. Raises ConfigError when it cannot be a base."""
     if kind_of(uri) != kind_of(store.uri):
-        raise ConfigError(f"SaveSettings(base=...): {uri} and {store.uri} are not in one bucket")
+        raise ConfigError(f"SaveSettings(base=...): {shown_uri(uri)} and {store} are not in one bucket")
     base = open_store(with_settings(uri, parse_uri(store.uri).said))
     way_to_base(store, base)
     return base

@@ -81,7 +81,7 @@ class GsStore(RemoteStore):
     async def _range(self, key: str, start: int, stop: int, client: Api) -> bytes:
         def check(size: int) -> None:
             if size > stop - start:
-                raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
+                raise CorruptError(f"{self}: {key}: {size} bytes came for a range of {stop - start}")
 
         headers = {"Range": f"bytes={start}-{stop - 1}"}
         answer = await self._ask(client, "GET", key, params={"alt": "media"}, headers=headers, needs=GET, check=check)
@@ -270,30 +270,30 @@ class GsStore(RemoteStore):
 
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
         if not isinstance(error, RefusedError):
-            return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
-        text = f"{self.uri}: {key}: the store answered {error.status} {said(error.message)}"
+            return StoreError(f"{self}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
+        text = f"{self}: {key}: the store answered {error.status} {said(error.message)}"
         if error.is_rate_limit:
             # One object accepts about one write a second, even `latest`. A request that was turned away was not
             # applied, so a conditional write may be repeated too. Were it applied after all, the repeated one is a
             # conflict, and the caller judges by the effect.
             return StoreError(text), Repeat.EVERYTHING
         if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket is there
-            return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
+            return NotFoundError(f"{self}: no object {key}"), Repeat.NOTHING
         if error.status == 404:
-            return ConfigError(f"{self.uri}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
+            return ConfigError(f"{self}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
         if error.is_by_condition:
-            return ConflictError(f"{self.uri}: {key}: refused by its condition"), Repeat.NOTHING
+            return ConflictError(f"{self}: {key}: refused by its condition"), Repeat.NOTHING
         if error.needs == CREATE and (error.status == 412 or (error.status == 400 and "invalid" in error.reasons)):
             # Its checksum was refused, or another condition than ours: the bytes may have changed on their way. Nothing
             # was written, so a conditional write may be repeated too.
             return StoreError(f"{text}; the bytes that came may not be those that were sent"), Repeat.EVERYTHING
         if error.status == 416:
-            return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+            return CorruptError(f"{self}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if error.is_bad_identity:
             return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # the next try may renew it
         if error.status in (401, 403):
             return DeniedError(
-                f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
+                f"{self}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
                 f"{LIST} GCS also says this for a missing object. GCS said: {said(error.message)}"
             ), Repeat.NOTHING
         may_pass = error.status >= 500 or error.status == 408
