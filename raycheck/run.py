@@ -6,6 +6,7 @@ a training, are the methods of `Run` that pin, name and score a checkpoint.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from raycheck.bucket.store.address import is_same_place, shown_uri
 from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.settings import ExportOptions
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -363,6 +365,7 @@ def export_hf(
     dtype: "torch.dtype | str | None" = None,
     config_from: str | None = None,
     max_shard_bytes: int | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> "Exported":
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
 
@@ -379,11 +382,13 @@ def export_hf(
     dtype: the type that floating-point weights are converted to, such as torch.bfloat16 or "bfloat16". None: as saved.
     config_from: a folder, or its URI, with the config.json of a model that was saved without one.
     max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model.
+    progress: called with the bytes of weights that are written, and all.
 
     Returns the files with their sizes in bytes. Raises NotFoundError when there is no such checkpoint, ConfigError,
     before anything was written, for what cannot be done, and CorruptError for bytes that are not those saved.
     """
     from raycheck.shards.huggingface.export import export_hf as export
+    from raycheck.shards.huggingface.export import write_all
 
     if isinstance(source, Checkpoint) and step is not None:
         raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")
@@ -396,4 +401,4 @@ def export_hf(
         config_from=config_from,
         max_shard_bytes=max_shard_bytes,
     )
-    return export(checkpoint, dest, options, storage=storage)
+    return export(checkpoint, dest, options, storage=storage, write=partial(write_all, progress=progress))

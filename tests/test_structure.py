@@ -15,7 +15,7 @@ from raycheck import errors
 PACKAGE = Path(raycheck.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 RINGS = (
-    ("terminal", "errors", "settings", "storage_settings"),
+    ("terminal", "errors", "settings", "storage_settings", "show_progress"),
     ("nodes", "bucket"),
     ("views",),
     ("shards",),

@@ -30,6 +30,7 @@ from raycheck.catalog.object_copy import (
     check_own_directories,
 )
 from raycheck.errors import ConfigError, ConflictError, CorruptError, DamagedError, NotFoundError
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 
 CHECKPOINTS_AT_ONCE = 8
 """How many checkpoints are copied at a time, since a small one is little but waiting for answers. object_copy.py bounds
@@ -72,12 +73,13 @@ class MirrorCopier:
         target: Store,
         *,
         stop: Event,
-        progress: Callable[[int], None] = lambda _: None,
+        progress: ShowProgress = show_nothing,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         check_places(source, target)
         self.report = RoundReport()
-        self.objects = ObjectCopier(source, target, stop=stop, progress=progress)
+        self._tally = ProgressTally(progress)
+        self.objects = ObjectCopier(source, target, stop=stop, progress=self._tally.add)
         self._source, self._target = Register(source), Register(target)
         self._uri = bare_uri(source.uri)
         self._stop, self._monotonic = stop, monotonic
@@ -141,6 +143,7 @@ class MirrorCopier:
         """Copy what the mirror lacks of `body`. Returns the mirror's body; None when the source's head is gone."""
         listed = {entry.key for entry in mine.live}
         wanted = [entry for entry in _head_first(body) if entry.key not in listed and not self._is_bad(entry)]
+        self._tally.expect(sum(entry.size_bytes for entry in wanted))
         if wanted and wanted[0].key == body.head:
             if not self._copy_all(wanted[:1]):
                 self._refuse_damaged_head(wanted[0].key)

@@ -20,6 +20,7 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Listed
 from raycheck.errors import ConfigError, ConflictError, NotFoundError
+from raycheck.show_progress import ProgressTally
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +62,20 @@ def check_checkpoint(uri: str, body: Latest, key: str) -> None:
 
 
 def delete_run(
-    register: Register, *, keeps_shared: bool = False, keeps_exports: bool = False, only_at: int | None = None
+    register: Register,
+    *,
+    keeps_shared: bool = False,
+    keeps_exports: bool = False,
+    only_at: int | None = None,
+    tally: ProgressTally | None = None,
 ) -> DeletedRun:
     """Delete a run: mark it, delete its checkpoints, then everything else, and `latest` last.
 
     keeps_shared: what other runs use stays, with `latest`, until they have given it back; else a run that others use is
     refused. keeps_exports: leave its exported directories alone. only_at: the counter of the body by which somebody has
-    judged that the run may go. Raises NotFoundError without a run; ConflictError when `latest` has been written since
-    `only_at`; and ConfigError when others use it or another run lies inside its folder. Then nothing was changed.
+    judged that the run may go. tally: counts the objects. Raises NotFoundError without a run; ConflictError when
+    `latest` has been written since `only_at`; and ConfigError when others use it or another run lies inside its folder.
+    Then nothing was changed.
     """
     store = register.store
     check_folder(store)
@@ -94,12 +101,12 @@ def delete_run(
         return with_evicted(marked, tuple(entry.key for entry in body.live), now=now)
 
     register.edit(change, what="delete of the run")
-    prune(register, grace_s=0.0)
+    prune(register, grace_s=0.0, tally=tally)
     body = register.read_existing()[0]
     if body.holds:
         return DeletedRun(is_gone=False, holds=body.holds)
     keys = [item.key for item in objects_of(store, keeps_exports=keeps_exports)]
-    delete_objects(store, [key for key in keys if key != object_keys.LATEST_KEY])
+    delete_objects(store, [key for key in keys if key != object_keys.LATEST_KEY], tally=tally)
     for upload in list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX)):
         store.abort_upload(upload)
     store.delete(object_keys.LATEST_KEY)
@@ -150,8 +157,13 @@ def check_lost(store: Store) -> int:
 def check_folder(store: Store) -> None:
     """Raise ConfigError when another run lies inside the folder of this one, however deep. This lists all objects."""
     for item in store.list_objects(""):
-        if (inside := object_keys.run_inside(item.key)) is not None:
-            raise ConfigError(f"{store}: another run lies in its folder {inside!r}; delete or move that one first")
+        check_in_run(store, item.key)
+
+
+def check_in_run(store: Store, key: str) -> None:
+    """Raise ConfigError when an object in the run's folder is part of another run inside of it."""
+    if (inside := object_keys.run_inside(key)) is not None:
+        raise ConfigError(f"{store}: another run lies in its folder {inside!r}; delete or move that one first")
 
 
 def users_of(store: Store, body: Latest) -> tuple[Hold, ...]:

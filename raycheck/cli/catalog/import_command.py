@@ -66,7 +66,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
             skip_values=skip_values,
             storage=settings_of(storage),
             dry_run=dry_run,
-            told=progress,
+            progress=progress,
         )
     if as_json:
         print_json(asdict(done))

@@ -12,6 +12,7 @@ from raycheck.catalog import policy as policies
 from raycheck.catalog.listing import DEPTH
 from raycheck.catalog.policy import GIB, PrunedRun
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, yaml_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.views.in_words import size
 
 
@@ -30,9 +31,16 @@ def prune_runs(  # noqa: PLR0917  typer makes options of them
     Exit code 1: a run could not be pruned; the others were.
     """
     rules = yaml_of(policy, option="--policy")
-    found = policies.prune_runs(
-        prefix, rules, dry_run=dry_run, depth=depth, grace_s=grace, storage=settings_of(storage)
-    )
+    with progress_bar("runs") as progress:
+        found = policies.prune_runs(
+            prefix,
+            rules,
+            dry_run=dry_run,
+            depth=depth,
+            grace_s=grace,
+            storage=settings_of(storage),
+            progress=progress,
+        )
     freed = sum(run.freed_bytes for run in found)
     cost = freed / GIB * price_per_gib_month
     if as_json:
