@@ -61,6 +61,7 @@ def import_checkpoint(
     parameters: Sequence[Sequence[str]] | None = None,
     step: int | None = None,
     skip_values: bool = False,
+    keep_names: bool = False,
     storage: StorageSettings | None = None,
     dry_run: bool = False,
     progress: ShowProgress = show_nothing,
@@ -78,6 +79,7 @@ def import_checkpoint(
     parameters: the names of an optimizer's parameters, by group and in order, where the source only has numbers.
     step: the optimizer steps that are done. None: as the source says it, else 0.
     skip_values: leave out values that cannot be taken without pickle, in place of refusing them.
+    keep_names: keep a `module.` with which all names of a model begin: it is the model's own, and not DDP's.
     storage: how the buckets are reached. dry_run: write nothing. progress: called with the bytes written, and all.
 
     Does nothing when an earlier call has made this very run, of the same bytes. Raises ConfigError for what is not
@@ -87,7 +89,9 @@ def import_checkpoint(
     existing, save = look_at_place(register)
     with open_source(source, storage) as files:
         found = read_source(files, ReadSettings(verify=not dry_run, skip_values=skip_values), kind=kind)
-        state = imported_state(found, entries=entries, parameters=parameters, skip_values=skip_values)
+        state = imported_state(
+            found, entries=entries, parameters=parameters, skip_values=skip_values, keep_names=keep_names
+        )
         shards = planned(state, found.tensors)
         reached = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
         origin = f"import of {shown_uri(source)} ({found.kind})"

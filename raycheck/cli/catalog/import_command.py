@@ -45,6 +45,9 @@ def import_(  # noqa: PLR0917  typer makes options of them
     skip_values: Annotated[
         bool, typer.Option("--skip-values", help="Leave out values that only pickle could make.")
     ] = False,
+    keep_names: Annotated[
+        bool, typer.Option("--keep-names", help="Keep a 'module.' before all names: it is the model's own, not DDP's.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be imported.")] = False,
     as_json: Json = False,
     storage: Storage = None,
@@ -64,6 +67,7 @@ def import_(  # noqa: PLR0917  typer makes options of them
             parameters=_names(parameters),
             step=step,
             skip_values=skip_values,
+            keep_names=keep_names,
             storage=settings_of(storage),
             dry_run=dry_run,
             progress=progress,
