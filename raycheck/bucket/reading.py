@@ -22,7 +22,7 @@ from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.bucket.verify import Finding, verify
-from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreError
+from raycheck.errors import CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +130,7 @@ class Checkpoint:
             read_manifest=self.read_manifest,
             read_index=partial(self.read_index, values=False),
             reads=reads,
+            why_missing=partial(why_missing, self.store, self.entry.key),
         )
 
     def _checked(self, key: str, given: bytes | None, *, size: int | None, crc: int, said_by: str) -> bytes:
@@ -210,8 +211,54 @@ def _get_live(store: Store, name: str, key: str, max_bytes: int) -> bytes:
         raise DamagedError(str(error)) from None
 
 
-def missing_error(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
-    """Make the error for a missing object `key` of checkpoint `name`: it was dropped, or it is damaged. Step 25."""
-    if read_latest(store).entry(name) is None:
+def missing_error(store: Store, name: str, key: str) -> NotFoundError | CorruptError:
+    """Make the error for a missing object `key` of checkpoint `name`. Step 25.
+
+    It is a NotFoundError when the checkpoint was dropped, a CorruptError when the run whose directory it uses is not
+    where it was, and else a DamagedError. key: the object's key, or a text that has it.
+    """
+    body = read_latest(store)
+    if body.entry(name) is None:
         return NotFoundError(f"{store}: checkpoint {name} was dropped by retention; open the run again")
+    if moved := _moved(store, body, name, key):
+        return CorruptError(moved)
     return DamagedError(f"{store}: {key} is missing although latest lists its checkpoint")
+
+
+def why_missing(store: Store, name: str, key: str) -> str:
+    """Return what to say of a missing object `key` of checkpoint `name`: that a run was moved, if that is the reason.
+
+    It is for a report, in which what cannot be found out is left out.
+    """
+    with suppress(RaycheckError):
+        return _moved(store, read_latest(store), name, key)
+    return ""
+
+
+def _moved(store: Store, body: Latest, name: str, key: str) -> str:
+    """Return that the run of which checkpoint `name` uses `key` is not where it was; "" when that is not the reason.
+
+    Somebody has moved one of the two by hand. That is no damage, of which a mark would stay in `latest` when they are
+    put back.
+    """
+    entry = body.entry(name)
+    for directory in entry.refs if entry else ():
+        way, _ = object_keys.split_directory(directory)
+        if way and object_keys.checkpoint_prefix(directory) in key:
+            lender = store.beside(way)
+            loan = next((loan for loan in body.loans if loan.source == way), None)
+            try:
+                other = read_latest(lender)
+            except NotFoundError:
+                what = f"there is no run at {lender}"
+            else:
+                if loan is None or other.run_id == loan.run_id:
+                    return ""
+                what = f"at {lender} there is another run than it was"
+            return (
+                f"{store}: {directory}, a directory that checkpoint {name} uses, is not there: {what}. This run or "
+                "that one was moved or deleted by hand. Put it back; then 'raycheck fork --copy' makes a run in "
+                "another place that uses none. If it is gone, go back with 'raycheck rewind' to a checkpoint that does "
+                "not use it"
+            )
+    return ""

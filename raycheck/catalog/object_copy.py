@@ -180,10 +180,7 @@ class ObjectCopier:
             if size >= MIN_PART_BYTES and self._copied_in_store(job, is_over):
                 self._count(in_store=size)
                 return True
-            try:
-                again_if_corrupt(lambda: self._stream(name, job, is_over))
-            except CorruptError as error:
-                raise DamagedError(str(error)) from None
+            again_if_corrupt(lambda: self._stream(name, job, is_over))
             if not (self._is_proven(job) or self.is_right(job.new_key, job.record)):
                 raise StoreError(f"{self.target}: {job.new_key} does not have the bytes that were written; try again")
         with self._lock:
@@ -194,7 +191,7 @@ class ObjectCopier:
         record = job.record
         step = self.target.part_bytes(record.size_bytes)
         if record.size_bytes == 0 and record.crc32:
-            raise CorruptError(f"{self.source}: {job.key} is empty, its manifest says {record.crc32:08x}")
+            raise DamagedError(f"{self.source}: {job.key} is empty, its manifest says {record.crc32:08x}")
         shown = 0
 
         def parts() -> Iterator[memoryview]:
@@ -207,7 +204,7 @@ class ObjectCopier:
                 data = self._read(name, job.key, start, stop)
                 crc = crc32(data, crc)
                 if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
-                    raise CorruptError(
+                    raise DamagedError(
                         f"{self.source}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
                     )
                 if stop > shown:  # a second reading is no progress
@@ -223,6 +220,8 @@ class ObjectCopier:
         except NotFoundError:
             error = missing_error(self.source, name, key)
             raise DroppedError if isinstance(error, NotFoundError) else error from None
+        except CorruptError as error:  # shorter than it was
+            raise DamagedError(str(error)) from None
 
     def _copied_in_store(self, job: Job, is_over: Callable[[], bool]) -> bool:
         size = job.record.size_bytes

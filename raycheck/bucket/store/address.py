@@ -162,11 +162,9 @@ def bare_uri(uri: str) -> str:
 
     It still is an address: the account in az://container/path?account_name=me stays. A path is returned as it is.
     """
-    if "://" not in uri:
-        return uri
-    at = parse_uri(uri)
-    base = uri.partition("?")[0]
-    return f"{base}?{_ACCOUNT}={at.account}" if at.kind == "az" and kind_of(base) == "az" and "@" not in base else base
+    base = shown_uri(uri)
+    is_azure = kind_of(base) == "az" and "@" not in base
+    return f"{base}?{_ACCOUNT}={parse_uri(uri).account}" if is_azure else base
 
 
 def overlap(one: str, other: str) -> bool:
