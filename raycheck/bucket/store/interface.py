@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from posixpath import relpath
 from typing import TypeVar, cast
 
-from raycheck.bucket.store.address import shown_uri
+from raycheck.bucket.store.address import folder_uri, shown_uri, uri_beside
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
@@ -98,8 +98,27 @@ class Store(ABC):
     def beside(self, way: str) -> "Store":
         """Returns the store of another run in this bucket, to which `way` ("../other") leads from the root.
 
-        Raises ConfigError when it leads out of the bucket, or the store has no such places.
+        Raises ConfigError when it leads out of the bucket.
         """
+        return self._rerooted(way, uri_beside(self.uri, way))
+
+    def below(self, name: str) -> "Store":
+        """Returns the store of the folder `name`, which may hold any character but a slash, in this one.
+
+        Raises ConfigError for a name that leads elsewhere.
+        """
+        if name in ("", ".", "..") or "/" in name:  # clients resolve dots
+            raise ConfigError(f"{self}: {name!r} is no folder's name")
+        return self._rerooted(name, folder_uri(self.uri, name))
+
+    def _rerooted(self, way: str, uri: str) -> "Store":
+        """Returns this store with another root, through the same client: a listing of a thousand runs would otherwise
+        open a thousand clients, each with connections and credentials of its own.
+
+        way: leads from this root to the other one, as a key does. uri: the other root's. Raises ConfigError when it
+        leads out of the bucket, or the store has no such places.
+        """
+        del uri
         raise ConfigError(f"{self}: {way} cannot be reached from here")
 
     def way_to(self, other: "Store") -> str | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
 
-from raycheck.bucket.store.address import located, uri_beside
+from raycheck.bucket.store.address import located
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -65,8 +65,8 @@ class LocalStore(Store):
             else None
         )
 
-    def beside(self, way: str) -> "LocalStore":
-        return LocalStore(uri_beside(self.uri, way), f"/{located(f'{self.root_path}/', way)}")
+    def _rerooted(self, way: str, uri: str) -> "LocalStore":
+        return LocalStore(uri, f"/{located(f'{self.root_path}/', way)}")
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         with self._errors(key), self._opened(key) as file:

@@ -13,7 +13,7 @@ from typing import Self
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from raycheck.bucket.store.address import located, uri_beside
+from raycheck.bucket.store.address import located
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -50,9 +50,9 @@ class MemoryStore(Store):
     def root_path(self) -> str:
         return self._root.strip("/")
 
-    def beside(self, way: str) -> Self:
+    def _rerooted(self, way: str, uri: str) -> Self:
         other = copy.copy(self)
-        other.uri, other._root = uri_beside(self.uri, way), self._full(f"{way}/")  # noqa: SLF001
+        other.uri, other._root = uri, self._full(f"{way}/")  # noqa: SLF001
         return other
 
     def _full(self, key: str) -> str:

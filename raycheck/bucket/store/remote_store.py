@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 from fsspec.asyn import get_loop
 
-from raycheck.bucket.store.address import located, shown_uri, uri_beside
+from raycheck.bucket.store.address import located, shown_uri
 from raycheck.bucket.store.interface import Buffer, ChangedError, Store, check_length, check_process
 from raycheck.bucket.store.retry import ATTEMPTS, CLEAN_UP_S, Repeat, deadline, ends_by, send_with_retries
 from raycheck.errors import ConfigError, RaycheckError, StoreError
@@ -44,9 +44,9 @@ class RemoteStore(Store):
     def root_path(self) -> str:
         return self._prefix.rstrip("/")
 
-    def beside(self, way: str) -> Self:
+    def _rerooted(self, way: str, uri: str) -> Self:
         other = copy.copy(self)
-        other.uri, other._prefix = uri_beside(self.uri, way), located(self._prefix, f"{way}/")  # noqa: SLF001
+        other.uri, other._prefix = uri, self._full(f"{way}/")  # noqa: SLF001
         return other
 
     def together(self, *calls: Callable[[], T]) -> list[T]:

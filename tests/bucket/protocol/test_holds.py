@@ -215,8 +215,8 @@ def test_a_run_that_may_not_be_read_keeps_its_hold_and_does_not_end_a_sweep() ->
             raise DeniedError(f"{self.uri}: {key} may not be read")
 
     class Source(Placed):
-        def beside(self, way: str) -> Placed:
-            return Refused(self.inner, super().beside(way).place)
+        def _rerooted(self, way: str, uri: str) -> Placed:
+            return Refused(self.inner, super()._rerooted(way, uri).place)
 
     world = forked_world()
     world.inner.at += 10 * HOLD_GRACE_S
