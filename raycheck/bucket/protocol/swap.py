@@ -111,7 +111,7 @@ class Register:
                     time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
                     pause = min(pause * 2, 2.0)
 
-    def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str) -> Latest:
+    def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str, at: float | None = None) -> Latest:
         """Swap like `swap`, but raise NotFoundError when there is no run."""
 
         def decide(body: Latest | None, now: float) -> Latest | None:
@@ -119,7 +119,7 @@ class Register:
                 raise no_run_error(self.store)
             return change(body, now)
 
-        return self.swap(decide, what=what)
+        return self.swap(decide, what=what, at=at)
 
     def _replace_newest(self, decide: Decide, at: float) -> Latest | None:
         """Replace the body that this process has read or written last, if it is still there. Step 1.
