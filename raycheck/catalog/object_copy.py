@@ -5,12 +5,12 @@ Bytes are compared with the manifest's checksum while they stream, and the last 
 of them were right. So an object that exists in the target has the right bytes, as far as they arrived unchanged. That
 is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last: one
 that is there proves that its objects are there too (I1). Between buckets that are reached in one way, S3 copies by
-itself, and proves it by CRC-32.
+itself, and proves it by CRC-32. GCS copies by itself what was read and found right, and is not sent to it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Condition, Event, Lock
 from typing import TypeVar
@@ -30,6 +30,7 @@ from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundErr
 
 AT_ONCE = 4
 """How many objects of a checkpoint are copied at a time."""
+READ_BYTES = 16 * 1024 * 1024
 OBJECT_BYTES = 6 * 16 * 1024 * 1024
 """How much memory a large object takes at most while it is copied: about six parts of 16 MiB."""
 ROOM_BYTES = 4 * OBJECT_BYTES
@@ -177,7 +178,7 @@ class ObjectCopier:
             if size_there == size and ((trusts and self._is_proven(job)) or self.is_right(job.new_key, job.record)):
                 self._count(found=size)
                 return False
-            if size >= MIN_PART_BYTES and self._copied_in_store(job, is_over):
+            if size >= MIN_PART_BYTES and self._copied_in_store(name, job, is_over):
                 self._count(in_store=size)
                 return True
             again_if_corrupt(lambda: self._stream(name, job, is_over))
@@ -189,30 +190,36 @@ class ObjectCopier:
 
     def _stream(self, name: str, job: Job, is_over: Callable[[], bool]) -> None:
         record = job.record
-        step = self.target.part_bytes(record.size_bytes)
         if record.size_bytes == 0 and record.crc32:
             raise DamagedError(f"{self.source}: {job.key} is empty, its manifest says {record.crc32:08x}")
         shown = 0
 
         def parts() -> Iterator[memoryview]:
             nonlocal shown
-            crc = 0
-            for start in range(0, record.size_bytes, step):
-                if is_over():
-                    raise StoppedError
-                stop = min(start + step, record.size_bytes)
-                data = self._read(name, job.key, start, stop)
-                crc = crc32(data, crc)
-                if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
-                    raise DamagedError(
-                        f"{self.source}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
-                    )
+            stop = 0
+            for part in self._parts(name, job, self.target.part_bytes(record.size_bytes), is_over):
+                stop += len(part)
                 if stop > shown:  # a second reading is no progress
                     self._progress(stop - shown)
                     shown = stop
-                yield memoryview(data)
+                yield part
 
         self.target.put_parts(job.new_key, parts(), record.size_bytes)
+
+    def _parts(self, name: str, job: Job, step: int, is_over: Callable[[], bool]) -> Iterator[memoryview]:
+        """Yield the bytes of an object, `step` at a time, the last ones only when all had the manifest's checksum."""
+        record, crc = job.record, 0
+        for start in range(0, record.size_bytes, step):
+            if is_over():
+                raise StoppedError
+            stop = min(start + step, record.size_bytes)
+            data = self._read(name, job.key, start, stop)
+            crc = crc32(data, crc)
+            if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
+                raise DamagedError(
+                    f"{self.source}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
+                )
+            yield memoryview(data)
 
     def _read(self, name: str, key: str, start: int, stop: int) -> Buffer:
         try:
@@ -223,7 +230,8 @@ class ObjectCopier:
         except CorruptError as error:  # shorter than it was
             raise DamagedError(str(error)) from None
 
-    def _copied_in_store(self, job: Job, is_over: Callable[[], bool]) -> bool:
+    def _copied_in_store(self, name: str, job: Job, is_over: Callable[[], bool]) -> bool:
+        """Have the store copy an object by itself. Return whether it has, and has proven which bytes."""
         size = job.record.size_bytes
 
         def ranges() -> Iterator[Range]:
@@ -236,7 +244,12 @@ class ObjectCopier:
                 yield Range(job.key, start, stop, None)
                 start = stop
 
-        return self.target.put_assembled(job.new_key, ranges(), size, job.record.crc32, source=self.source)
+        if self.target.put_assembled(job.new_key, ranges(), size, job.record.crc32, source=self.source):
+            return True
+        with suppress(CorruptError):  # the bytes are read once more before they count as damaged
+            parts = self._parts(name, job, READ_BYTES, is_over)
+            return self.target.put_copied(job.new_key, parts, size, source=self.source, source_key=job.key)
+        return False
 
     def _is_proven(self, job: Job) -> bool:
         try:

@@ -208,6 +208,19 @@ class Store(ABC):
         del key, parts, size_bytes, crc, source
         return False
 
+    def put_copied(
+        self, key: str, parts: Iterable[Buffer], size_bytes: int, *, source: "Store", source_key: str
+    ) -> bool:
+        """Writes one object by having the store copy another one, `source_key` of `source`, whose bytes are `parts`.
+
+        It is for a store that cannot prove by itself which bytes it has copied: the caller reads them, and the iterable
+        raises when they are wrong. What the store states of both objects is compared with a checksum of what was read.
+        Returns False when nothing that is proven was written, often without reading a part: then write the object in
+        another way.
+        """
+        del key, parts, size_bytes, source, source_key
+        return False
+
     def states_checksum(self, key: str) -> bool:
         """Returns whether the store has compared the whole object, as it came, with a checksum that was sent along.
 
