@@ -81,7 +81,7 @@ def offer(store: Store, base: Store, wanted: Wanted, *, run_id: str) -> BaseOffe
             loans = borrow(store, way, directories, run_id=run_id, renews=True)
             here = (replace(part, checkpoint=directory_from(store, way, part.checkpoint)) for part in found)
             return BaseOffer(way=way, entry=checkpoint.entry, components=tuple(here), loans=loans)
-        problem = next(iter(problems.values()))
+        problem = next(iter(problems.values()), "nothing is wanted of it")
     raise NotFoundError(f"{base}: {problem}")
 
 

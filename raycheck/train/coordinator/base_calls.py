@@ -60,6 +60,8 @@ class BaseCalls:
         base = open_base(store, wish.uri)
         if any(other.wanted != wish.wanted for other in wishes):
             return BaseAnswer(problem="the ranks do not hold parts of the same tensors, as in a pipeline")
+        if not wish.wanted:  # nothing is frozen, or a restore has found all of it in the bucket
+            return BaseAnswer()
         body = self._register.read_existing()[0]
         replicas = frozenset.intersection(*(other.replicas for other in wishes))
         return _or_why(lambda: BaseAnswer(offer=_held(store, base, wish, body), replicas=replicas))

@@ -40,6 +40,8 @@ def refer_to_base(group: Group, state: TrainState, uri: str, known: Sequence[str
     if done:
         said = {"components": ",".join(done), "bytes": sum(borrowed.values()), "seconds": time.monotonic() - began}
         logger.info(event("not uploaded, since the base has it", base=shown_uri(uri), **said, run=group.uri))
+    if not boxes and not known:
+        logger.warning(event("the base is not used: nothing of this run is frozen", base=shown_uri(uri), run=group.uri))
     if left := sorted(boxes.keys() - set(done)):
         text = f"the base cannot be used, {', '.join(left)} will be uploaded: {answer.problem}"
         logger.warning(event(text, base=shown_uri(uri), run=group.uri))

@@ -125,7 +125,7 @@ def test_a_restart_at_another_world_size_goes_on_referring_to_the_base(bucket: s
     base, uri = f"{bucket}/base", f"{bucket}/run"
     raycheck.import_checkpoint(str(weights), base)
     train(uri, lambda: lora(weights, 0), base=base, world_size=2)
-    train(uri, lambda: lora(weights, 5), world_size=3)
+    train(uri, lambda: lora(weights, 5), base=base, world_size=3)  # the restore has found all that is frozen
 
     (model, *_) = train(uri, lambda: lora(weights, 6))
 
@@ -250,6 +250,21 @@ def test_a_base_that_cannot_be_used_costs_an_upload_and_says_why(
     assert said[problem] in lines[0]
     assert_invariants(open_store(uri))
     assert_restores(uri, model, lora(tmp_path, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_has_nothing_frozen_says_so_and_trains(
+    bucket: str, tmp_path: Path, world_size: int, caplog: Any
+) -> None:
+    llama().save_pretrained(tmp_path)
+    base, uri = f"{bucket}/base", f"{bucket}/run"
+    raycheck.import_checkpoint(str(tmp_path), base)
+
+    (model, *_) = train(uri, llama, base=base, world_size=world_size)
+
+    assert caplog.text.count("nothing of this run is frozen") == 1
+    assert read_latest(open_store(uri)).loans == ()
+    assert_restores(uri, model, llama())
 
 
 def test_a_run_in_another_bucket_or_the_run_itself_is_refused(bucket: str, tmp_path: Path) -> None:
