@@ -189,8 +189,8 @@ def test_an_actor_keeps_nothing_of_the_saves_that_it_has_uploaded(group: raychec
         agent.save(group, staged.to_share(), report, deadline=time.monotonic() + 60, timeout_s=60.0)
         del staged
         gc.collect()
-        maps = Path("/proc/self/maps").read_text().count("memfd:raycheck")
-        seen.append((maps, sum("memfd:raycheck" in str(file.readlink()) for file in open_files())))
+        maps = Path("/proc/self/maps").read_text().count("memfd:raycheck (")
+        seen.append((maps, sum("memfd:raycheck (" in str(file.readlink()) for file in open_files())))
 
     assert seen == [(0, 0)] * 8
 
