@@ -88,6 +88,11 @@ class CommittedCheckpoint(Checkpoint):
                 )
             return samples_of(found, first, end, step=self.step)
 
+    def _repr_html_(self) -> str:
+        from raycheck.views.notebook import checkpoint_html
+
+        return checkpoint_html(self.store.uri, self.entry)
+
     def manifest(self) -> Manifest:
         """Read the checkpoint's manifest from the bucket. See Checkpoint.read_manifest."""
         return self.read_manifest()
@@ -158,6 +163,11 @@ class Run:
     def borrowed(self) -> dict[str, tuple[str, ...]]:
         """Returns the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
         return {loan.source: loan.directories for loan in self.latest.loans}
+
+    def _repr_html_(self) -> str:
+        from raycheck.views.notebook import run_html
+
+        return run_html(self.store.uri, self.latest)
 
     def at(self, at: int | str) -> CommittedCheckpoint:
         """Returns the committed checkpoint with this step, name or key.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import raycheck
 from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs, open_run
-from raycheck.page.charts import curves_of, timeline_of
+from raycheck.views.charts import curves_of, timeline_of
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
         "run": run,
         "uri": place.uri(name).partition("?")[0],
         "history": history,
-        "timeline": timeline_of(history),
-        "curves": curves_of(history),
+        "timeline": timeline_of(history.attempts, until=history.until),
+        "curves": curves_of(history.attempts),
         "kept": kept,
         "reasons": reasons,
         "freed": sum(item.entry.size_bytes for item in kept.decisions if not item.is_kept),
@@ -146,15 +146,11 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
     if summary is None:
         raise NotFoundError(f"{checkpoint.entry.key} has no tensor {tensor!r}")
     sample = checkpoint.sample(tensor, max_bytes=max_bytes)
-    most = max(sample.counts, default=0)
-    heat = [value for line in sample.heat for value in line if value is not None]
     return {
         "name": name,
         "entry": checkpoint.entry,
         "tensor": summary,
         "sample": sample,
-        "most": most,
-        "hottest": max(heat, default=0.0),
         "budget": MAX_SAMPLE_BYTES,
     }
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
 from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, read_record, read_resumes
 from raycheck.bucket.document_reading import again_if_corrupt
@@ -18,59 +17,10 @@ from raycheck.bucket.reading import Checkpoint, get_latest
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DeniedError, NotFoundError
+from raycheck.views.attempts import AttemptHistory, Commit, Ending
+from raycheck.views.notebook import Picture, history_html, steps_html
 
-Ending = Literal[
-    "live", "finished", "preempted", "failed", "resized", "restarted", "driver lost", "gave up", "by hand", "unknown"
-]
 AT_ONCE = 32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
-    """Describes one commit of a run whose checkpoint is still there.
-
-    key: the checkpoint's name. at: the time of the commit in unix seconds, by the bucket's clock. is_head: the next
-    start restores it. is_rolling, is_pinned, name, damaged, metrics, scores: as its entry in `latest` has them.
-    """
-
-    key: str
-    step: int
-    at: float
-    size_bytes: int
-    is_head: bool
-    is_rolling: bool
-    is_pinned: bool
-    name: str | None
-    damaged: str | None
-    metrics: Mapping[str, float]
-    scores: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptHistory:
-    """Describes one life of the worker group.
-
-    number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair). began_at, ended_at:
-    unix seconds by the bucket's clock; ended_at is None while nothing says that it has ended. ending: why it ended, in
-    a word or two ("driver lost": killed, or replaced by another driver); cause: in the words of its record. restored:
-    the checkpoint with which it began, None for a fresh start. restore_s: seconds that its slowest rank took to
-    restore. start_step: the step with which it went on. lost_steps, lost_s: steps and seconds of training that the end
-    of the attempt before lost. These four are None where they are not known. commits: those of its commits that are
-    still there, in their order.
-    """
-
-    number: int
-    world_size: int
-    began_at: float
-    ended_at: float | None
-    ending: Ending
-    cause: str
-    restored: str | None
-    restore_s: float | None
-    start_step: int | None
-    lost_steps: int | None
-    lost_s: float | None
-    commits: tuple[Commit, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +45,25 @@ class RunHistory:
     def commits(self) -> tuple[Commit, ...]:
         """Returns the commits of all attempts, in their order."""
         return tuple(commit for attempt in self.attempts for commit in attempt.commits)
+
+    @property
+    def until(self) -> float:
+        """Returns up to when something is known of the run, in unix seconds: for a run that goes on, up to now."""
+        if self.status.state == "running":
+            return self.status.now
+        ends = [item.ended_at for item in self.attempts if item.ended_at is not None]
+        return max(self.status.at, *ends, *(commit.at for commit in self.commits), self.attempts[0].began_at)
+
+    @property
+    def over_steps(self) -> Picture:
+        """Returns a picture for a notebook: the attempts over steps instead of time, and what was trained and lost."""
+        return Picture(steps_html(self.attempts))
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the attempts over time, why each ended, and the metrics at commits."""
+        goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
+        facts = (self.uri.partition("?")[0], self.status.text, f"goodput {goodput}")
+        return history_html(facts, self.attempts, until=self.until)
 
 
 def read_history(store: Store) -> RunHistory:

@@ -13,7 +13,7 @@ from rich.table import Table
 from raycheck.bucket.store import open_store
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import StoreError
-from raycheck.views.history import AttemptHistory
+from raycheck.views.attempts import AttemptHistory
 from raycheck.views.in_words import age, short_number, size
 from raycheck.views.live import LiveRun, RunWatch, SaveUnderWay
 
