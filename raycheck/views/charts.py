@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from raycheck.views.attempts import AttemptHistory, Commit
@@ -86,7 +86,7 @@ def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:
     """Returns the attempts over steps: from where each went on to the last step that is known of it.
 
     What the next attempt's record says was lost is the right end of a bar. Attempts by hand train nothing, and have no
-    row.
+    row. Causes are left out: errors name hosts, paths and times.
     """
     spans = []
     for place, attempt in enumerate(attempts):
@@ -97,7 +97,8 @@ def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:
         if after is not None and after.lost_steps is not None:
             ends.append(kept + after.lost_steps)
         if attempt.world_size:
-            spans.append((attempt, begin, max(ends), 0 if after is None else after.lost_steps or 0))
+            lost = 0 if after is None else after.lost_steps or 0
+            spans.append((replace(attempt, cause=""), begin, max(ends), lost))
     last = max((end for _, _, end, _ in spans), default=0)
     scale = (WIDTH - LEFT - RIGHT) / max(1, last)
     bars = []

@@ -5,7 +5,7 @@ of a notebook that is kept in a repository changes only when the run does; a his
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.views.attempts import AttemptHistory
@@ -42,7 +42,7 @@ def _cell(value: object) -> str:
 def run_html(uri: str, body: Latest) -> str:
     """Returns a run as its `latest` has it: where it is, and its checkpoints, the newest first."""
     state = "finished" if body.is_finished else "deleted" if body.deleted_at is not None else "not finished"
-    facts = (_address(uri), state, f"{body.attempt.number} attempts", f"head {body.head or 'none'}")
+    facts = (_address(uri), state, f"attempt {body.attempt.number}", f"head {body.head or 'none'}")
     columns = ("step", "checkpoint", "name", "size", "shares with", "stays", "metrics")
     return words(*facts) + table(columns, [_checkpoint_row(entry, body.head) for entry in reversed(body.live)])
 
@@ -77,8 +77,12 @@ def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], *, un
 
 
 def steps_html(attempts: Sequence[AttemptHistory]) -> str:
-    """Returns a run's attempts over steps, without any time: where each went on, and what was trained and lost."""
-    rows = [(*_attempt_row(item), _lost(item, has_s=False)) for item in reversed(attempts)]
+    """Returns a run's attempts over steps: where each went on, and what was trained and lost.
+
+    It has no times, and says why an attempt ended in a word: errors name hosts, paths and times.
+    """
+    shown = [replace(item, cause="") for item in reversed(attempts)]
+    rows = [(*_attempt_row(item), _lost(item, has_s=False)) for item in shown]
     columns = ("attempt", "ranks", "why it ended", "restored", "lost before")
     return timeline_svg(steps_of(attempts)) + table(columns, rows) + _curves(attempts)
 
