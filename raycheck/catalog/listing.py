@@ -31,6 +31,7 @@ from raycheck.bucket.store.address import parse_uri
 from raycheck.bucket.store.subfolder import Subfolder
 from raycheck.errors import ConfigError, CorruptError, DeniedError, NotFoundError, RaycheckError
 from raycheck.storage_settings import StorageSettings
+from raycheck.views.goodput import goodput_of
 
 DEPTH = 3
 AT_ONCE = 64
@@ -65,6 +66,8 @@ class RunSummary:
         at most. The two are equal where no checkpoint refers to another's directory: `latest` has the size of each
         checkpoint with all that it refers to, and does not say how much of that several of them share. What retention
         has dropped, interrupted saves and exports are not in it: `raycheck sweep` and `raycheck prune` find them.
+    goodput: the share of the time from the run's begin to its newest commit that stands as training, between 0 and 1;
+        None where `latest` does not say it: it was written by an older raycheck, or the head was moved since.
     parent: the address of the run that this one was forked from, as the fork wrote it. None for a run that is no fork,
         and for one that has dropped the checkpoint with which it began.
     """
@@ -83,6 +86,7 @@ class RunSummary:
     num_checkpoints: int = 0
     size_bytes: int = 0
     max_size_bytes: int = 0
+    goodput: float | None = None
     parent: str | None = None
 
 
@@ -281,8 +285,16 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
         num_checkpoints=len(body.live),
         size_bytes=least,
         max_size_bytes=most,
+        goodput=_goodput(body, head),
         parent=None if parent is None else _cut(parent),
     )
+
+
+def _goodput(body: Latest, head: Entry | None) -> float | None:
+    said = body.trained
+    if said is None or head is None or said.key != head.key:
+        return None
+    return goodput_of(trained_s=said.trained_s, began_at=said.began_at, committed_at=head.committed_at)
 
 
 def _cut(text: str) -> str:

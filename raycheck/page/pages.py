@@ -3,6 +3,7 @@
 Every function here blocks while it reads from the bucket; server.py calls them in threads.
 """
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import raycheck
 from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs, open_run
 from raycheck.views.charts import curves_of, timeline_of
+from raycheck.views.in_words import goodput_text
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
@@ -51,10 +53,15 @@ class PageScope:
 
         The texts are compared, and nothing is opened. A query says how a bucket is reached, and does not count.
         """
-        base, wanted = (text.partition("?")[0].rstrip("/") for text in (self.prefix, uri))
+        base, wanted = _address(self.prefix), _address(uri)
         if wanted == base:
             return ""
         return wanted.removeprefix(f"{base}/") if wanted.startswith(f"{base}/") else None
+
+    def shown(self, uri: str) -> tuple[str, str | None]:
+        """Return how a run's address is shown, and the name under which the page has the run; None if it has not."""
+        name = self.name_of(uri)
+        return name or _address(uri), name
 
     def uri(self, name: str) -> str:
         """Return the address of the run at `name`. A query of the prefix stays at its end."""
@@ -62,15 +69,26 @@ class PageScope:
         return (f"{base.rstrip('/')}/{name}" if name else base) + mark + query
 
 
+def _address(uri: str) -> str:
+    """Return an address without its settings: they may be nobody else's business."""
+    return uri.partition("?")[0].rstrip("/")
+
+
 def runs_view(place: PageScope) -> dict[str, Any]:
     """Return what the list of runs shows."""
     found = list_runs(place.prefix, place.storage)
-    itself = place.prefix.partition("?")[0].rstrip("/")
+    itself = _address(place.prefix)
+    forks: dict[str, list[str]] = {}
+    for run in found:
+        if run.parent is not None:
+            forks.setdefault(_address(run.parent), []).append(run.name)
     rows = [
         {
             "run": run,
-            "link": "" if run.uri.partition("?")[0].rstrip("/") == itself else run.name,
+            "link": "" if _address(run.uri) == itself else run.name,
             "cost": run.size_bytes / GIB * place.price,
+            "parent": None if run.parent is None else place.shown(run.parent),
+            "forks": [(name, name) for name in forks.get(_address(run.uri), ())],
         }
         for run in found
     ]
@@ -84,12 +102,13 @@ def runs_view(place: PageScope) -> dict[str, Any]:
 def run_view(place: PageScope, name: str) -> dict[str, Any]:
     """Return what the view of a run shows."""
     run = place.run(name)
-    history, kept = run.history(), run.kept()
+    history = run.history()
+    kept = run.kept(history)
     reasons = {item.entry.key: item for item in kept.decisions}
     return {
         "name": name,
         "run": run,
-        "uri": place.uri(name).partition("?")[0],
+        "uri": _address(place.uri(name)),
         "history": history,
         "timeline": timeline_of(history.attempts, until=history.until),
         "curves": curves_of(history.attempts),
@@ -97,6 +116,28 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
         "reasons": reasons,
         "freed": sum(item.entry.size_bytes for item in kept.decisions if not item.is_kept),
         "commits": tuple(reversed(history.commits)),
+        "goodput": goodput_text(history.goodput, history.goodput_limit),
+        "parent": None if history.parent is None else place.shown(history.parent),
+        "users": [place.shown(_beside(place.uri(name), way)) for way in sorted(run.lent)],
+    }
+
+
+def _beside(uri: str, way: str) -> str:
+    """Return the address of the run at `way` ("../other") from the run at `uri`."""
+    scheme, mark, path = _address(uri).partition("://")
+    return f"{scheme}{mark}{posixpath.normpath(f'{path}/{way}')}"
+
+
+def freed_view(place: PageScope, name: str) -> dict[str, Any]:
+    """Return what the view of deletes shows: what a prune and a sweep of the run would free. Writes nothing."""
+    run = place.run(name)
+    plans = {"prune": run.plan_prune(), "sweep": run.plan_sweep()}
+    return {
+        "name": name,
+        "uri": _address(place.uri(name)),
+        "plans": plans,
+        "totals": {kind: sum(item.size_bytes for item in plan) for kind, plan in plans.items()},
+        "max_rows": MAX_ROWS,
     }
 
 
@@ -117,7 +158,7 @@ def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -
     )
     return {
         "name": name,
-        "uri": place.uri(name).partition("?")[0],
+        "uri": _address(place.uri(name)),
         "entry": checkpoint.entry,
         "manifest": manifest,
         "own_bytes": own,

@@ -52,4 +52,5 @@ def _link(page: str, **arguments: object) -> str:
 
 def render(template: str, place: PageScope, **values: Any) -> str:
     """Returns the HTML of a view."""
-    return _environment().get_template(template).render(place=place, prefix=place.prefix.partition("?")[0], **values)
+    known = {"place": place, "prefix": place.prefix.partition("?")[0], "has_links": True}
+    return _environment().get_template(template).render(known | values)

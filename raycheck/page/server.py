@@ -28,6 +28,7 @@ def make_app(place: PageScope, *, token: str, allow_hosts: Collection[str] = ())
     views = _Views(place)
     app.router.add_get("/", views.runs)
     app.router.add_get("/run", views.run)
+    app.router.add_get("/freed", views.freed)
     app.router.add_get("/live", views.live)
     app.router.add_get("/of", views.of)
     app.router.add_get(HEALTH, _health)
@@ -94,6 +95,9 @@ class _Views:
 
     async def run(self, request: web.Request) -> web.Response:
         return await self._shown("run.html", pages.run_view, _asked(request, "name"))
+
+    async def freed(self, request: web.Request) -> web.Response:
+        return await self._shown("freed.html", pages.freed_view, _asked(request, "name"))
 
     async def live(self, request: web.Request) -> web.Response:
         """Answers with the number of writes of `latest`, for a page that asks whether it is out of date."""

@@ -14,7 +14,8 @@ class Commit:
     """Describes one commit of a run whose checkpoint is still there.
 
     key: the checkpoint's name. at: the time of the commit in unix seconds, by the bucket's clock. is_head: the next
-    start restores it. is_rolling, is_pinned, name, damaged, metrics, scores: as its entry in `latest` has them.
+    start restores it. is_by_notice: it was saved because a node was about to go. is_rolling, is_pinned, name, damaged,
+    metrics, scores: as its entry in `latest` has them.
     """
 
     key: str
@@ -22,6 +23,7 @@ class Commit:
     at: float
     size_bytes: int
     is_head: bool
+    is_by_notice: bool
     is_rolling: bool
     is_pinned: bool
     name: str | None

@@ -125,8 +125,13 @@ def _attempt(bar: Bar) -> str:
 def _commit(dot: Dot) -> str:
     commit = dot.commit
     kind = "commit" + " head" * commit.is_head + " damaged" * (commit.damaged is not None)
+    kind += " notice" * commit.is_by_notice
     color = LOST if commit.damaged is not None else HEAD if commit.is_head else COMMIT
     told = commit.key + (f", named {commit.name}" if commit.name else "")
+    if commit.is_by_notice:  # a diamond, to be told from the others without its colour
+        told, turn = f"{told}, saved because a node was about to go", f"rotate(45 {_short(dot.x)} {_short(dot.y)})"
+        return element("rect", _title(told), class_=kind, x=dot.x - 4, y=dot.y - 4, width=8.0, height=8.0, fill=color,
+                       transform=turn)  # fmt: skip
     return element("circle", _title(told), class_=kind, cx=dot.x, cy=dot.y, r=4, fill=color)
 
 

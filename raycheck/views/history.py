@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, read_record, read_resumes
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
+from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.fork import origin_in, origin_of
 from raycheck.bucket.reading import Checkpoint, get_latest
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, DeniedError, NotFoundError
+from raycheck.errors import CorruptError, DamagedError, DeniedError, NotFoundError
 from raycheck.views.attempts import AttemptHistory, Commit, Ending
+from raycheck.views.goodput import goodput_limit, goodput_of
+from raycheck.views.in_words import goodput_text
 from raycheck.views.notebook import Picture, history_html, steps_html
 
 AT_ONCE = 32
@@ -30,7 +34,10 @@ class RunHistory:
     status: whether it runs, as far as the bucket tells. attempts: the newest 50, the live one last. began_at: when the
     first attempt began, None where that is not known. trained_s: seconds of training in the head's state, without lost
     work and the time of saves. goodput: trained_s by the seconds from began_at to the head's commit, between 0 and 1;
-    None without a commit.
+    None without a commit. goodput_limit: what it could be at best, see raycheck/views/goodput.py; None for fewer than
+    two failures, or where a cost is not known. parent: the address of the run that this one was forked from; None for
+    no fork, and for one that has dropped the checkpoint with which it began. settings: those of the training at its
+    newest commit, in words; None where its manifest cannot be read.
     """
 
     uri: str
@@ -40,6 +47,9 @@ class RunHistory:
     began_at: float | None
     trained_s: float | None
     goodput: float | None
+    goodput_limit: float | None = None
+    parent: str | None = None
+    settings: tuple[str, ...] | None = None
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -61,33 +71,46 @@ class RunHistory:
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: the attempts over time, why each ended, and the metrics at commits."""
-        goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
-        facts = (self.uri.partition("?")[0], self.status.text, f"goodput {goodput}")
+        goodput = f"goodput {goodput_text(self.goodput, self.goodput_limit)}"
+        facts = (self.uri.partition("?")[0], self.status.text, goodput)
         return history_html(facts, self.attempts, until=self.until)
 
 
-def read_history(store: Store) -> RunHistory:
-    """Read the history of the run in `store`. Raises NotFoundError when there is none."""
-    body, got = again_if_corrupt(lambda: get_latest(store))
+def read_history(store: Store, body: Latest | None = None, *, now: float | None = None) -> RunHistory:
+    """Read the history of the run in `store`. Raises NotFoundError when there is none.
+
+    body, now: the run's `latest` and the store's time, when the caller has just read them; then they are not read
+    again. Requests: two per attempt and one for the head's manifest, and one more for some forks.
+    """
+    if body is None or now is None:
+        body, got = again_if_corrupt(lambda: get_latest(store))
+        now = got.at
     numbers = [attempt.number for attempt in body.attempts]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-history") as pool:
+        read_head = pool.submit(_head, store, body)
         ends = pool.map(lambda number: _record(store, number), numbers)
         begins = pool.map(lambda number: _resume(store, number), numbers)
-        head = pool.submit(_head_times, store, body)
         records = dict(zip(numbers, ends, strict=True))
         resumes = dict(zip(numbers, begins, strict=True))
-        began_at, trained_s, committed_at = head.result()
-    goodput = None
-    if began_at is not None and trained_s is not None and committed_at is not None and committed_at > began_at:
-        goodput = min(1.0, max(0.0, trained_s / (committed_at - began_at)))
+        head = read_head.result()
+    attempts = tuple(_attempts(body, records, resumes))
+    entry = None if body.head is None else body.entry(body.head)
+    status = status_of(body, records[body.attempt.number], now=now)
+    until = now if status.state == "running" else max(status.at, 0.0 if entry is None else entry.committed_at)
+    blocked_s = max((rank.blocked_s for rank in head.ranks), default=None) if head is not None else None
     return RunHistory(
         uri=store.uri,
         run_id=body.run_id,
-        status=status_of(body, records[body.attempt.number], now=got.at),
-        attempts=tuple(_attempts(body, records, resumes)),
-        began_at=began_at,
-        trained_s=trained_s,
-        goodput=goodput,
+        status=status,
+        attempts=attempts,
+        began_at=None if head is None else head.began_at,
+        trained_s=None if head is None else head.trained_s,
+        goodput=None
+        if head is None or entry is None
+        else goodput_of(trained_s=head.trained_s, began_at=head.began_at, committed_at=entry.committed_at),
+        goodput_limit=goodput_limit(attempts, blocked_s=blocked_s, until=until),
+        parent=_parent(store, body, head),
+        settings=None if head is None else head.settings,
     )
 
 
@@ -104,15 +127,22 @@ def _resume(store: Store, number: int) -> ResumeRecord | None:
     return None
 
 
-def _head_times(store: Store, body: Latest) -> tuple[float | None, float | None, float | None]:
-    """Returns when the run began, its seconds of training, and the time of the head's commit."""
+def _head(store: Store, body: Latest) -> Manifest | None:
+    """Returns the head's manifest; None without a head, and where it cannot be read."""
     entry = None if body.head is None else body.entry(body.head)
-    if entry is None:
-        return None, None, None
-    with suppress(NotFoundError, CorruptError, DeniedError):
-        manifest = Checkpoint(store, entry).read_manifest()
-        return manifest.began_at, manifest.trained_s, entry.committed_at
-    return None, None, None
+    if entry is not None:
+        with suppress(NotFoundError, CorruptError, DeniedError, DamagedError):
+            return Checkpoint(store, entry).read_manifest()
+    return None
+
+
+def _parent(store: Store, body: Latest, head: Manifest | None) -> str | None:
+    """Returns the address of the run that this one was forked from. The head's manifest may be the one that says it."""
+    if head is not None and head.attempt == 0:
+        return origin_in(body, head)
+    with suppress(DeniedError):
+        return origin_of(store, body)
+    return None
 
 
 def _attempts(
@@ -154,6 +184,7 @@ def _commit(entry: Entry, *, is_head: bool) -> Commit:
         at=entry.committed_at,
         size_bytes=entry.size_bytes,
         is_head=is_head,
+        is_by_notice=entry.by_notice,
         is_rolling=entry.rolling,
         is_pinned=entry.pinned,
         name=entry.name,
