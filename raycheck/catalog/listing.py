@@ -10,7 +10,6 @@ idle (the record of its attempt), and one for a fork that still has its first ch
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -31,6 +30,7 @@ from raycheck.bucket.store.address import parse_uri
 from raycheck.bucket.store.subfolder import Subfolder
 from raycheck.errors import ConfigError, CorruptError, DeniedError, NotFoundError, RaycheckError
 from raycheck.storage_settings import StorageSettings
+from raycheck.views.context_pool import ContextPool
 from raycheck.views.goodput import goodput_of
 
 DEPTH = 3
@@ -162,7 +162,7 @@ class _Search:
         seen = self._look(self._top)
         folders = [] if isinstance(seen, RunSummary) else seen
         found += [seen] if isinstance(seen, RunSummary) else []
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-list") as pool:
+        with ContextPool(AT_ONCE, thread_name_prefix="raycheck-list") as pool:
             for _ in range(depth):
                 below: list[_Folder] = []
                 for seen in pool.map(self._look_and_go_on, folders):

@@ -5,17 +5,21 @@ Every function here blocks while it reads from the bucket; server.py calls them 
 
 import posixpath
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import raycheck
 from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs, open_run
 from raycheck.views.charts import curves_of, timeline_of
+from raycheck.views.difference import compare_indexes
 from raycheck.views.in_words import goodput_text
-from raycheck.views.tensors import with_moments
+from raycheck.views.tensor_sample import MAX_BYTES, sample_tensor
+from raycheck.views.tensors import summarize_tensors, with_moments
 
 if TYPE_CHECKING:
+    from raycheck.bucket.format.index import Index
+    from raycheck.bucket.format.manifest import Manifest
     from raycheck.run import CommittedCheckpoint
     from raycheck.views.tensors import TensorSummary
 
@@ -149,26 +153,28 @@ def live_version(place: PageScope, name: str) -> int:
 def checkpoint_view(place: PageScope, name: str, at: str, *, search: str = "") -> dict[str, Any]:
     """Return what the view of a checkpoint shows."""
     run = place.run(name)
-    checkpoint = run.at(at)
-    manifest = checkpoint.manifest()
-    tensors = [item for item in _tensors(checkpoint) if search in item.name]
-    index = checkpoint.index(manifest)
+    entry = run.at(at).entry
+    seen = _opened(run.at(at))
+    tensors = [item for item in seen.tensors if search in item.name]
     own = sum(
-        shard.size_bytes for part in manifest.components if part.checkpoint == manifest.key for shard in part.shards
+        shard.size_bytes
+        for part in seen.manifest.components
+        if part.checkpoint == seen.manifest.key
+        for shard in part.shards
     )
     return {
         "name": name,
         "uri": _address(place.uri(name)),
-        "entry": checkpoint.entry,
-        "manifest": manifest,
+        "entry": entry,
+        "manifest": seen.manifest,
         "own_bytes": own,
-        "shared_bytes": max(0, checkpoint.entry.size_bytes - own),
+        "shared_bytes": max(0, entry.size_bytes - own),
         "tensors": with_moments(tensors)[:MAX_ROWS],
         "num_tensors": len(tensors),
         "search": search,
-        "others": [item.entry for item in run.checkpoints if item.entry.key != checkpoint.entry.key],
-        "values": _values(index.values),
-        "rank_values": [_values(values) for values in index.rank_values],
+        "others": [item.entry for item in run.checkpoints if item.entry.key != entry.key],
+        "values": _values(seen.index.values),
+        "rank_values": [_values(values) for values in seen.index.rank_values],
     }
 
 
@@ -183,15 +189,16 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
     if max_bytes is not None and max_bytes > MAX_SAMPLE_BYTES:
         raise ConfigError(f"max_bytes={max_bytes}: one view reads at most {MAX_SAMPLE_BYTES} bytes")
     checkpoint = place.run(name).at(at)
-    summary = next((item for item in _tensors(checkpoint) if item.name == tensor), None)
+    seen = _opened(checkpoint)
+    summary = next((item for item in seen.tensors if item.name == tensor), None)
     if summary is None:
         raise NotFoundError(f"{checkpoint.entry.key} has no tensor {tensor!r}")
-    sample = checkpoint.sample(tensor, max_bytes=max_bytes)
+    most = MAX_BYTES if max_bytes is None else max_bytes
     return {
         "name": name,
         "entry": checkpoint.entry,
         "tensor": summary,
-        "sample": sample,
+        "sample": sample_tensor(checkpoint.store, seen.manifest, seen.index, tensor, max_bytes=most),
         "budget": MAX_SAMPLE_BYTES,
     }
 
@@ -199,13 +206,24 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
 def diff_view(place: PageScope, name: str, before: str, after: str) -> dict[str, Any]:
     """Return what the comparison of two checkpoints shows."""
     run = place.run(name)
-    found = run.at(before).diff(run.at(after))
+    two = run.at(before), run.at(after)
+    ours, theirs = run.store.together(partial(_opened, two[0]), partial(_opened, two[1]))
+    found = compare_indexes(ours.index, theirs.index, names=(two[0].entry.key, two[1].entry.key))
     changed = [item for item in found.tensors if item.change != "equal"]
     return {"name": name, "diff": found, "changed": changed[:MAX_ROWS], "num_changed": len(changed)}
 
 
-def _tensors(checkpoint: "CommittedCheckpoint") -> "tuple[TensorSummary, ...]":
-    """Return the tensors of a checkpoint. Checkpoints never change, so those looked at last are remembered."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Holds what a checkpoint's documents say. Checkpoints never change, so those looked at last are remembered."""
+
+    manifest: "Manifest"
+    index: "Index"
+    tensors: "tuple[TensorSummary, ...]"
+
+
+def _opened(checkpoint: "CommittedCheckpoint") -> _Opened:
+    """Return what a checkpoint's documents say, which are read once, and both at a time."""
     return _remembered(checkpoint.store.uri, checkpoint.entry.key, checkpoint.entry.manifest_crc32, _Asked(checkpoint))
 
 
@@ -223,9 +241,12 @@ class _Asked:
 
 
 @lru_cache(maxsize=8)
-def _remembered(uri: str, key: str, crc: int, asked: _Asked) -> "tuple[TensorSummary, ...]":
+def _remembered(uri: str, key: str, crc: int, asked: _Asked) -> _Opened:
     del uri, key, crc
-    return asked.checkpoint.tensors()
+    whole = replace(asked.checkpoint, documents=asked.checkpoint.read_documents())
+    manifest = whole.manifest()
+    index = whole.index(manifest)
+    return _Opened(manifest, index, summarize_tensors(manifest, index))
 
 
 def version() -> str:

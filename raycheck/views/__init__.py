@@ -8,6 +8,7 @@
 - kept.py says why each checkpoint stays.
 - charts.py computes where the lines and bars of a chart lie, drawing.py writes it as SVG, and notebook.py is what a
   notebook shows.
+- context_pool.py has threads that obey one deadline for all requests of a view.
 - in_words.py says sizes, times and numbers as people read them.
 - element_types.py turns a tensor's bytes into numbers without torch.
 

@@ -5,7 +5,6 @@ dropped is not in it: a commit is shown as long as its checkpoint is there.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, DamagedError, DeniedError, NotFoundError
 from raycheck.views.attempts import AttemptHistory, Commit, Ending
+from raycheck.views.context_pool import ContextPool
 from raycheck.views.goodput import goodput_limit, goodput_of
 from raycheck.views.in_words import goodput_text
 from raycheck.views.notebook import Picture, history_html, steps_html
@@ -86,7 +86,7 @@ def read_history(store: Store, body: Latest | None = None, *, now: float | None 
         body, got = again_if_corrupt(lambda: get_latest(store))
         now = got.at
     numbers = [attempt.number for attempt in body.attempts]
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-history") as pool:
+    with ContextPool(AT_ONCE, thread_name_prefix="raycheck-history") as pool:
         read_head = pool.submit(_head, store, body)
         ends = pool.map(lambda number: _record(store, number), numbers)
         begins = pool.map(lambda number: _resume(store, number), numbers)

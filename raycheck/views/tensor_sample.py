@@ -5,7 +5,6 @@ spread evenly over its bytes; a run is shorter than the 4 MiB under one checksum
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
+from raycheck.views.context_pool import ContextPool
 from raycheck.views.drawing import heat_svg, histogram_svg
 from raycheck.views.element_types import decode, item_bytes
 from raycheck.views.in_words import short_number, size
@@ -114,7 +114,7 @@ def sample_tensor(
             raise DamagedError(f"{store.uri}: {name} in {key} has another checksum than the index says")
         return data
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:
+    with ContextPool(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:
         parts = list(pool.map(read, runs))
     values = [decode(part, tensor.dtype) for part in parts]
     flat = np.concatenate(values) if values else np.zeros(0)
