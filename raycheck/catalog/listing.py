@@ -34,7 +34,7 @@ from raycheck.views.context_pool import ContextPool
 from raycheck.views.goodput import goodput_of
 
 DEPTH = 3
-AT_ONCE = 64
+AT_ONCE = 128
 """How many requests are under way at a time."""
 MAX_FOLDERS = 100_000
 """How many folders one listing looks at: a prefix may lead into millions of them."""

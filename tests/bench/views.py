@@ -8,10 +8,9 @@ makes it, with a new client and up to its HTML. The best of three: other process
 """
 
 import os
-import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -19,7 +18,8 @@ from rich.table import Table
 from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_resume
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.index import Chunk, Tensor, index_of
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.format.latest import dump_latest
+from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.cli.options import out
 from raycheck.page import pages
 from raycheck.page.pages import PageScope
@@ -45,8 +45,18 @@ def wide_index(component: str = "train", world_size: int = 1) -> Any:
         for n in range(TENSORS)
     ]
     chunks = [
-        Chunk(tensor=n, component=component, rank=0, offsets=(0,), sizes=(VALUES,), record_offset=0, record_size=4 * VALUES,
-              payload_offset=0, payload_size=4 * VALUES, crcs=(0,))  # fmt: skip
+        Chunk(
+            tensor=n,
+            component=component,
+            rank=0,
+            offsets=(0,),
+            sizes=(VALUES,),
+            record_offset=0,
+            record_size=4 * VALUES,
+            payload_offset=0,
+            payload_size=4 * VALUES,
+            crcs=(0,),
+        )
         for n in range(TENSORS)
     ]
     del world_size
@@ -54,7 +64,11 @@ def wide_index(component: str = "train", world_size: int = 1) -> Any:
 
 
 def a_run(checkpoints: int) -> Mapping[str, bytes]:
-    """The objects of a run with this many live checkpoints, of ten attempts or of one."""
+    """The objects of a run with this many live checkpoints, of ten attempts or of one.
+
+    One of each attempt has its objects. The others are entries of `latest` alone, since no view reads more of them;
+    they have no metrics, as the older ones have none when `latest` is full.
+    """
     store = DictStore(at=time.time() - 1000.0)
     driver = Driver(store)
     attempts = min(ATTEMPTS, checkpoints)
@@ -64,15 +78,32 @@ def a_run(checkpoints: int) -> Mapping[str, bytes]:
         if before is not None and entry is not None:
             record_end(store, before, by=attempt, cause="rank 0: its node was taken away")
             resume = ResumeRecord(
-                attempt=number, after=before.number, cause="", restored=entry.key, step=entry.step, world_size_before=1,
-                world_size=1, lost_steps=1, lost_s=1.0, since_commit_s=1.0, restore_s=1.0, restore_bytes=1, what="all",
-            )  # fmt: skip
+                attempt=number,
+                after=before.number,
+                cause="",
+                restored=entry.key,
+                step=entry.step,
+                world_size_before=1,
+                world_size=1,
+                lost_steps=1,
+                lost_s=1.0,
+                since_commit_s=1.0,
+                restore_s=1.0,
+                restore_bytes=1,
+                what="all",
+            )
             record_resume(store, resume)
-        for save in range(1, checkpoints // attempts + 1):
-            step = (number - 1) * (checkpoints // attempts) + save
-            driver.save(number, save, step=step, keep_last=None, began_at=store.at - 60.0, trained_s=30.0)
+        step = number * checkpoints // attempts
+        driver.save(number, 1, step=step, keep_last=None, began_at=store.at - 60.0, trained_s=30.0)
         before = attempt
-    return dict(store.objects)
+    body = driver.look()
+    live = []
+    for entry in body.live:
+        name = CheckpointName.parse(entry.key)
+        assert name is not None
+        more = (replace(name, save=save, step=name.step + save) for save in range(2, checkpoints // attempts + 1))
+        live += [entry, *(replace(entry, key=str(other), step=other.step, metrics={}) for other in more)]
+    return dict(store.objects) | {object_keys.LATEST_KEY: dump_latest(replace(body, live=tuple(live)))}
 
 
 def views(key: str, other: str | None) -> dict[str, View]:
@@ -107,16 +138,19 @@ def rows() -> list[tuple[str, int, int, int, float]]:
     for count in COUNTS:
         objects = a_run(count)
         keys = sorted(key.split("/")[1] for key in objects if key.endswith("/manifest.json"))
-        key, other = keys[-1], keys[0] if count > 1 else None
         with distant_bucket({f"run/{name}": data for name, data in objects.items()}, delay_s=DELAY_S) as uri:
-            for name, view in views(key, other).items():
+            for name, view in views(keys[-1], keys[0] if count > 1 else None).items():
                 found.append((name, count, *measured(uri, view)))
-        latest = objects[object_keys.LATEST_KEY] if count == 1 else found_latest
-        found_latest = latest
+    latest = a_run(ATTEMPTS)[object_keys.LATEST_KEY]
+    for count in COUNTS:
         many = {f"run-{number:04d}/{object_keys.LATEST_KEY}": latest for number in range(count)}
         with distant_bucket(many, delay_s=DELAY_S) as uri:
-            found.append(("runs", count, *measured(uri, lambda scope: render("runs.html", scope, **pages.runs_view(scope)))))
+            found.append(("runs", count, *measured(uri, runs)))
     return found
+
+
+def runs(scope: PageScope) -> str:
+    return render("runs.html", scope, **pages.runs_view(scope))
 
 
 def main() -> None:
@@ -128,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
