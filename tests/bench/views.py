@@ -11,13 +11,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from rich.table import Table
 
 from raycheck.bucket.attempt_records import ResumeRecord, record_end, record_resume
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.index import Chunk, Tensor, index_of
+from raycheck.bucket.format.index import Chunk, Index, Tensor, index_of
 from raycheck.bucket.format.latest import dump_latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.cli.options import out
@@ -25,7 +24,6 @@ from raycheck.page import pages
 from raycheck.page.pages import PageScope
 from raycheck.page.rendering import render
 from raycheck.views.in_words import size
-from tests.support import sample_checkpoints
 from tests.support.distant_bucket import distant_bucket, traffic
 from tests.support.memory_store import DictStore
 from tests.support.sample_checkpoints import Driver
@@ -38,7 +36,7 @@ TENSORS, VALUES = 300, 4096
 View = Callable[[PageScope], str]
 
 
-def wide_index(component: str = "train", world_size: int = 1) -> Any:
+def wide_index() -> Index:
     """The index of a checkpoint of TENSORS tensors, all of whose values lie in its one shard."""
     tensors = [
         Tensor(name=f"model.layers.{n}.weight", dtype="float32", shape=(VALUES,), path=("model", f"layers.{n}.weight"))
@@ -47,7 +45,7 @@ def wide_index(component: str = "train", world_size: int = 1) -> Any:
     chunks = [
         Chunk(
             tensor=n,
-            component=component,
+            component="train",
             rank=0,
             offsets=(0,),
             sizes=(VALUES,),
@@ -59,7 +57,6 @@ def wide_index(component: str = "train", world_size: int = 1) -> Any:
         )
         for n in range(TENSORS)
     ]
-    del world_size
     return index_of(tensors, chunks, values={"step": 1}, rank_values=[{}])
 
 
@@ -71,7 +68,7 @@ def a_run(checkpoints: int) -> Mapping[str, bytes]:
     """
     store = DictStore(at=time.time() - 1000.0)
     driver = Driver(store)
-    attempts = min(ATTEMPTS, checkpoints)
+    attempts, wide = min(ATTEMPTS, checkpoints), wide_index()
     before = None
     for number in range(1, attempts + 1):
         attempt, entry = driver.claim(f"g{number}")
@@ -94,7 +91,7 @@ def a_run(checkpoints: int) -> Mapping[str, bytes]:
             )
             record_resume(store, resume)
         step = number * checkpoints // attempts
-        driver.save(number, 1, step=step, keep_last=None, began_at=store.at - 60.0, trained_s=30.0)
+        driver.save(number, 1, step=step, keep_last=None, began_at=store.at - 60.0, trained_s=30.0, index=wide)
         before = attempt
     body = driver.look()
     live = []
@@ -134,7 +131,6 @@ def measured(uri: str, view: View) -> tuple[int, int, float]:
 def rows() -> list[tuple[str, int, int, int, float]]:
     """By view and number of checkpoints (of runs, for the list of runs): requests, bytes, seconds."""
     found = []
-    sample_checkpoints.tiny_index = wide_index
     for count in COUNTS:
         objects = a_run(count)
         keys = sorted(key.split("/")[1] for key in objects if key.endswith("/manifest.json"))
