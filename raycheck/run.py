@@ -152,6 +152,11 @@ class Run:
     latest: Latest
     read_at: float | None = None
 
+    def reopened(self) -> "Run":
+        """Read the run anew, by the connections that it has. Raises NotFoundError when it is gone."""
+        body, at = read_latest_at(self.store)
+        return Run(self.store, body, at)
+
     @property
     def head(self) -> CommittedCheckpoint | None:
         """Returns the checkpoint that a resume would restore; None when nothing was committed yet."""

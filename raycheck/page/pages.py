@@ -4,8 +4,10 @@ Every function here blocks while it reads from the bucket; server.py calls them 
 """
 
 import posixpath
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 MAX_ROWS = 2000
 """How many tensors one view lists at most; the search finds the others."""
+MAX_OPENED = 64
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024
 MAX_VALUE_TEXT = 4000
 
@@ -41,16 +44,24 @@ class PageScope:
     storage: StorageSettings | None = None
     price: float = 0.023
     can_edit: bool = False
+    _opened: "OrderedDict[str, Run]" = field(default_factory=OrderedDict, compare=False, repr=False)
+    """Runs that were looked at last, by name: their connections serve the next look, too."""
 
     def run(self, name: str) -> Run:
-        """Open the run that lies at `name` below the prefix; "" is the run at the prefix itself.
+        """Read the run that lies at `name` below the prefix, as it is now; "" is the run at the prefix itself.
 
         Raises NotFoundError, also for a name that leads out of the prefix.
         """
         parts = name.split("/") if name else []
         if any(part in ("", ".", "..") for part in parts):
             raise NotFoundError(f"{name!r} is no run below {self.prefix.partition('?')[0]}")
-        return open_run(self.uri(name), self.storage)
+        known = self._opened.pop(name, None)
+        run = open_run(self.uri(name), self.storage) if known is None else known.reopened()
+        self._opened[name] = run
+        while len(self._opened) > MAX_OPENED:
+            with suppress(KeyError):  # another thread may have done so
+                self._opened.popitem(last=False)
+        return run
 
     def name_of(self, uri: str) -> str | None:
         """Return the name of the run with this URI, "" for the prefix itself; None when it is not below the prefix.
