@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 import raycheck
 from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs, open_run
@@ -52,11 +53,9 @@ class PageScope:
 
         Raises NotFoundError, also for a name that leads out of the prefix.
         """
-        parts = name.split("/") if name else []
-        if any(part in ("", ".", "..") for part in parts):
-            raise NotFoundError(f"{name!r} is no run below {self.prefix.partition('?')[0]}")
+        uri = self.uri(name)  # refuses a name that leads out
         known = self._opened.pop(name, None)
-        run = open_run(self.uri(name), self.storage) if known is None else known.reopened()
+        run = open_run(uri, self.storage) if known is None else known.reopened()
         self._opened[name] = run
         while len(self._opened) > MAX_OPENED:
             with suppress(KeyError):  # another thread may have done so
@@ -71,7 +70,7 @@ class PageScope:
         base, wanted = _address(self.prefix), _address(uri)
         if wanted == base:
             return ""
-        return wanted.removeprefix(f"{base}/") if wanted.startswith(f"{base}/") else None
+        return unquote(wanted.removeprefix(f"{base}/")) if wanted.startswith(f"{base}/") else None
 
     def shown(self, uri: str) -> tuple[str, str | None]:
         """Return how a run's address is shown, and the name under which the page has the run; None if it has not."""
@@ -79,9 +78,17 @@ class PageScope:
         return name or _address(uri), name
 
     def uri(self, name: str) -> str:
-        """Return the address of the run at `name`. A query of the prefix stays at its end."""
+        """Return the address of the run at `name`. A query of the prefix stays at its end.
+
+        A name is no part of an address: what has a meaning there is written out, so that no name leads out of the
+        prefix or says how a bucket is reached. Raises NotFoundError for one that would.
+        """
         base, mark, query = self.prefix.partition("?")
-        return (f"{base.rstrip('/')}/{name}" if name else base) + mark + query
+        parts = name.split("/") if name else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise NotFoundError(f"{name!r} is no run below {base}")
+        steps = [quote(part, safe="", errors="surrogateescape") for part in parts]
+        return ("/".join([base.rstrip("/"), *steps]) if steps else base) + mark + query
 
 
 def _address(uri: str) -> str:
@@ -140,7 +147,8 @@ def run_view(place: PageScope, name: str) -> dict[str, Any]:
 def _beside(uri: str, way: str) -> str:
     """Return the address of the run at `way` ("../other") from the run at `uri`."""
     scheme, mark, path = _address(uri).partition("://")
-    return f"{scheme}{mark}{posixpath.normpath(f'{path}/{way}')}"
+    steps = [quote(step, safe="", errors="surrogateescape") for step in way.split("/")]  # a way has names, no address
+    return f"{scheme}{mark}{posixpath.normpath('/'.join([path, *steps]))}"
 
 
 def freed_view(place: PageScope, name: str) -> dict[str, Any]:
