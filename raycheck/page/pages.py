@@ -45,7 +45,7 @@ class PageScope:
     storage: StorageSettings | None = None
     price: float = 0.023
     can_edit: bool = False
-    _opened: "OrderedDict[str, Run]" = field(default_factory=OrderedDict, compare=False, repr=False)
+    _last_runs: "OrderedDict[str, Run]" = field(default_factory=OrderedDict, compare=False, repr=False)
     """Runs that were looked at last, by name: their connections serve the next look, too."""
 
     def run(self, name: str) -> Run:
@@ -54,12 +54,12 @@ class PageScope:
         Raises NotFoundError, also for a name that leads out of the prefix.
         """
         uri = self.uri(name)  # refuses a name that leads out
-        known = self._opened.pop(name, None)
+        known = self._last_runs.pop(name, None)
         run = open_run(uri, self.storage) if known is None else known.reopened()
-        self._opened[name] = run
-        while len(self._opened) > MAX_OPENED:
+        self._last_runs[name] = run
+        while len(self._last_runs) > MAX_OPENED:
             with suppress(KeyError):  # another thread may have done so
-                self._opened.popitem(last=False)
+                self._last_runs.popitem(last=False)
         return run
 
     def name_of(self, uri: str) -> str | None:
