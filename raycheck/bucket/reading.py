@@ -153,10 +153,16 @@ class Checkpoint:
 
 def read_latest(store: Store) -> Latest:
     """Read the body of `latest`. Raises NotFoundError, which says what is there instead, when there is no run."""
+    return read_latest_at(store)[0]
+
+
+def read_latest_at(store: Store) -> tuple[Latest, float]:
+    """Read the body of `latest`, and the store's time, in unix seconds. Raises as read_latest."""
     try:
-        return again_if_corrupt(lambda: get_latest(store))[0]
+        body, got = again_if_corrupt(lambda: get_latest(store))
     except NotFoundError:
         raise no_run_error(store) from None
+    return body, got.at
 
 
 def get_latest(store: Store) -> tuple[Latest, Got]:

@@ -140,14 +140,23 @@ def origin_of(store: Store, body: Latest) -> str | None:
     None for a run that was not forked, and for a fork that has dropped the checkpoint with which it began: its manifest
     alone says it. body: the run's `latest`. The URI is whatever lies in the bucket. Raises StoreError.
     """
-    if not body.owners or not body.owners[0].startswith(_OWNER):
+    if not is_fork(body):
         return None
     for entry in body.live:
         name = CheckpointName.parse(entry.key)
         if name is not None and name.attempt == 0:
             with suppress(NotFoundError, CorruptError):
                 key = object_keys.manifest_key(entry.key)
-                manifest = read_quickly(store, key, load_manifest, max_bytes=MAX_FIRST_MANIFEST)
-                return (manifest.restored_from or "").rpartition(" ")[0] or None
+                return origin_in(body, read_quickly(store, key, load_manifest, max_bytes=MAX_FIRST_MANIFEST))
             return None
     return None
+
+
+def origin_in(body: Latest, first: Manifest) -> str | None:
+    """Return what `origin_of` does, from the manifest of the checkpoint with which the run began, without a request."""
+    return (first.restored_from or "").rpartition(" ")[0] or None if is_fork(body) else None
+
+
+def is_fork(body: Latest) -> bool:
+    """Return whether the run was forked from another one."""
+    return bool(body.owners) and body.owners[0].startswith(_OWNER)

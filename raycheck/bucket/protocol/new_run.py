@@ -113,6 +113,7 @@ def first_manifest(
         trained_s=0.0,
         began_at=None,
         rolling=False,
+        by_notice=False,
         name=None,
         expire_after_s=None,
         components=tuple(
