@@ -64,7 +64,7 @@ class ModelQueue:
                 else:
                     self._log(request, *await self._result_of(request))
         except ReplacedError as error:
-            logger.error("stopping: %s model=%s", error, self._context.run)
+            logger.warning("stopping: %s model=%s", error, self._context.run)
             self._on_replaced()
 
     async def _wait_for_missing(self, request: LoggedRequest) -> None:
@@ -101,10 +101,9 @@ class ModelQueue:
                     await self._open(request)
                 if request.seq == 0:
                     return as_json(_created(self._context))
-                result = await OPERATIONS[request.kind](self._context, request)
                 if request.kind == "unload_model":
                     self._over = f"model {self._context.run} was unloaded"
-                return result
+                return await OPERATIONS[request.kind](self._context, request)
             except EngineGoneError as error:
                 logger.warning("the engine died, and is started again: %s model=%s", error, self._context.run)
             except EngineRefusalError as error:

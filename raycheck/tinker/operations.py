@@ -19,6 +19,7 @@ from raycheck.tinker.journal import Journal, LoggedRequest
 from raycheck.tinker.models import ModelFacts, note_of
 from raycheck.tinker.wire import results
 from raycheck.tinker.wire.fields import (
+    RefusedRequestError,
     checkpoint_name_in,
     flag_in,
     metadata_in,
@@ -82,10 +83,10 @@ async def optim_step(context: Context, request: LoggedRequest) -> Result:
 
 
 def adam_params_in(body: Mapping[str, Any]) -> AdamParams:
-    """Returns the parameters of an optim_step. Raises ValueError for what cannot be."""
+    """Returns the parameters of an optim_step. Raises RefusedRequestError or ValueError for what cannot be."""
     given = body.get("optim_params") or body.get("adam_params")
     if not isinstance(given, dict):
-        raise ValueError("the body has no adam_params")
+        raise RefusedRequestError("the body has no adam_params", 422)
     return AdamParams.parse(given)
 
 

@@ -94,6 +94,7 @@ class Service:
 
     def create_session(self, body: Mapping[str, Any]) -> str:
         session = f"session_{uuid4().hex[:16]}"
+        metadata_in(body)
         kept = {name: body[name] for name in ("tags", "user_metadata", "sdk_version", "display_name") if name in body}
         with self.journal.writing() as db:
             db.execute("INSERT INTO sessions VALUES (?, 'active', ?, ?)", (session, time.time(), json.dumps(kept)))
@@ -113,7 +114,7 @@ class Service:
             raise RefusedRequestError(f"session {session} is over ({found[0][0]}); begin a new one", 410)
 
     async def end_session(self, session: str, status: str) -> None:
-        """End a session and unload its models. Their checkpoints stay. Raises RefusedRequestError for an unknown one."""
+        """End a session and unload its models; their checkpoints stay. Raises RefusedRequestError for an unknown one."""
         with suppress(RefusedRequestError):
             self.check_session(session)
             for (run,) in self.journal.rows("SELECT id FROM models WHERE session = ? AND status = 'live'", session):
@@ -121,7 +122,8 @@ class Service:
             with self.journal.writing() as db:
                 db.execute("UPDATE sessions SET status = ? WHERE id = ?", (status, session))
                 db.execute(
-                    "DELETE FROM requests WHERE status != 'pending' AND lane IN (SELECT id FROM models WHERE session = ?)",
+                    "DELETE FROM requests WHERE status != 'pending' "
+                    "AND lane IN (SELECT id FROM models WHERE session = ?)",
                     (session,),
                 )
             return
@@ -194,7 +196,7 @@ class Service:
             number=number,
             base_model=str(body["base_model"]),
             shape=shape,
-            metadata=metadata_in(body),
+            metadata={**self._metadata_of(session), **metadata_in(body)},
             source=source,
             source_path=None if source is None else str(body["path"]),
             created_at=time.time(),
@@ -210,6 +212,11 @@ class Service:
         self.journal.submit(request)
         self._start_queue(run, facts)
         return request.id, run
+
+    def _metadata_of(self, session: str) -> dict[str, str]:
+        """Returns a session's metadata, which its training runs have, too."""
+        ((text,),) = self.journal.rows("SELECT body FROM sessions WHERE id = ?", session)
+        return metadata_in(json.loads(text))
 
     def facts_of(self, run: str) -> ModelFacts:
         """Returns what is known of a run of this server. Raises RefusedRequestError (404) for another one."""

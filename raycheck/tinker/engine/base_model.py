@@ -36,7 +36,8 @@ class BaseModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     def copy_for_tenant(self) -> Any:
         """Returns a copy of the modules over the very same weights: it takes memory for buffers only."""

@@ -111,7 +111,7 @@ async def _training_run(service: Service, run: str) -> dict[str, Any] | None:
         base_model, rank, metadata = facts.base_model, facts.shape.rank, dict(facts.metadata) or None
     else:
         note, used_at = found[-1].note, found[-1].committed_at
-        base_model, rank, metadata = note.get("base_model"), note.get("lora_rank"), found[-1].run_metadata
+        base_model, rank, metadata = str(note.get("base_model")), int(note.get("lora_rank", 0)), found[-1].run_metadata
     return {
         "training_run_id": run,
         "base_model": base_model,

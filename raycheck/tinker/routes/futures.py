@@ -21,7 +21,7 @@ async def _retrieve(request: web.Request) -> web.Response:
         answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         return web.json_response(answer, status=408)
     assert found.result is not None, "what is not pending has a result"
-    if found.form in FORMS:
+    if found.form is not None and found.form in FORMS:
         if PROTOBUF in request.headers.get("Accept", ""):
             return web.Response(body=found.result, content_type=PROTOBUF)
         return web.json_response(FORMS[found.form](found.result))

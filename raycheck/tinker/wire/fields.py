@@ -1,5 +1,6 @@
 """Reads single fields of a JSON body. What is missing or of another type raises RefusedRequestError, by its name."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 """What a checkpoint may be called. raycheck's own names have 100 characters, and the kind comes before this one."""
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
-MAX_METADATA_BYTES = 1500
+MAX_METADATA_BYTES = 1000
 MAX_TEXT = 512
 
 
@@ -87,7 +88,7 @@ def metadata_in(body: Mapping[str, Any], name: str = "user_metadata") -> dict[st
         if not isinstance(value, str | int | float | bool):
             raise RefusedRequestError(f"{name}: {key[:100]!r} has to be a text", 422)
         found[key] = value if isinstance(value, str) else str(value)
-    size = sum(len(key.encode()) + len(value.encode()) + 8 for key, value in found.items())
+    size = len(json.dumps(json.dumps(found)))  # as it lies in a checkpoint's note
     if size > MAX_METADATA_BYTES:
         raise RefusedRequestError(f"{name} has {size} bytes; at most {MAX_METADATA_BYTES} are kept")
     return found

@@ -1,5 +1,6 @@
 """Writes results as the SDK reads them: protobuf for passes and samples where it asks for that, else JSON."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ def sample_in_json(data: bytes) -> dict[str, Any]:
             }
             for sequence in message.sequences
         ],
-        "prompt_logprobs": None if prompt is None else [None if value != value else value for value in prompt],
+        "prompt_logprobs": None if prompt is None else [None if math.isnan(value) else value for value in prompt],
     }
 
 

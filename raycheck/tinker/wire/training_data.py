@@ -197,7 +197,7 @@ def _tensor(number: int, name: str, tensor: Any) -> npt.NDArray[Any]:
 
     if tensor.HasField("sparse_csr"):
         raise MalformedDataError(f"datum {number}: {name!r} is sparse; this server takes one value for each token")
-    dtypes = {
+    dtypes: dict[int, np.dtype[Any]] = {
         public_pb.DTYPE_FLOAT32: np.dtype(np.float32),
         public_pb.DTYPE_INT64: np.dtype(np.int64),
         public_pb.DTYPE_INT32: np.dtype(np.int32),
