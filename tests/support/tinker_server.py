@@ -25,6 +25,7 @@ from raycheck.tinker.engine.tenants import Tenants
 from raycheck.tinker.journal import Journal
 from raycheck.tinker.server import serve
 from raycheck.tinker.service import ServerSettings, Service
+from raycheck.train.worker import singleton
 from tests.support.coordinator_in_thread import group_of
 
 START_S = 60.0
@@ -71,6 +72,7 @@ class ThreadEngine:
 
     async def call(self, method: str, *args: Any) -> Any:
         def run() -> Any:
+            singleton._open.clear()  # an engine stands for a process of its own
             if self._tenants is None:
                 self._tenants = Tenants(base_model(self._source), lambda uri: group_of(uri, owner=str(id(self)))[0])
             return answer_of(lambda: getattr(self._tenants, method)(*args))
@@ -148,6 +150,8 @@ def tinker_server(
             running.stop()
         thread.join(START_S)
         assert not thread.is_alive()
+        if running.engine is not None:
+            running.engine.kill()  # an actor ends with the server that started it
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
