@@ -33,7 +33,8 @@ CREATE TABLE IF NOT EXISTS requests (
     body BLOB, status TEXT NOT NULL, form TEXT, result BLOB, UNIQUE (lane, seq));
 CREATE INDEX IF NOT EXISTS pending ON requests (lane, status);
 CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT NOT NULL, facts TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, at REAL NOT NULL, status INTEGER NOT NULL, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS answers (
+    key TEXT PRIMARY KEY, at REAL NOT NULL, status INTEGER NOT NULL, body TEXT NOT NULL);
 """
 
 RequestStatus = Literal["pending", "done", "failed"]
@@ -93,13 +94,16 @@ class Journal:
         """Makes one transaction of the block. Raises ReplacedError, before the block, for a newer server's file."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            if self._db.execute("SELECT generation FROM server").fetchone()[0] != self.generation:
-                raise ReplacedError("another server was started with this state file; this one has to end")
+            self._check_generation()
             yield self._db
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+    def _check_generation(self) -> None:
+        if self._db.execute("SELECT generation FROM server").fetchone()[0] != self.generation:
+            raise ReplacedError("another server was started with this state file; this one has to end")
 
     def check_current(self) -> None:
         """Raises ReplacedError when a newer server has the file."""
@@ -137,13 +141,12 @@ class Journal:
 
     def finish(self, request_id: str, status: RequestStatus, form: str, result: bytes) -> None:
         """Log a result. The body stays while a replay may need it: see `cover`."""
-        keeps = ", ".join(f"'{kind}'" for kind in MUTATES) if status == "done" else "''"
+        keeps = MUTATES if status == "done" else ()
+        values = (status, form, result, *keeps, request_id)
+        marks = ", ".join("?" for _ in keeps)
+        body = f"CASE WHEN kind IN ({marks}) THEN body END"
         with self.writing() as db:
-            db.execute(
-                f"UPDATE requests SET status = ?, form = ?, result = ?, body = CASE WHEN kind IN ({keeps}) THEN body END "  # noqa: S608
-                "WHERE id = ?",
-                (status, form, result, request_id),
-            )
+            db.execute(f"UPDATE requests SET status = ?, form = ?, result = ?, body = {body} WHERE id = ?", values)  # noqa: S608
 
     def cover(self, model: str, seq: int) -> None:
         """Note that a checkpoint in the bucket has what the requests up to `seq` did; their bodies go."""

@@ -10,11 +10,8 @@ from raycheck import ConfigError
 from raycheck.tinker.access import check_bind, guard
 from raycheck.tinker.journal import ReplacedError
 from raycheck.tinker.routes import catalog, futures, sessions, training
-from raycheck.tinker.routes.requests import SERVICE
+from raycheck.tinker.routes.requests import MAX_BODY_BYTES, SERVICE
 from raycheck.tinker.service import Service
-
-MAX_BODY_BYTES = 256 * 1024 * 1024
-"""The SDK cuts what it sends into parts of 5 MB. It holds for bodies as they are after unpacking."""
 
 
 def make_app(service: Service, *, key: str = "") -> web.Application:
@@ -42,7 +39,7 @@ async def serve(
     check_bind(host, key)
     replaced = asyncio.Event()
     service = make_service(replaced.set)
-    runner = web.AppRunner(make_app(service, key=key), access_log=None)
+    runner = web.AppRunner(make_app(service, key=key), access_log=None, auto_decompress=False)
     try:
         await service.start()
         await runner.setup()

@@ -114,7 +114,7 @@ class Service:
             raise RefusedRequestError(f"session {session} is over ({found[0][0]}); begin a new one", 410)
 
     async def end_session(self, session: str, status: str) -> None:
-        """End a session and unload its models; their checkpoints stay. Raises RefusedRequestError for an unknown one."""
+        """End a session and unload its models; checkpoints stay. Raises RefusedRequestError for an unknown one."""
         with suppress(RefusedRequestError):
             self.check_session(session)
             for (run,) in self.journal.rows("SELECT id FROM models WHERE session = ? AND status = 'live'", session):

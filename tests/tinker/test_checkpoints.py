@@ -244,7 +244,9 @@ def test_sampler_weights_are_an_adapter_that_peft_loads(server, connect, base, b
     assert path == f"tinker://{model.model_id}/sampler_weights/final"
     folder = Path(bucket.removeprefix("file://")) / folder_of(model.model_id) / "exports"
     (adapter,) = (item.parent for item in folder.rglob("adapter_config.json"))
-    assert {".lora_A." in name or ".lora_B." in name for name in load_file(adapter / "adapter_model.safetensors")} == {True}
+    assert {".lora_A." in name or ".lora_B." in name for name in load_file(adapter / "adapter_model.safetensors")} == {
+        True
+    }
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     with torch.no_grad():
         logprobs = torch.log_softmax(loaded(input_ids=torch.arange(5, 13)[None]).logits[0], -1)
@@ -271,9 +273,11 @@ def test_an_adapter_of_another_base_model_is_refused(server, connect, base, buck
     path = new_model(connect(server), base).save_state("one").result(TIMEOUT_S).path
     foreign = write_base_model(tmp_path / "foreign", seed=1)
 
-    with tinker_server(foreign, bucket, tmp_path / "new.sqlite") as other:
-        with pytest.raises(tinker.BadRequestError, match="other weights than this server's base model"):
-            connect(other).create_training_client_from_state(path).result(TIMEOUT_S)
+    with (
+        tinker_server(foreign, bucket, tmp_path / "new.sqlite") as other,
+        pytest.raises(tinker.BadRequestError, match="other weights than this server's base model"),
+    ):
+        connect(other).create_training_client_from_state(path).result(TIMEOUT_S)
 
 
 def test_a_save_between_a_pass_and_its_step_keeps_the_gradients_of_the_live_model(server, connect, base) -> None:

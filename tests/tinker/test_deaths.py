@@ -2,7 +2,6 @@
 
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -84,11 +83,9 @@ def test_an_engine_that_always_dies_in_one_request_fails_that_request_alone(base
         train(model, range(1))
         server.engine.dies_before = Deaths(method, *(range(1, 4) if method == "save" else (1, 3, 5)))
 
+        future = model.save_state("x") if method == "save" else model.forward_backward([datum(4)], "cross_entropy")
         with pytest.raises(tinker.RequestFailedError, match="the engine died 3 times"):
-            if method == "save":
-                model.save_state("x").result(TIMEOUT_S)
-            else:
-                model.forward_backward([datum(4)], "cross_entropy").result(TIMEOUT_S)
+            future.result(TIMEOUT_S)
 
         assert train(model, range(1, 2))
 
@@ -204,7 +201,7 @@ def test_a_silent_session_ends_and_its_checkpoints_stay(base, connect, tmp_path)
 
 
 def test_covered_bodies_leave_the_state_file(base, connect, tmp_path) -> None:
-    state: Path = tmp_path / "s.sqlite"
+    state = tmp_path / "s.sqlite"
     with tinker_server(base, f"memory://{uuid4().hex}", state) as server:
         model = new_model(connect(server), base)
 

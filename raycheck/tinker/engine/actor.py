@@ -1,8 +1,8 @@
 """The engine as a Ray actor, and how the server calls it.
 
 Every call names a method of Tenants. What the method raises comes back as a value that says whose fault it was, so that
-an exception of Ray's always means that the actor is gone. A new actor is started then, which knows no model yet: whoever
-calls opens its models again.
+an exception of Ray's always means that the actor is gone. A new actor is started then, which knows no model yet:
+whoever calls opens its models again.
 """
 
 import asyncio

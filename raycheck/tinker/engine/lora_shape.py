@@ -1,4 +1,4 @@
-"""Holds what a client chooses about its model and about one optimizer step: plain values, checked when they are made."""
+"""Holds what a client chooses about its model and about one optimizer step, checked when it is made."""
 
 import math
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 """Reads bodies, and remembers answers by their idempotency key."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,11 +14,39 @@ SERVICE = web.AppKey("service", Service)
 KEEP_ANSWER_S = 1800.0
 """How long an answer is remembered: longer than the SDK repeats one call."""
 MAX_KEY = 200
+MAX_BODY_BYTES = 256 * 1024 * 1024
+"""The SDK cuts what it sends into parts of 5 MB."""
+MAX_WINDOW_BYTES = 1 << 27
+
+
+async def body_bytes(request: web.Request) -> bytes:
+    """Returns a body, unpacked if the SDK has packed it by zstd. Raises RefusedRequestError for one that is too large
+    or packed otherwise: by then no more than the limit was unpacked."""
+    data = await request.read()
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding == "identity":
+        return data
+    if encoding != "zstd":
+        raise RefusedRequestError(f"Content-Encoding {encoding[:20]!r}: this server reads zstd only", 415)
+    return await asyncio.to_thread(_unpacked, data)
+
+
+def _unpacked(data: bytes) -> bytes:
+    from zstandard import ZstdDecompressor, ZstdError
+
+    try:
+        with ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(data) as reader:
+            found = bytes(reader.read(MAX_BODY_BYTES + 1))
+    except ZstdError as error:
+        raise RefusedRequestError(f"the body is no zstd data: {error}", 422) from None
+    if len(found) > MAX_BODY_BYTES:
+        raise RefusedRequestError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+    return found
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:
     """Returns a body that is a JSON object. Raises RefusedRequestError for any other."""
-    body = await request.json(loads=json.loads)
+    body = json.loads(await body_bytes(request))
     if not isinstance(body, dict):
         raise RefusedRequestError("the body is not a JSON object", 422)
     return body

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from raycheck.tinker.routes.requests import SERVICE, json_body
+from raycheck.tinker.routes.requests import SERVICE, body_bytes, json_body
 from raycheck.tinker.service import Service, canonical, digest_of
 from raycheck.tinker.wire.fields import RefusedRequestError, optional_number_in, text_in
 from raycheck.tinker.wire.results import PROTOBUF
@@ -76,7 +76,7 @@ async def _load(request: web.Request) -> web.Response:
 
 
 async def _forward_backward(request: web.Request) -> web.Response:
-    data = await request.read()
+    data = await body_bytes(request)
     if request.content_type != PROTOBUF:
         return await _pass_in_json(request, data, "forward_backward")
     try:
@@ -91,7 +91,7 @@ async def _forward_backward(request: web.Request) -> web.Response:
 
 
 async def _forward(request: web.Request) -> web.Response:
-    return await _pass_in_json(request, await request.read(), "forward")
+    return await _pass_in_json(request, await body_bytes(request), "forward")
 
 
 async def _pass_in_json(request: web.Request, data: bytes, kind: str) -> web.Response:
