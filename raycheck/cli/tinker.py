@@ -13,6 +13,7 @@ KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"  # an argument would show in a list of 
 BaseModel = Annotated[
     str, typer.Option(help="The model that clients train adapters of: a folder, or a name on the hub.")
 ]
+ModelName = Annotated[str | None, typer.Option(help="What clients call it; by default as --base-model.")]
 Checkpoints = Annotated[str, typer.Option(help="The folder of the training runs, e.g. s3://bucket/tinker")]
 Host = Annotated[str, typer.Option(help="Where to listen. Others than this machine's own addresses need a key.")]
 Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
@@ -32,6 +33,7 @@ SessionTimeout = Annotated[
 def tinker(  # noqa: PLR0917  typer makes options of them
     base_model: BaseModel,
     checkpoints: Checkpoints,
+    model_name: ModelName = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: ApiKeyFile = None,
@@ -59,7 +61,8 @@ def tinker(  # noqa: PLR0917  typer makes options of them
         key = api_key_file.read_text().strip()
     run_server(
         TinkerOptions(
-            base_model=base_model,
+            base_model=str(Path(base_model).absolute()) if Path(base_model).is_dir() else base_model,
+            model_name=model_name or base_model,
             checkpoints=checkpoints if "://" in checkpoints else Path(checkpoints).absolute().as_uri(),
             host=host,
             port=port,
@@ -71,7 +74,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
             session_timeout_s=None if session_timeout_s < 0 else session_timeout_s,
             storage=settings_of(storage),
         ),
-        on_start=lambda address: out.print(Text(f"Serving {base_model} at {address}  (Ctrl-C ends it)")),
+        on_start=lambda address: out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)")),
     )
 
 

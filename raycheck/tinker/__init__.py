@@ -7,6 +7,7 @@ access            who may call, and how every failure is answered
 routes/           the routes of the API, by topic
 service           sessions, training runs, and the life of every request from its arrival to its result
 model_queue       runs the requests of one model in order, and rebuilds the model after a death of the engine
+sampling          sampling sessions and their requests
 operations        what each kind of request does
 journal           the server's own state, in one SQLite file
 models            what the server knows of a training run

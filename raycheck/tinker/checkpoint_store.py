@@ -104,6 +104,11 @@ class CheckpointStore:
                 is_head=entry.key == opened.latest.head,
             )
 
+    def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
+        """Returns key and note of a run's newest checkpoint; both empty for a run without one."""
+        head = open_run(self.uri_of(run), self._storage).head
+        return ("", {}) if head is None else (head.entry.key, dict(head.manifest().note))
+
     def runs(self) -> list[str]:
         """Returns the ids of all training runs in the bucket, that with the newest commit first."""
         found = list_runs(self.root, self._storage, depth=1)

@@ -1,6 +1,7 @@
 """Puts the server together for the command line: Ray, the engine, the state file and the bucket."""
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,9 +18,14 @@ from raycheck.tinker.service import ServerSettings, Service
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerOptions:
-    """Holds the options of `raycheck tinker`. key: what clients must show; "" for none."""
+    """Holds the options of `raycheck tinker`.
+
+    base_model: a folder's absolute path, or a name on the hub. model_name: what clients call it. key: what clients must
+    show; "" for none.
+    """
 
     base_model: str
+    model_name: str
     checkpoints: str
     host: str
     port: int
@@ -38,9 +44,9 @@ def run_server(options: TinkerOptions, *, on_start: Callable[[str], None]) -> No
 
     check_bind(options.host, options.key)
     CheckpointStore(options.checkpoints, options.storage).runs()  # an address that cannot be read is said at once
-    ray.init(
-        address=options.ray_address, log_to_driver=True, include_dashboard=False if not options.ray_address else None
-    )
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("raycheck.tinker").setLevel(logging.INFO)
+    ray.init(address=options.ray_address, include_dashboard=None if options.ray_address else False)
     try:
         with suppress(KeyboardInterrupt, asyncio.CancelledError):
             asyncio.run(_serve(options, on_start))
@@ -57,7 +63,7 @@ async def _serve(options: TinkerOptions, on_start: Callable[[str], None]) -> Non
 
     def make_service(on_replaced: Callable[[], None]) -> Service:
         return Service(
-            ServerSettings(base_model=options.base_model, session_timeout_s=options.session_timeout_s),
+            ServerSettings(base_model=options.model_name, session_timeout_s=options.session_timeout_s),
             journal=Journal(options.state),
             engine=RayEngine(options.base_model, dtype=options.dtype, num_gpus=options.num_gpus),
             checkpoints=CheckpointStore(options.checkpoints, options.storage),

@@ -154,6 +154,13 @@ class Journal:
             db.execute("UPDATE models SET covered = max(covered, ?) WHERE id = ?", (seq, model))
             db.execute("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ?", (model, seq))
 
+    def add_sampler(self, session: str, number: int, facts: str) -> str:
+        """Log a sampling session. Returns its id, also when it is there already; its facts stay as they were then."""
+        sampler = f"{session}_sample_{number}"
+        with self.writing() as db:
+            db.execute("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?)", (sampler, session, facts))
+        return sampler
+
     def request(self, request_id: str) -> LoggedRequest | None:
         return next(self._requests("WHERE id = ?", request_id), None)
 

@@ -1,4 +1,4 @@
-"""What the server knows of a training run that a client has created: plain values, kept in the journal as JSON."""
+"""What the server knows of a training run or a sampling session: plain values, kept in the journal as JSON."""
 
 import json
 from collections.abc import Mapping
@@ -35,6 +35,26 @@ class ModelFacts:
         facts = json.loads(text)
         source = facts.pop("source")
         return cls(**{**facts, "shape": LoraShape(**facts["shape"]), "source": source and LoadSource(**source)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerFacts:
+    """Names the weights of a sampling session. model_path: None for the base model, and for weights without a name."""
+
+    base_model: str
+    model_path: str | None = None
+    source: LoadSource | None = None
+    shape: LoraShape | None = None
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> "SamplerFacts":
+        facts = json.loads(text)
+        source, shape = facts.pop("source"), facts.pop("shape")
+        return cls(**facts, source=source and LoadSource(**source), shape=shape and LoraShape(**shape))
 
 
 def note_of(facts: ModelFacts, *, fingerprint: str, request: str, covered: int, metadata: Mapping[str, str]) -> Any:

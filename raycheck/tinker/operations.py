@@ -16,13 +16,14 @@ from raycheck.tinker.engine.actor import Engine, EngineRefusalError
 from raycheck.tinker.engine.lora_shape import AdamParams
 from raycheck.tinker.engine.orders import BaseFacts, LoadSource, PassOutput, SaveOrder
 from raycheck.tinker.journal import Journal, LoggedRequest
-from raycheck.tinker.models import ModelFacts, note_of
+from raycheck.tinker.models import ModelFacts, SamplerFacts, note_of
 from raycheck.tinker.wire import results
 from raycheck.tinker.wire.fields import (
     RefusedRequestError,
     checkpoint_name_in,
     flag_in,
     metadata_in,
+    number_in,
     text_in,
     ttl_in,
 )
@@ -106,11 +107,13 @@ def source_of(checkpoints: CheckpointStore, base: BaseFacts, body: Mapping[str, 
         raise ValueError(f"{path.text} is no training state: give tinker://RUN/weights/NAME")
     found = checkpoints.find(path)
     if found.note.get("base_fingerprint") != base.fingerprint:
-        raise ValueError(
-            f"{path.text} is an adapter of {found.note.get('base_model')!r} with other weights than this server's base "
-            "model has; loading it would change nothing but the losses"
-        )
+        raise ValueError(f"{path.text}: {other_base(found.note)}")
     return LoadSource(uri=found.uri, key=found.key, with_optimizer=flag_in(body, "optimizer", default=False))
+
+
+def other_base(note: Mapping[str, Any]) -> str:
+    """Says why a checkpoint does not fit this server's base model."""
+    return f"it is an adapter of {note.get('base_model')!r} with other weights than this server's base model has"
 
 
 async def save_weights(context: Context, request: LoggedRequest) -> Result:
@@ -120,11 +123,35 @@ async def save_weights(context: Context, request: LoggedRequest) -> Result:
 
 
 async def save_weights_for_sampler(context: Context, request: LoggedRequest) -> Result:
+    if body_of(request).get("path") is None:
+        return await _save_for_sampling_session(context, request)
     path = CheckpointPath(run=context.run, segment="sampler_weights", name=checkpoint_name_in(body_of(request)))
     await _save(context, request, path)
     found = await asyncio.to_thread(context.checkpoints.find, path)
     await asyncio.to_thread(context.checkpoints.export_adapter, found)
     return as_json({"type": "save_weights_for_sampler", "path": path.text})
+
+
+async def _save_for_sampling_session(context: Context, request: LoggedRequest) -> Result:
+    """Commit a checkpoint without a name, of which the newest two stay, and make a sampling session of it."""
+    body = body_of(request)
+    covered = context.journal.newest_change(context.run, request.seq)
+    for is_saved in (False, True):
+        key, note = await asyncio.to_thread(context.checkpoints.head_of, context.run)
+        if note.get("request") == request.id:
+            break
+        if is_saved:
+            raise EngineRefusalError("the weights were saved, and another checkpoint is the newest one", "server")
+        await context.engine.call("save", context.run, SaveOrder(name=None, note=_note(context, request, covered)))
+    context.journal.cover(context.run, covered)
+    facts = SamplerFacts(
+        base_model=context.facts.base_model,
+        source=LoadSource(uri=context.checkpoints.uri_of(context.run), key=key, with_optimizer=False),
+        shape=context.facts.shape,
+    )
+    number = number_in(body, "sampling_session_seq_id")
+    sampler = context.journal.add_sampler(context.facts.session, number, facts.text)
+    return as_json({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
 
 
 async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) -> None:
@@ -136,17 +163,24 @@ async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) 
     if known is None or known.note.get("request") != request.id:
         if known is not None and not overwrite:
             raise EngineRefusalError(f"{path.text} exists already; give another name, or overwrite", "user")
-        note = note_of(
-            context.facts,
-            fingerprint=context.base.fingerprint,
-            request=request.id,
-            covered=covered,
-            metadata=metadata_in(body),
+        order = SaveOrder(
+            name=path.raycheck_name,
+            note=_note(context, request, covered),
+            expire_after_s=ttl_in(body),
+            overwrite=known is not None,
         )
-        ttl = ttl_in(body)
-        order = SaveOrder(name=path.raycheck_name, note=note, expire_after_s=ttl, overwrite=known is not None)
         await context.engine.call("save", context.run, order)
     context.journal.cover(context.run, covered)
+
+
+def _note(context: Context, request: LoggedRequest, covered: int) -> Any:
+    return note_of(
+        context.facts,
+        fingerprint=context.base.fingerprint,
+        request=request.id,
+        covered=covered,
+        metadata=metadata_in(body_of(request)),
+    )
 
 
 async def unload_model(context: Context, request: LoggedRequest) -> Result:

@@ -9,16 +9,18 @@ from aiohttp import web
 from raycheck import ConfigError
 from raycheck.tinker.access import check_bind, guard
 from raycheck.tinker.journal import ReplacedError
-from raycheck.tinker.routes import catalog, futures, sessions, training
-from raycheck.tinker.routes.requests import MAX_BODY_BYTES, SERVICE
+from raycheck.tinker.routes import catalog, futures, sampling, sessions, training
+from raycheck.tinker.routes.requests import MAX_BODY_BYTES, SAMPLING, SERVICE
+from raycheck.tinker.sampling import Sampling
 from raycheck.tinker.service import Service
 
 
-def make_app(service: Service, *, key: str = "") -> web.Application:
+def make_app(service: Service, sampling_requests: Sampling, *, key: str = "") -> web.Application:
     """Returns the application. key: what clients must show; "" asks for none."""
     app = web.Application(middlewares=[guard(key)], client_max_size=MAX_BODY_BYTES)
     app[SERVICE] = service
-    for topic in (sessions, training, futures, catalog):
+    app[SAMPLING] = sampling_requests
+    for topic in (sessions, training, futures, sampling, catalog):
         topic.add_to(app)
     return app
 
@@ -39,9 +41,11 @@ async def serve(
     check_bind(host, key)
     replaced = asyncio.Event()
     service = make_service(replaced.set)
-    runner = web.AppRunner(make_app(service, key=key), access_log=None, auto_decompress=False)
+    sampling_requests = Sampling(service)
+    runner = web.AppRunner(make_app(service, sampling_requests, key=key), access_log=None, auto_decompress=False)
     try:
         await service.start()
+        sampling_requests.start()
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port).start()
@@ -53,6 +57,7 @@ async def serve(
         await replaced.wait()
         raise ReplacedError("another server was started with this state file; this one has ended")
     finally:
+        await sampling_requests.stop()
         with suppress(ReplacedError):
             await service.stop()
         await runner.cleanup()

@@ -20,7 +20,7 @@ from raycheck.tinker.engine.orders import BaseFacts
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
 from raycheck.tinker.model_queue import ModelQueue, failure
 from raycheck.tinker.models import ModelFacts, shape_in_note
-from raycheck.tinker.operations import Context, adam_params_in, source_of
+from raycheck.tinker.operations import Context, adam_params_in, other_base, source_of
 from raycheck.tinker.wire.fields import (
     RefusedRequestError,
     checkpoint_name_in,
@@ -121,11 +121,10 @@ class Service:
                 await self.unload(run)
             with self.journal.writing() as db:
                 db.execute("UPDATE sessions SET status = ? WHERE id = ?", (status, session))
-                db.execute(
-                    "DELETE FROM requests WHERE status != 'pending' "
-                    "AND lane IN (SELECT id FROM models WHERE session = ?)",
-                    (session,),
-                )
+                for table in ("models", "samplers"):
+                    of_session = f"lane IN (SELECT id FROM {table} WHERE session = ?)"
+                    db.execute(f"DELETE FROM requests WHERE status != 'pending' AND {of_session}", (session,))  # noqa: S608
+                db.execute("DELETE FROM samplers WHERE session = ?", (session,))
             return
         if not self.journal.rows("SELECT 1 FROM sessions WHERE id = ?", session):
             raise RefusedRequestError(f"there is no session {session}", 404)
@@ -155,23 +154,23 @@ class Service:
         try:
             shape = LoraShape(
                 rank=number_in(lora, "rank"),
-                seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
+                seed=draw_seed() if seed is None else seed,
                 **{name: flag_in(lora, name, default=True) for name in ("train_attn", "train_mlp", "train_unembed")},
             )
         except ValueError as error:
             raise RefusedRequestError(str(error), 422) from None
-        self._check_base(text_in(body, "base_model"))
+        self.check_base(text_in(body, "base_model"))
         return self._create(body, shape, kind="create_model")
 
     async def load_new_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """Create a training run from a checkpoint: load_weights with a session instead of a model."""
         if body.get("base_model") is not None:
-            self._check_base(text_in(body, "base_model"))
+            self.check_base(text_in(body, "base_model"))
         run = run_id_of(text_in(body, "session_id"), number_in(body, "model_seq_id"))
         if (known := self.journal.request_at(run, 0)) is not None:  # its source may have been deleted since
             return self._repeated(known, "load_weights", canonical(body)), run
         try:
-            source = await asyncio.to_thread(source_of, self.checkpoints, self._base(), body)
+            source = await asyncio.to_thread(source_of, self.checkpoints, self.base_facts, body)
             note = await asyncio.to_thread(self._note_of_source, body)
             shape = shape_in_note(note)
         except ValueError as error:
@@ -252,7 +251,7 @@ class Service:
         context = Context(
             run=run,
             facts=facts,
-            base=self._base(),
+            base=self.base_facts,
             engine=self.engine,
             journal=self.journal,
             checkpoints=self.checkpoints,
@@ -261,13 +260,19 @@ class Service:
             context, hold_s=self.settings.hold_s, on_result=self._wake, on_replaced=self._on_replaced
         )
 
-    def _base(self) -> BaseFacts:
+    @property
+    def base_facts(self) -> BaseFacts:
         assert self.base is not None, "start() has asked the engine"
         return self.base
 
-    def _check_base(self, name: str) -> None:
+    def check_base(self, name: str) -> None:
         if name != self.settings.base_model:
             raise RefusedRequestError(f"base_model={name!r}: this server has {self.settings.base_model!r} only", 422)
+
+    def check_fingerprint(self, what: str, note: Mapping[str, Any]) -> None:
+        """Raises RefusedRequestError for a checkpoint over another base model than this server's."""
+        if note.get("base_fingerprint") != self.base_facts.fingerprint:
+            raise RefusedRequestError(f"{what}: {other_base(note)}")
 
     # Requests to a model
 
@@ -347,10 +352,20 @@ class Service:
             raise RefusedRequestError(f"there is no request {request_id}", 404)
         return request
 
+    def finish(self, request_id: str, form: str, result: bytes) -> None:
+        """Log a result, and wake who waits for it."""
+        self.journal.finish(request_id, "failed" if form == "error" else "done", form, result)
+        self._wake(request_id)
+
     def _wake(self, request_id: str) -> None:
         came = self._waiting.pop(request_id, None)
         if came is not None:
             came.set()
+
+
+def draw_seed() -> int:
+    """Returns the seed of a model for which the client gives none."""
+    return secrets.randbelow(MAX_SEED)
 
 
 def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
@@ -358,7 +373,10 @@ def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
     if kind == "optim_step":
         adam_params_in(body)
     if kind in ("save_weights", "save_weights_for_sampler"):
-        checkpoint_name_in(body)
+        if kind == "save_weights_for_sampler" and body.get("path") is None:
+            number_in(body, "sampling_session_seq_id")
+        else:
+            checkpoint_name_in(body)
         ttl_in(body)
         metadata_in(body)
         flag_in(body, "overwrite", default=False)

@@ -101,7 +101,14 @@ class RunningServer:
 
 @contextmanager
 def tinker_server(
-    base: str, checkpoints: str, state: Path, *, key: str = "", port: int = 0, settings: Mapping[str, Any] | None = None
+    base: str,
+    checkpoints: str,
+    state: Path,
+    *,
+    model_name: str | None = None,
+    key: str = "",
+    port: int = 0,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[RunningServer]:
     """Serve until the block ends. settings: of ServerSettings, besides the base model."""
     running, started = RunningServer(), threading.Event()
@@ -110,7 +117,7 @@ def tinker_server(
     def make_service(on_replaced: Callable[[], None]) -> Service:
         running.engine = ThreadEngine(base)
         running.service = Service(
-            ServerSettings(base_model=base, **{"hold_s": 5.0, **(settings or {})}),
+            ServerSettings(base_model=model_name or base, **{"hold_s": 5.0, **(settings or {})}),
             journal=Journal(str(state)),
             engine=running.engine,
             checkpoints=CheckpointStore(checkpoints),

@@ -44,7 +44,15 @@ def test_missing_numbers_are_known(tmp_path) -> None:
 
 def test_only_what_has_changed_the_model_since_is_replayed(tmp_path) -> None:
     journal = Journal(str(tmp_path / "s.sqlite"))
-    kinds = ["create_model", "forward_backward", "optim_step", "save_weights", "forward", "forward_backward", "optim_step"]
+    kinds = [
+        "create_model",
+        "forward_backward",
+        "optim_step",
+        "save_weights",
+        "forward",
+        "forward_backward",
+        "optim_step",
+    ]
     for seq, kind in enumerate(kinds):
         journal.submit(request(seq, kind))
         journal.finish(f"id-{seq}", "failed" if seq == 6 else "done", "json", b"{}")

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,24 @@ class BaseModel:
     def device(self) -> torch.device:
         device: torch.device = next(self.model.parameters()).device
         return device
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Loads the tokenizer that lies with the model. Raises ConfigError when there is none."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.source)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"base_model={self.source} has no tokenizer, which stop strings need; give stop tokens: {error}"
+            ) from error
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Returns the tokens at which the model ends a text by itself."""
+        found = getattr(self.model.generation_config, "eos_token_id", None)
+        return [] if found is None else [found] if isinstance(found, int) else list(found)
 
     def copy_for_tenant(self) -> Any:
         """Returns a copy of the modules over the very same weights: it takes memory for buffers only."""

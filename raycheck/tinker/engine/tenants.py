@@ -21,11 +21,20 @@ from raycheck import (
 from raycheck.tinker.engine.base_model import BaseModel
 from raycheck.tinker.engine.lora_model import LoraModel
 from raycheck.tinker.engine.lora_shape import AdamParams, LoraShape
-from raycheck.tinker.engine.orders import BaseFacts, LoadSource, NoteValue, PassOutput, SaveOrder
+from raycheck.tinker.engine.orders import (
+    BaseFacts,
+    LoadSource,
+    NoteValue,
+    PassOutput,
+    SampleOrder,
+    SampleOutput,
+    SaveOrder,
+)
 from raycheck.tinker.engine.passes import run_pass
+from raycheck.tinker.engine.samplers import Samplers
 from raycheck.tinker.wire.training_data import TrainingBatch
 
-SETTINGS = SaveSettings(every_steps=None, keep_last=1, max_failed_saves=1_000_000)
+SETTINGS = SaveSettings(every_steps=None, keep_last=1, rolling_keep_last=2, max_failed_saves=1_000_000)
 """Nothing is saved but by request. A checkpoint without a name goes when a newer one is committed."""
 _BORROWED = re.compile(r"step-\d+-a0-s\d+")
 """The key of a checkpoint that a fork began with: no attempt of this run has made it."""
@@ -44,6 +53,7 @@ class Tenants:
         self._base = base
         self._make_group = make_group
         self._tenants: dict[str, _Tenant] = {}
+        self._samplers = Samplers(base)
 
     def facts(self) -> BaseFacts:
         base = self._base
@@ -98,11 +108,19 @@ class Tenants:
         another checkpoint keeps the name."""
         checkpointer = self._tenant(model_id).checkpointer
         checkpointer.save(
-            name=order.name, note=order.note, expire_after_s=order.expire_after_s, overwrite=order.overwrite
+            is_rolling=order.name is None,
+            name=order.name,
+            note=order.note,
+            expire_after_s=order.expire_after_s,
+            overwrite=order.overwrite,
         )
         checkpointer.wait()
         if checkpointer.save_status.unnamed:
             raise ConfigError(f"the checkpoint has not got its name: {checkpointer.save_status.unnamed}")
+
+    def sample(self, order: SampleOrder) -> SampleOutput:
+        """See Samplers.sample."""
+        return self._samplers.sample(order)
 
     def close(self, model_id: str) -> None:
         """Forget a model, if it is there. Nothing is saved; saves under way may end."""

@@ -7,10 +7,12 @@ from typing import Any
 
 from aiohttp import web
 
+from raycheck.tinker.sampling import Sampling
 from raycheck.tinker.service import Service
 from raycheck.tinker.wire.fields import RefusedRequestError
 
 SERVICE = web.AppKey("service", Service)
+SAMPLING = web.AppKey("sampling", Sampling)
 KEEP_ANSWER_S = 1800.0
 """How long an answer is remembered: longer than the SDK repeats one call."""
 MAX_KEY = 200

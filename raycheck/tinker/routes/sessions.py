@@ -62,7 +62,7 @@ async def _capabilities(request: web.Request) -> web.Response:
         "model_name": service.settings.base_model,
         "max_context_length": (base.max_tokens if base else 0) or None,
         "trainable": True,
-        "sampleable": False,
+        "sampleable": True,
     }
     return web.json_response({"supported_models": [model]})
 

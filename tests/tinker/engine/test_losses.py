@@ -47,7 +47,9 @@ def test_a_loss_is_its_formula(name) -> None:
 def test_weights_multiply_the_loss_of_each_token(name) -> None:
     found = LOSSES[name](torch.tensor(LOGPROBS), inputs(WEIGHTS), {})
 
-    assert found.tolist() == pytest.approx([w * value for w, value in zip(WEIGHTS, EXPECTED[name], strict=True)], rel=1e-5)
+    assert found.tolist() == pytest.approx(
+        [w * value for w, value in zip(WEIGHTS, EXPECTED[name], strict=True)], rel=1e-5
+    )
 
 
 def test_gspo_counts_only_tokens_with_a_weight() -> None:
@@ -55,7 +57,9 @@ def test_gspo_counts_only_tokens_with_a_weight() -> None:
 
     found = LOSSES["gspo"](torch.tensor(LOGPROBS), inputs([1.0, 1.0, 0.0]), {})
 
-    assert found.tolist() == pytest.approx([-min(ratio * a, clip(ratio) * a) * w for a, w in zip(ADVANTAGES, (1, 1, 0), strict=True)])
+    assert found.tolist() == pytest.approx(
+        [-min(ratio * a, clip(ratio) * a) * w for a, w in zip(ADVANTAGES, (1, 1, 0), strict=True)]
+    )
 
 
 def test_the_thresholds_are_those_asked_for() -> None:
