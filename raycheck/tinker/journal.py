@@ -2,7 +2,7 @@
 
 A request is answered once it is in this file, so that a kill of the server loses none. Requests that changed a model
 since its newest checkpoint keep their bodies: after a restart they are run again, in their order, on what the bucket
-has. What must outlive the machine is in the bucket (checkpoints.py); this file need not.
+has. What must outlive the machine is in the bucket (checkpoint_store.py); this file need not.
 
 One server writes the file. Each start counts `generation` up; a server that finds a newer one has been replaced, and
 writes nothing more (ReplacedError).

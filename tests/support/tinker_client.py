@@ -28,11 +28,15 @@ def new_model(client: tinker.ServiceClient, base: str, seed: int = 3, **options:
     return client.create_lora_training_client(base_model=base, rank=4, seed=seed, **options).result(TIMEOUT_S)
 
 
+def batch(step: int) -> list[types.Datum]:
+    return [datum(6, step), datum(9, 2 * step)]
+
+
 def train(model: tinker.TrainingClient, steps: range) -> list[float]:
     """Make these steps, and return the loss of each. What a step trains on depends on its number alone."""
     losses = []
     for step in steps:
-        passed = model.forward_backward([datum(6, step), datum(9, 2 * step)], "cross_entropy")
+        passed = model.forward_backward(batch(step), "cross_entropy")
         stepped = model.optim_step(types.AdamParams(learning_rate=1e-2))
         losses.append(passed.result(TIMEOUT_S).metrics["loss:sum"])
         stepped.result(TIMEOUT_S)

@@ -109,13 +109,14 @@ def tinker_server(
     key: str = "",
     port: int = 0,
     settings: Mapping[str, Any] | None = None,
+    engine: Any = None,
 ) -> Iterator[RunningServer]:
-    """Serve until the block ends. settings: of ServerSettings, besides the base model."""
+    """Serve until the block ends. settings: of ServerSettings, besides the base model. engine: by default a thread."""
     running, started = RunningServer(), threading.Event()
     loop = asyncio.new_event_loop()
 
     def make_service(on_replaced: Callable[[], None]) -> Service:
-        running.engine = ThreadEngine(base)
+        running.engine = engine or ThreadEngine(base)
         running.service = Service(
             ServerSettings(base_model=model_name or base, **{"hold_s": 5.0, **(settings or {})}),
             journal=Journal(str(state)),
@@ -157,7 +158,7 @@ def tinker_server(
             running.stop()
         thread.join(START_S)
         assert not thread.is_alive()
-        if running.engine is not None:
+        if isinstance(running.engine, ThreadEngine):
             running.engine.kill()  # an actor ends with the server that started it
 
 
