@@ -198,6 +198,11 @@ class SaveSettings:
     on_preempt: what happens after the save that a preemption notice causes. "continue", the default, trains on until
         the node is gone and Ray restarts the workers. "restart" restarts them elsewhere at once, which costs one of
         Ray's max_failures.
+    upload_by: which process uploads. "rank", the default: the training's own, in a thread. "node": an actor on each
+        node that has ranks, with which a rank shares the memory of its staged copy. Then uploading takes no time of the
+        training's interpreter, and a save that all ranks have staged is finished and committed although they die, as
+        long as their nodes live; the next attempt waits for it. Needs `raycheck.fit` and Linux. A rank that cannot
+        share its memory with its node's actor uploads itself, and a warning says why.
     save_timeout_s: seconds that a save may take from its start to its commit before it counts as failed. Default: 600.
     base: the URI of another run in the same bucket, such as an import, that has the frozen parameters of this run.
         Before the first step of a run that has not saved them yet, they are compared to the last bit. When they are
@@ -230,6 +235,7 @@ class SaveSettings:
     buffers: Literal[1, 2] = 1
     when_busy: Literal["wait", "skip"] = "wait"
     on_preempt: Literal["continue", "restart"] = "continue"
+    upload_by: Literal["rank", "node"] = "rank"
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
     base: str | None = None
@@ -247,6 +253,7 @@ class SaveSettings:
         _check_choice(self, "when_busy", "wait", "skip")
         _check_choice(self, "buffers", 1, 2)
         _check_choice(self, "on_preempt", "continue", "restart")
+        _check_choice(self, "upload_by", "rank", "node")
         for name in ("enabled", "at_start"):
             if type(getattr(self, name)) is not bool:  # the text "false" would count as true
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")

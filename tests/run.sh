@@ -13,7 +13,8 @@ case " $* " in *" --all "*) # made once
     for made in ministack_server ceph_server chromium oldest_ray; do "$python" -m "tests.support.$made"; done ;;
 esac
 
-# Two processes at a time. 5 is pytest's status when none of its tests was asked for.
+# Two processes at a time, so one thread of torch's is enough for each. 5 is pytest's status when none of its tests was asked for.
+export OMP_NUM_THREADS=1
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 status=0
 case " $* " in

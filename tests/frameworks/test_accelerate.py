@@ -17,7 +17,6 @@ import raycheck
 from raycheck.errors import ConfigError, StateMismatchError
 from tests.support.accelerate_training import Job, accelerator_of, train
 from tests.support.coordinator_in_thread import group_of
-from tests.support.coordinator_server import new_place
 from tests.support.gloo_ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Accelerate and torch warn
@@ -33,7 +32,7 @@ def fresh() -> Iterator[None]:
 
 def lives(ranks: Ranks, uri: str, *jobs: tuple[int, Job]) -> list[list[dict[str, Any]]]:
     """Train one job after the other in the same run, each on its number of ranks."""
-    return [ranks.run(train, world_size, job, new_place(uri)) for world_size, job in jobs]
+    return [ranks.run(train, world_size, job, uri) for world_size, job in jobs]
 
 
 @pytest.mark.parametrize(

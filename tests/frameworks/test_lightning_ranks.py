@@ -15,14 +15,7 @@ from raycheck.bucket.store import open_store
 from tests.support import gloo_ranks
 from tests.support.gloo_ranks import Ranks
 from tests.support.invariants import assert_invariants
-from tests.support.lightning_training import (
-    CoordinatorServer,
-    Killed,
-    Regression,
-    Training,
-    group_here,
-    samples,
-)
+from tests.support.lightning_training import Killed, Regression, Training, samples
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -60,7 +53,7 @@ class Replicated(Regression):
 MODULES = {"ddp": Replicated, "fsdp2": Sharded}
 
 
-def train(rank: int, world_size: int, place: Any, kind: str, killed_at: int | None, epochs: int = 3) -> Any:
+def train(rank: int, world_size: int, uri: str, kind: str, killed_at: int | None, epochs: int = 3) -> Any:
     """Train on one rank; the global batch is 6 x the first world size. Returns the whole weights; None if killed."""
     training = Training(
         module=MODULES[kind],
@@ -69,7 +62,7 @@ def train(rank: int, world_size: int, place: Any, kind: str, killed_at: int | No
         data=lambda: {"train_dataloaders": DataLoader(samples(48), batch_size=6, shuffle=True)},
     )
     try:
-        module, trainer = training.run(group_here(place), killed_at=killed_at)
+        module, trainer = training.run(raycheck.torchrun_group(uri), killed_at=killed_at)
     except Killed:
         return None
     dist.barrier()
@@ -93,12 +86,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_killed_run_goes_on_with_the_same_batches_at_any_world_size(
     tmp_path: Any, ranks: Ranks, kind: str, sizes: tuple[int, int]
 ) -> None:
-    whole = CoordinatorServer(f"file://{tmp_path}/whole")
-    hurt = CoordinatorServer(f"file://{tmp_path}/hurt")
+    whole, hurt = (f"file://{tmp_path}/{name}" for name in ("whole", "hurt"))
 
-    (step, expected), *_ = ranks.run(train, sizes[0], whole.place, kind, None)
-    assert ranks.run(train, sizes[0], hurt.place, kind, 7) == [None] * sizes[0]
-    (steps, found), *others = ranks.run(train, sizes[1], hurt.place, kind, None)
+    (step, expected), *_ = ranks.run(train, sizes[0], whole, kind, None)
+    assert ranks.run(train, sizes[0], hurt, kind, 7) == [None] * sizes[0]
+    (steps, found), *others = ranks.run(train, sizes[1], hurt, kind, None)
 
     assert step == steps == 12  # 48 samples in batches of 12, three times
     if sizes[0] == sizes[1]:
@@ -106,18 +98,18 @@ def test_a_killed_run_goes_on_with_the_same_batches_at_any_world_size(
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, msg=name)
         assert all(torch.equal(one[name], found[name]) for _, one in others)
-    assert_invariants(open_store(f"file://{tmp_path}/hurt"))
+    assert_invariants(open_store(hurt))
 
 
-def refused(rank: int, world_size: int, place: Any) -> str:
+def refused(rank: int, world_size: int, uri: str) -> str:
     training = Training(module=Replicated)
     with pytest.raises(raycheck.ConfigError) as error:
-        training.run(group_here(place))
+        training.run(raycheck.torchrun_group(uri))
     return str(error.value)
 
 
 def test_workers_that_would_each_train_a_model_of_their_own_are_refused(tmp_path: Any, ranks: Ranks) -> None:
-    messages = ranks.run(refused, 2, CoordinatorServer(f"file://{tmp_path}/run").place)
+    messages = ranks.run(refused, 2, f"file://{tmp_path}/run")
 
     assert all("1 processes, but there are 2 workers" in message for message in messages)
 

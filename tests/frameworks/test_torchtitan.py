@@ -76,15 +76,13 @@ def read(losses: Path) -> list[list[Any]]:
     return [json.loads(line) for line in losses.read_text().splitlines()]
 
 
-def weights(uri: str, step: int) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a checkpoint's model, as stock torch reads them."""
+def weights(uri: str, step: int, folder: Path) -> dict[str, torch.Tensor]:
+    """Returns all tensors of a checkpoint's model, as stock torch reads them. folder: a new one, for files."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    checkpoint = raycheck.open_run(uri).at(step)
-    folder = Path(uri.removeprefix("file://")) / "checkpoints" / checkpoint.entry.key / "train"
-    file = folder.parents[3] / f"{checkpoint.entry.key}.pt"
-    dcp_to_torch_save(folder, file)
-    return dict(torch.load(file, weights_only=False)["model"])
+    raycheck.download(uri, folder, step=step)
+    dcp_to_torch_save(folder / "train", folder / "all.pt")
+    return dict(torch.load(folder / "all.pt", weights_only=False)["model"])
 
 
 @pytest.mark.slow
@@ -107,7 +105,7 @@ def test_a_killed_trainer_goes_on_to_the_last_bit_and_at_half_the_ranks(
     assert 2 <= restored <= 4
     assert read(first) == read(losses)[:5]
     assert read(again) == read(losses)[restored:]
-    kept, expected = weights(hurt, 8), weights(whole, 8)
+    kept, expected = weights(hurt, 8, tmp_path / "x"), weights(whole, 8, tmp_path / "y")
     assert all(torch.equal(kept[name], expected[name]) for name in expected)
     assert [step for step, _ in read(other)] == list(range(restored + 1, 9))
     assert assert_invariants(open_store(fewer)).entry(assert_invariants(open_store(fewer)).head).step == 8
@@ -128,7 +126,7 @@ def test_a_pipeline_of_several_parts_on_a_rank_goes_on_and_its_model_goes_into_o
     alone = tmp_path / "alone.json"
     run(assets, f"file://{tmp_path}/alone", alone, "--checkpoint.initial_load_path", uri, ranks=1)
 
-    kept, expected = weights(uri, 8), weights(f"file://{tmp_path}/whole", 8)
+    kept, expected = weights(uri, 8, tmp_path / "x"), weights(f"file://{tmp_path}/whole", 8, tmp_path / "y")
     assert kept.keys() == expected.keys()
     assert all(torch.equal(kept[name], expected[name]) for name in expected)
     assert len(read(alone)) == 8

@@ -63,12 +63,12 @@ def model_of(uri: str) -> dict[str, torch.Tensor]:
 
 
 def test_the_example_of_transformers_survives_a_killed_worker(cluster: None, tmp_path: Path) -> None:
-    uri = train_and_kill(hf_trainer_with_raycheck, tmp_path, "trainer", epochs=12)
+    uri = train_and_kill(hf_trainer_with_raycheck, tmp_path, "trainer", epochs=6)
 
     attempts = restored(uri)
     assert len(attempts) == 2, attempts
     assert attempts[1] is not None
-    assert raycheck.open_run(uri).head.entry.step == 12 * 32
+    assert raycheck.open_run(uri).head.entry.step == 6 * 32
 
 
 @pytest.mark.slow

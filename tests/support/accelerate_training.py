@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import raycheck
-from tests.support.coordinator_server import Place
 
 LENGTH = 88
 
@@ -97,7 +96,7 @@ def prepared(accelerator: Accelerator, job: Job) -> tuple[Any, Any, Any, Any]:
     return accelerator.prepare(model, optimizer, loader, scheduler)
 
 
-def train(rank: int, world_size: int, job: Job, place: Place | None) -> dict[str, Any]:
+def train(rank: int, world_size: int, job: Job, uri: str | None) -> dict[str, Any]:
     """Returns losses, learning rates and sample numbers by step, and the last weights."""
     with accelerator_of(rank, world_size, job) as accelerator:
         seen: dict[str, Any] = {"losses": [], "samples": [], "rates": [], "epochs": []}
@@ -107,13 +106,13 @@ def train(rank: int, world_size: int, job: Job, place: Place | None) -> dict[str
 
         def attach() -> Any:
             settings = raycheck.SaveSettings(every_steps=job.every_steps, **job.options)
-            assert place is not None
-            return raycheck.accelerate.attach(accelerator, settings, group=place.group(rank, world_size))
+            assert uri is not None
+            return raycheck.accelerate.attach(accelerator, settings, group=raycheck.torchrun_group(uri))
 
-        if place and early:
+        if uri and early:
             ckpt = attach()
         model, optimizer, loader, scheduler = prepared(accelerator, job)
-        if place and not early:
+        if uri and not early:
             ckpt = attach()
         if ckpt:
             epochs = ckpt.epochs(job.epochs)

@@ -6,7 +6,10 @@ else the actor's class needs: two to five seconds of a core, for a process that 
 server that has imported MODULES. The server forks, and the fork runs the second script, which connects to Ray as ever.
 
 Such a worker differs from one of a user's in two ways: the modules are there before they are imported, and all workers
-hash strings alike. With --all, and on the Rays of several nodes, Ray starts its workers itself.
+hash strings alike. torch reads OMP_NUM_THREADS when it is imported, and Ray sets it when a worker gets its first actor
+or task: so the server has 1, as Ray gives to whoever asks for one CPU. With more, ranks that share the machine's cores
+wait for each other's threads at each small operation. With --all, and on the Rays of several nodes, Ray starts its
+workers itself.
 """
 
 import ctypes
@@ -60,7 +63,7 @@ def forked_workers() -> Iterator[None]:
             server = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno())],
                 pass_fds=[listener.fileno()],
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
             )
         name = ray_constants.SETUP_WORKER_FILENAME
         ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to a folder, which leaves an absolute path alone

@@ -1,22 +1,16 @@
 """Small trainings with Lightning, which may be killed in the middle, and what they have seen and become."""
 
-import multiprocessing
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.managers import BaseManager
 from typing import Any
-from uuid import uuid4
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import raycheck
-from tests.support.coordinator_in_thread import CoordinatorThread, InProcess, group_of
+from tests.support.coordinator_in_thread import group_of
 
 
 class Killed(BaseException):
@@ -116,68 +110,3 @@ QUIET = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-class _Serving(BaseManager):
-    """Serves an Asked to other processes, each of their calls in a thread of its own."""
-
-
-class Asked:
-    """Calls a coordinator, and waits for its answer."""
-
-    def __init__(self, coordinator: CoordinatorThread) -> None:
-        self._coordinator = coordinator
-
-    def ask(self, method: str, args: tuple[Any, ...]) -> Any:
-        return self._coordinator.call(method, *args).result()
-
-
-class CoordinatorServer:
-    """Serves a run's coordinator to ranks that are other processes. Each start of the ranks needs a new `place`."""
-
-    def __init__(self, uri: str) -> None:
-        asked = Asked(CoordinatorThread(uri, "me"))
-
-        class Serving(BaseManager):
-            pass
-
-        Serving.register("asked", callable=lambda: asked)
-        self._server = Serving(address=("127.0.0.1", 0), authkey=multiprocessing.current_process().authkey).get_server()
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self._uri = uri
-
-    @property
-    def place(self) -> tuple[str, str, tuple[str, int]]:
-        return self._uri, uuid4().hex, self._server.address
-
-
-class _Client:
-    def __init__(self, address: tuple[str, int]) -> None:
-        _Serving.register("asked")
-        manager = _Serving(address=address, authkey=multiprocessing.current_process().authkey)
-        manager.connect()
-        self._asked: Any = manager.asked()
-        self._threads = ThreadPoolExecutor(8)
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._threads.submit(lambda: self._asked.ask(method, args))
-
-
-def group_here(place: tuple[str, str, tuple[str, int]]) -> InProcess:
-    """Returns this process's place: its rank is that in torch's group."""
-    uri, name, address = place
-
-    def broadcast(value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
-
-    return InProcess(
-        id=name,
-        uri=uri,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        coordinator=_Client(address),
-        broadcast=broadcast,
-        is_first_on_node=not dist.get_rank(),
-    )

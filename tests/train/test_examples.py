@@ -24,6 +24,8 @@ from tests.examples import (
     hf_trainer_with_raycheck,
     lightning_ddp,
     lightning_ddp_with_raycheck,
+    torchtitan_llama,
+    torchtitan_llama_with_raycheck,
     trl_sft,
     trl_sft_with_raycheck,
 )
@@ -41,6 +43,7 @@ PAIRS = {
     "trl": (trl_sft, trl_sft_with_raycheck),
     "lightning": (lightning_ddp, lightning_ddp_with_raycheck),
     "accelerate": (accelerate_bert, accelerate_bert_with_raycheck),
+    "torchtitan": (torchtitan_llama, torchtitan_llama_with_raycheck),
 }
 of_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
 

@@ -51,7 +51,15 @@ class TrainState:
     objects: the user's objects by dotted name.
     """
 
-    def __init__(self, state: Mapping[str, object], *, rank: int, world_size: int, buffers: int = 1) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        *,
+        rank: int,
+        world_size: int,
+        buffers: int = 1,
+        is_shared: bool = False,
+    ) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self.objects = objects_by_name(state)
@@ -63,7 +71,7 @@ class TrainState:
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
-        self.components = Components(rank, buffers)
+        self.components = Components(rank, buffers, is_shared=is_shared)
         # By component: the boxes that this rank writes, and for each the number of its entry and its name there.
         self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
         self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan

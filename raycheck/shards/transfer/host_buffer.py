@@ -2,21 +2,25 @@
 
 The first touch of a page costs ten times the copy into it. So a thread touches all pages before the first save. For
 copies from an accelerator the memory is page-locked instead, which touches the pages too. Never more memory is claimed
-than the host or its control groups have left.
+than the host or its control groups have left. Memory that another process is to upload from is shared with it.
 """
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import sys
 import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from raycheck.errors import ConfigError
+from raycheck.shards.transfer.shared_memory import CAN_SHARE, MemoryPlace, SharedMemory
 
-_WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
+_DONT_FORK, _WIPE_ON_FORK, _POPULATE_WRITE = 10, 18, 23
 _Names = tuple[str, str, tuple[str, ...]]
 _STRIDE = 4 * 1024 * 1024
 """Bytes faulted in at a time; other threads that map memory have to wait for it."""
@@ -25,21 +29,37 @@ _STRIDE = 4 * 1024 * 1024
 class HostBuffer:
     """Holds zeroed host memory as one flat uint8 tensor.
 
-    pinned: page-lock it, for copies from an accelerator. Raises ConfigError when the host does not have that much left.
+    pinned: page-lock it, for copies from an accelerator. shared: let other processes of the node map it, where the
+    system and the accelerator can; `place` says where they find it, None when they cannot. Raises ConfigError when the
+    host does not have that much left.
     """
 
-    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+    def __init__(self, size_bytes: int, *, pinned: bool, shared: bool = False) -> None:
         check_fits(size_bytes, available_bytes())
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        if pinned:
+        self.place: MemoryPlace | None = None
+        if shared and CAN_SHARE and (not pinned or torch.cuda.is_available()):
+            self._shared = SharedMemory(size_bytes)  # kept, since its file closes with it
+            pages, self.place, without = self._shared.pages, self._shared.place, _DONT_FORK
+        elif pinned:
             self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
             return
-        pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            pages, without = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _WIPE_ON_FORK
         if sys.platform == "linux":
             # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
             with contextlib.suppress(OSError):  # an older kernel
-                pages.madvise(_WIPE_ON_FORK)
+                pages.madvise(without)
+        if pinned:
+            try:
+                self.tensor = _page_locked(pages)
+            except RuntimeError as error:
+                text = "CUDA does not lock shared memory (%s): the rank uploads, not its node's actor"
+                logging.getLogger("raycheck").warning(text, error)
+                self.place = None
+                self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+            return
         self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
         self._thread = threading.Thread(target=self._fault_in, args=(pages,), name="raycheck-buffer", daemon=True)
 
@@ -73,6 +93,19 @@ class HostBuffer:
             if populate is None or populate(self.tensor.data_ptr() + at, length, _POPULATE_WRITE) != 0:
                 touched = view[at : at + length : mmap.PAGESIZE]
                 touched[:] = bytes(len(touched))
+
+
+def _page_locked(pages: mmap.mmap) -> torch.Tensor:
+    """Returns shared memory as a tensor that CUDA copies into as into its own page-locked memory.
+
+    Raises RuntimeError when CUDA refuses to lock it.
+    """
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    at = tensor.data_ptr()
+    torch.cuda.check_error(int(cudart.cudaHostRegister(at, len(pages), 1)))  # 1: locked for all of the node's devices
+    weakref.finalize(tensor, cudart.cudaHostUnregister, at)
+    return tensor
 
 
 def _populate() -> "ctypes._NamedFuncPointer | None":

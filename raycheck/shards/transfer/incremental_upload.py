@@ -20,7 +20,7 @@ from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
 from raycheck.shards.transfer.shard import IndexRows, Shard
-from raycheck.shards.transfer.stager import Leaves, Staged, Stager
+from raycheck.shards.transfer.stager import Leaves, SharedShard, Staged, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.tensor_digest import Digest, digests
 
@@ -143,6 +143,21 @@ class StagedState:
         for shard in self.staged:
             shard.wait()
 
+    def to_share(self) -> "SharedState | None":
+        """Returns what another process of the node needs to upload this save; None when it cannot. After `wait`."""
+        shards = [shard.to_share() for shard in self.staged]
+        if any(shard is None for shard in shards):
+            return None
+        kept = [replace(known, boxes=(), digests={}) for known in self.kept]
+        referred = [replace(whole, forms=frozenset(), digests={}) for whole in self.referred]
+        save = replace(self, staged=(), written={}, kept=kept, referred=referred)
+        return SharedState(save=save, shards=tuple(shard for shard in shards if shard is not None))
+
+    def keep_buffers_apart(self) -> None:
+        """Have the next save staged into other buffers, since somebody may still read these."""
+        for shard in self.staged:
+            shard.keep_buffer_apart()
+
     def upload(self, store: Store, checkpoint: str) -> None:
         """Upload the staged shards, which are durable when it returns. Single use."""
         for shard in self.staged:
@@ -185,16 +200,32 @@ class StagedState:
         return index_of(tensors, chunks, leaves=leaves, values=self.values, rank_values=[self.rank_values])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedState:
+    """Describes one save of this rank to another process of the node. save: without the shards to upload.
+
+    shards: these shards, in order.
+    """
+
+    save: StagedState
+    shards: tuple[SharedShard, ...]
+
+    def open(self) -> StagedState:
+        """Returns the save in this process. Raises OSError when this process cannot reach the shards' memory."""
+        return replace(self.save, staged=tuple(shard.open() for shard in self.shards))
+
+
 class Components:
     """Stages all components of a rank, and remembers which of their shards are in the bucket.
 
     buffers: how many saves may be under way at a time; they take turns. A save that writes more than `train` must have
-    ended before the next is staged.
+    ended before the next is staged. is_shared: let another process of the node upload from the buffers.
     """
 
-    def __init__(self, rank: int, buffers: int = 1) -> None:
+    def __init__(self, rank: int, buffers: int = 1, *, is_shared: bool = False) -> None:
         self._rank = rank
-        self._train = [Stager(TRAIN, rank) for _ in range(buffers)]
+        self._is_shared = is_shared
+        self._train = [Stager(TRAIN, rank, is_shared=is_shared) for _ in range(buffers)]
         self._frozen: dict[str, Stager] = {}
         self._known: dict[str, KnownShard] = {}
         self._restored: RestoredShards | None = None
@@ -308,7 +339,7 @@ class Components:
         return known
 
     def _stager(self, component: str) -> Stager:
-        return self._frozen.setdefault(component, Stager(component, self._rank))
+        return self._frozen.setdefault(component, Stager(component, self._rank, is_shared=self._is_shared))
 
 
 def _digests(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:

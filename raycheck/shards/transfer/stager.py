@@ -8,7 +8,7 @@ into again only after every request that was started from it has ended; the call
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.shards.transfer.host_buffer import HostBuffer
 from raycheck.shards.transfer.local_box import LocalBox, strides_of
 from raycheck.shards.transfer.shard import IndexRows, Shard, ShardName, Slot, rows
+from raycheck.shards.transfer.shared_memory import MemoryPlace, open_memory
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.torch_record import record_for
 
@@ -46,8 +47,12 @@ class Staged:
         leaves: Sequence[Leaf],
         also: Places,
         copied: Sequence[torch.Event],
+        place: MemoryPlace | None = None,
     ) -> None:
+        """place: where another process finds the buffer, which `view` is the beginning of; None when none can."""
         self.name = name
+        self._place = place
+        self.is_apart = False
         self._view = view
         self._slots = slots
         self._boxes = boxes
@@ -64,6 +69,29 @@ class Staged:
         """Wait until everything is copied from the devices."""
         for event in self._copied:
             event.synchronize()
+
+    def to_share(self) -> "SharedShard | None":
+        """Returns what another process of the node needs to upload this shard; None when it cannot. After `wait`."""
+        if self._place is None:
+            return None
+        boxes = [replace(box, local=torch.empty(0, dtype=box.local.dtype, device="meta")) for box in self._boxes]
+        return SharedShard(
+            place=self._place,
+            size_bytes=self.size_bytes,
+            name=self.name,
+            slots=tuple(self._slots),
+            boxes=tuple(boxes),
+            leaves=tuple(self._leaves),
+            also=self._also,
+        )
+
+    def uploaded_elsewhere(self, shard: Shard) -> None:
+        """Take the rows that another process has computed while it uploaded this shard."""
+        self._shard = shard
+
+    def keep_buffer_apart(self) -> None:
+        """Have the next save staged into another buffer, since somebody may still read this one."""
+        self.is_apart = True
 
     def parts(self, part_bytes: int) -> Iterator[memoryview]:
         """Yields slices of the buffer, whose records get their checksums and tails just before that."""
@@ -107,14 +135,45 @@ class Staged:
         self._summed = stop
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedShard:
+    """Describes a staged shard to another process of the node: plain values. boxes: without their memory.
+
+    place: the buffer; the shard is its first `size_bytes` bytes. The other fields: see Staged.
+    """
+
+    place: MemoryPlace
+    size_bytes: int
+    name: ShardName
+    slots: tuple[Slot, ...]
+    boxes: tuple[LocalBox, ...]
+    leaves: tuple[Leaf, ...]
+    also: Places
+
+    def open(self) -> Staged:
+        """Returns the shard in this process. Raises OSError when this process cannot reach its memory."""
+        return Staged(
+            memoryview(open_memory(self.place))[: self.size_bytes],
+            self.slots,
+            name=self.name,
+            boxes=self.boxes,
+            leaves=self.leaves,
+            also=self.also,
+            copied=(),
+        )
+
+
 class Stager:
     """Stages one component of one rank. The layout and the buffer are kept while the boxes keep their forms."""
 
-    def __init__(self, component: str, rank: int) -> None:
+    def __init__(self, component: str, rank: int, *, is_shared: bool = False) -> None:
+        """is_shared: let another process of the node upload from the buffer, where that can be."""
         self._name = ShardName(component=component, rank=rank)
+        self._is_shared = is_shared
         self._forms: BoxForms | None = None
         self._laid_out: Sequence[LocalBox] = ()
         self._buffer: HostBuffer | None = None
+        self._staged: Staged | None = None  # the last one in that buffer
         self._view = memoryview(b"")
         self._slots: list[Slot] = []
         self._views: list[torch.Tensor] = []
@@ -156,6 +215,8 @@ class Stager:
         tensors, for boxes without memory of their own. also: further names and paths of leaves for stock tools. Raises
         ConfigError when the host has too little memory.
         """
+        if self._staged is not None and self._staged.is_apart:
+            self.release()
         records = [(name, path, self._record_of_leaf(value)) for name, (path, value) in leaves.items()]
         sources = [box.local for box in boxes] if sources is None else sources
         self._update_layout(boxes, sources)
@@ -176,9 +237,17 @@ class Stager:
                 at += len(data)
             leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self._name))
             stock_leaves.append(leaf)
-        return Staged(
-            view, self._slots, name=self._name, boxes=boxes, leaves=stock_leaves, also=also or {}, copied=copied
+        self._staged = Staged(
+            view,
+            self._slots,
+            name=self._name,
+            boxes=boxes,
+            leaves=stock_leaves,
+            also=also or {},
+            copied=copied,
+            place=self._buffer.place if self._buffer is not None else None,
         )
+        return self._staged
 
     def _record_of_leaf(self, value: object) -> bytes:
         """Returns what torch.save writes for a leaf. torch.save is slow, so the records of plain values are cached."""
@@ -201,7 +270,7 @@ class Stager:
         """Give the memory back. Every request that reads from it must have ended."""
         if self._buffer is not None:
             self._buffer.stop_faulting_in()
-        self._buffer, self._view, self._views, self._is_mapped = None, memoryview(b""), [], False
+        self._buffer, self._staged, self._view, self._views, self._is_mapped = None, None, memoryview(b""), [], False
 
     @property
     def _end(self) -> int:
@@ -236,7 +305,8 @@ class Stager:
     def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor]) -> HostBuffer:
         """Replace the buffer by one of this size. An upload under way keeps the old one alive until it has ended."""
         self.release()
-        self._buffer = HostBuffer(size_bytes, pinned=any(source.device.type != "cpu" for source in sources))
+        is_pinned = any(source.device.type != "cpu" for source in sources)
+        self._buffer = HostBuffer(size_bytes, pinned=is_pinned, shared=self._is_shared)
         return self._buffer
 
     def _map(self) -> None:

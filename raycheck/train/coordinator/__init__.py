@@ -10,6 +10,7 @@ What happens, and which module does it:
     a preemption  the ranks decide by themselves (worker/preemption.py). A save that a signal, or Ray before a resize,
                   asks for waits in requested_saves.py and reaches rank 0 as the answer to its heartbeat.
     a death       of a rank: Ray starts a new group, which claims; lost_work.py and run_log.py tell what that cost.
+                  Before it claims, a save that the nodes upload is finished without the ranks (node_agents.py).
                   of the coordinator: Ray starts it again, empty, and actor takes the attempt over at the first call.
                   of the driver: the coordinator dies too; the next driver's claim fences it (bucket/protocol).
     the end       actor.finish waits for all ranks, and writes into `latest` that the run has finished.

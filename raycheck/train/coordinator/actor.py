@@ -6,8 +6,10 @@ its event loop and waits; protocol_calls.py talks to the bucket, in threads.
 """
 
 import asyncio
+import time
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 from uuid import uuid4
 
 from raycheck.bucket.assembly.plan_cache import PlanCache
@@ -37,16 +39,19 @@ from raycheck.train.coordinator.messages import (
     RankRestore,
     RestoreDecision,
 )
+from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.protocol_calls import ProtocolCalls
 from raycheck.train.coordinator.rendezvous import Rendezvous
 from raycheck.train.coordinator.requested_saves import RequestedSaves
 from raycheck.train.coordinator.run_log import RunLog
-from raycheck.train.log import show_log
+from raycheck.train.log import event, logger, show_log
 
 WAIT_S = 10.0
 """How long a rank's call waits for the decision before it is answered with `Pending` and repeated."""
 LAST_COMMITS_S = 30.0
 """How long a claim waits for commits of the attempt before it."""
+LAST_UPLOADS_S = 120.0
+"""How long a claim waits for a save that all ranks of the attempt before it have staged, and their nodes upload."""
 STARTED_AGAIN = "the coordinator was started again while the ranks asked for the base"
 NOT_COMPARED = "this rank saved before the replicas were compared; they will be compared before the next save"
 
@@ -82,6 +87,7 @@ class Coordinator:
             run_log=self._run_log,
         )
         self._base = BaseCalls(register, self._protocol.me)
+        self._node_agents = NodeAgents()
 
     # --- calls of a worker group's ranks ---
 
@@ -97,6 +103,8 @@ class Coordinator:
 
     async def claim(self, group: str, world_size: int) -> Claim:
         """Makes `group` the live attempt. All its ranks may call; they get one answer."""
+        if group not in self._claims:
+            await self._finish_uploads()
         async with self._lock:
             if group not in self._claims:
                 await self._finish_commits()
@@ -174,10 +182,19 @@ class Coordinator:
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
         outcome = await rendezvous.answer(min(WAIT_S, patience_s))
         if rendezvous.is_decided:
+            self._node_agents.ended(at)
             self._forget_before(report)
         if isinstance(outcome, Outcome) and outcome.kind == "committed":
             self._requested.committed(report.progress.step, save_s=report.blocked_s + report.upload_s)
         return outcome
+
+    async def node_agent(self, kind: type, node: str) -> Any:
+        """Returns the actor, of this class, that uploads for the ranks on `node`; None where there is no Ray."""
+        return self._node_agents.of(node, kind)
+
+    async def handed_over(self, report: Report) -> None:
+        """Takes that the actor of its node has a rank's staged save, and goes on with it though the rank dies."""
+        self._node_agents.handed_over(report)
 
     async def export(self, key: str, progress: Progress, settings: ExportSettings) -> int:
         """Exports a committed checkpoint, unless that was begun."""
@@ -310,6 +327,32 @@ class Coordinator:
         async with self._lock:
             if group not in self._claims and group not in self._adopted:
                 self._adopted[group] = await asyncio.to_thread(self._protocol.take_over, group)
+
+    async def _finish_uploads(self) -> None:
+        """Step 7: before a new claim, waits a while for the saves that all ranks had staged and their nodes upload."""
+        deadline = time.monotonic() + LAST_UPLOADS_S
+        is_said = False
+        while time.monotonic() < deadline:
+            saves = [found for group in self._claims for found in self._staged_on_all_ranks(group)]
+            if not saves or not await self._node_agents.ask_whether_saving(saves[0]):
+                return
+            if not is_said:
+                step = saves[0][0].progress.step
+                text = "waiting for a save that all ranks of the attempt before had staged"
+                logger.info(event(text, step=step, run=self._store.uri))
+                is_said = True
+            await asyncio.sleep(0.1)
+
+    def _staged_on_all_ranks(self, group: str) -> list[list[Report]]:
+        """Returns what has been handed over, but not reported yet, of each save of a group that is whole so."""
+        found = []
+        for save, handed in sorted(self._node_agents.undecided(group).items()):
+            rendezvous = self._saves.get((group, save))
+            came = rendezvous.came if rendezvous is not None else []
+            missing = [report for rank, report in handed.items() if rank not in came]
+            if missing and len({*handed, *came}) == missing[0].world_size:
+                found.append(missing)
+        return found
 
     async def _finish_commits(self) -> None:
         """Step 7: before a new claim, waits a while until the saves that all ranks have reported are committed."""

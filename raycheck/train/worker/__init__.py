@@ -21,10 +21,10 @@
     ray_reports         report the commit that rank 0 has named to Ray
     heartbeat           tell the coordinator about once a second how far training is
 
-What is uploaded when: the save thread (upload_and_report) uploads this rank's shards as soon as they are copied, one
-save after the other, and then reports them to the coordinator. That commits the checkpoint once all ranks have reported
-(train/coordinator). Only afterwards rank 0's save thread writes the small pointer object by which Ray knows the
-checkpoint (ray_reports).
+What is uploaded when: the save thread (save_thread) has this rank's shards uploaded as soon as they are copied, one
+save after the other, by itself or by its node's actor (node_uploads). Who uploads them also reports them to the
+coordinator (upload_and_report). That commits the checkpoint once all ranks have reported (train/coordinator). Only
+afterwards rank 0's save thread writes the small pointer object by which Ray knows the checkpoint (ray_reports).
 
 `Checkpointer.close` saves the last step if it is not saved, waits for its commit, and writes into `latest` that the run
 has finished. periodic.py is separate: it says when the script's own work is due.

@@ -111,7 +111,13 @@ class Checkpointer:
         given = ChainedState(*self._given.sources, more)  # bare values are read from the caller's own dict
         rank, world_size = self._group.rank, self._group.world_size
         if given and not self._is_off:
-            self._state = TrainState(given, rank=rank, world_size=world_size, buffers=self.settings.buffers)
+            self._state = TrainState(
+                given,
+                rank=rank,
+                world_size=world_size,
+                buffers=self.settings.buffers,
+                is_shared=self.settings.upload_by == "node",
+            )
         entries = self._state.objects if self._state else objects_by_name(given)
         self._counter.watch(entries.values())
         self._periodics = periodics_of(entries, self._group, is_led=not self._counter.decides)

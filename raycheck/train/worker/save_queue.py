@@ -1,6 +1,6 @@
 """One rank's saves queue here: they are staged in the training thread, then uploaded and reported in the background.
 
-No more saves are in flight than there are buffers, and they are uploaded one by one (upload_and_report.py). That bounds
+No more saves are in flight than there are buffers, and they are uploaded one by one (save_thread.py). That bounds
 memory, and it makes a buffer safe to reuse: a save ends only after every request that reads its buffer has ended.
 """
 
@@ -24,8 +24,8 @@ from raycheck.train.group import Group, ask_until_decided
 from raycheck.train.log import event, logger
 from raycheck.train.worker.ray_reports import RayPointers, UnreportedCommit
 from raycheck.train.worker.save_kind import SaveKind
+from raycheck.train.worker.save_thread import UploadThread
 from raycheck.train.worker.training_progress import numbers_of
-from raycheck.train.worker.upload_and_report import UploadThread
 
 LAST_ANSWER_S = 2.0
 """How much longer the end of training waits than a save may take, so that it hears the outcome of the last save."""
@@ -128,7 +128,7 @@ class SaveQueue:
         self._last_failure = ""
         self._last_failed = 0  # the number of that save
         self._pending: deque[_UnderWay] = deque()
-        self._uploads = UploadThread(group, timeout_s=settings.save_timeout_s)
+        self._uploads = UploadThread(group, timeout_s=settings.save_timeout_s, by_node=settings.upload_by == "node")
 
     @property
     def is_busy(self) -> bool:

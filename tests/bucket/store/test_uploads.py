@@ -57,9 +57,21 @@ def store(request: pytest.FixtureRequest, fast: FastS3Store) -> Store:
     return fast if request.param == "obstore" else by_s3fs_alone(fast)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage() -> None:
+    """These tests collect garbage on purpose, which is quick where there is little to look through."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def random_bytes() -> bytes:
+    return random.Random(1).randbytes(SIZE)
+
+
 @pytest.fixture
-def buffer() -> bytearray:
-    return bytearray(random.Random(1).randbytes(SIZE))
+def buffer(random_bytes) -> bytearray:
+    return bytearray(random_bytes)
 
 
 @pytest.fixture

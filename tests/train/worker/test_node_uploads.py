@@ -1,0 +1,120 @@
+"""Uploads by the node's actor: what a rank has staged is committed although it dies, and nothing depends on the actor."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+import torch
+
+import raycheck
+from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.progress import Progress
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from raycheck.shards.state.train_state import TrainState
+from raycheck.train.worker.node_uploads import NodeAgent
+from tests.support.background_call import InThread
+from tests.support.http_fault_proxy import fault_proxy
+from tests.support.invariants import assert_invariants
+from tests.support.ray_jobs import story
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+BY_NODE = {"upload_by": "node"}
+
+
+def agents() -> list[int]:
+    """Returns the processes that upload for a node, by the title that Ray gives them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "ray::NodeAgent" in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def until_gone(pids: list[int], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, "the actor outlives its run"
+        time.sleep(0.1)
+
+
+def test_a_save_that_was_staged_is_committed_although_its_ranks_die(job, s3: str, tmp_path: Path) -> None:
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__1_0.distcp")
+        fitting = InThread(lambda: raycheck.fit(job(storage, "run", settings=BY_NODE)))
+        held.wait()
+        uploading = agents()
+        assert len(uploading) == 1, "one actor for the ranks of a node"
+        ranks = [story(tmp_path, "start", rank=rank)[0]["pid"] for rank in (0, 1)]
+
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        until_gone(ranks)
+        held.release()
+        fitting.join()
+
+        body = assert_invariants(open_store(join_uri(storage, "run")))
+        assert [event["at"] for event in story(tmp_path, "start")] == [0, 12], "the second attempt waited for it"
+        assert body is not None
+        assert "step-000000012-a1-s3" in [entry.key for entry in body.live]
+        until_gone(uploading)
+    for rank in (0, 1):
+        steps = story(tmp_path, "step", rank=rank)
+        assert len({event["step"] for event in steps}) == len({(event["step"], event["loss"]) for event in steps})
+
+
+def test_ranks_upload_themselves_what_a_dead_actor_had(job, s3: str, tmp_path: Path) -> None:
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        held = proxy.rule("hold", "PUT", "step-000000008-a1-s2/train/__1_0.distcp")
+        fitting = InThread(lambda: raycheck.fit(job(storage, "run", settings=BY_NODE)))
+        held.wait()
+        (uploading,) = agents()
+
+        os.kill(uploading, signal.SIGKILL)
+        until_gone([uploading])
+        held.release()
+        fitting.join()
+
+        assert [event["at"] for event in story(tmp_path, "start")] == [0], "no attempt was lost"
+        run = raycheck.open_run(join_uri(storage, "run"))
+        assert 8 in [checkpoint.entry.step for checkpoint in run.checkpoints]
+        assert_invariants(open_store(join_uri(storage, "run")))
+
+
+@pytest.mark.slow
+def test_a_save_that_an_actor_lost_with_its_ranks_is_not_waited_for(job, s3: str, tmp_path: Path) -> None:
+    with fault_proxy(s3) as proxy:
+        storage = join_uri(proxy.uri, uuid4().hex)
+        held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__1_0.distcp")
+        fitting = InThread(lambda: raycheck.fit(job(storage, "run", settings=BY_NODE)))
+        held.wait()
+
+        for pid in [*agents(), *(story(tmp_path, "start", rank=rank)[0]["pid"] for rank in (0, 1))]:
+            os.kill(pid, signal.SIGKILL)
+        fitting.join()
+
+        assert [event["at"] for event in story(tmp_path, "start")] == [0, 8]
+        assert_invariants(open_store(join_uri(storage, "run")))
+
+
+def test_an_actor_that_cannot_reach_the_memory_does_not_take_the_save(tmp_path: Path) -> None:
+    group = raycheck.Group(id="g", uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=None)
+    staged = TrainState({"model": torch.nn.Linear(3, 2)}, rank=0, world_size=1, is_shared=True).stage(Progress(step=1))
+    shared = staged.to_share()
+    elsewhere = replace(shared.shards[0], place=replace(shared.shards[0].place, pid=1 << 22))
+    report = Report(group="g", rank=0, world_size=1, attempt=1, save=1, progress=Progress(step=1))
+
+    answer = NodeAgent().save(group, replace(shared, shards=(elsewhere,)), report, deadline=0.0, timeout_s=1.0)
+
+    assert answer.outcome is None
+    assert "cannot be reached" in answer.problem
