@@ -130,9 +130,7 @@ def train_for_best(rank: int, world_size: int, uri: str, folder: str, kind: str)
         trainer.train()
         assert trainer.state.global_step > trainer.state.best_global_step
         assert trainer.state.best_model_checkpoint.startswith(uri)
-        return trainer.state.best_global_step, {
-            name: tensor.numpy() for name, tensor in weights(trainer.model).items()
-        }
+        return trainer.state.best_global_step, {name: tensor.numpy() for name, tensor in weights(trainer.model).items()}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
