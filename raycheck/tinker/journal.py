@@ -161,6 +161,14 @@ class Journal:
             db.execute("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?)", (sampler, session, facts))
         return sampler
 
+    def uncovered(self, model: str) -> int:
+        """Returns how many steps a model has made that no checkpoint has."""
+        query = (
+            "SELECT count(*) FROM requests WHERE lane = ? AND kind = 'optim_step' AND status = 'done' "
+            "AND body IS NOT NULL"
+        )
+        return int(self.rows(query, model)[0][0])
+
     def request(self, request_id: str) -> LoggedRequest | None:
         return next(self._requests("WHERE id = ?", request_id), None)
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 from raycheck import ConfigError, RaycheckError
 from raycheck.tinker.engine.actor import Category, EngineGoneError, EngineRefusalError
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
-from raycheck.tinker.operations import OPERATIONS, Context, Result, as_json
+from raycheck.tinker.operations import OPERATIONS, Context, Result, as_json, save_for_recovery
 from raycheck.tinker.wire.fields import RefusedRequestError
 
 logger = logging.getLogger("raycheck.tinker")
@@ -23,25 +23,32 @@ MAX_DEATHS = 3
 
 
 class ModelQueue:
-    """Runs one model's requests. hold_s: how long a missing number is waited for. on_result: called with the id of each
-    request that has a result now. on_replaced: called when another server has taken over."""
+    """Runs one model's requests.
+
+    hold_s: how long a missing number is waited for. recovery_steps: after so many steps since the newest save the model
+    is saved without a name. on_result: called with the id of each request that has a result now. on_replaced: called
+    when another server has taken over.
+    """
 
     def __init__(
         self,
         context: Context,
         *,
         hold_s: float,
+        recovery_steps: int,
         on_result: Callable[[str], None],
         on_replaced: Callable[[], None],
     ) -> None:
         self._context = context
         self._journal: Journal = context.journal
         self._hold_s = hold_s
+        self._recovery_steps = recovery_steps
         self._on_result = on_result
         self._on_replaced = on_replaced
         self._came = asyncio.Event()
         self._open_in: int | None = None  # the engine's life in which the model is open
         self._over = ""  # why the model will never be open again
+        self._deadlines: dict[int, float] = {}  # until when a request waits for those before it, by its number
         self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
@@ -59,38 +66,39 @@ class ModelQueue:
                 request = self._journal.first_pending(self._context.run)
                 if request is None:
                     await self._came.wait()
-                elif self._journal.missing_before(self._context.run, request.seq):
-                    await self._wait_for_missing(request)
+                elif missing := self._journal.missing_before(self._context.run, request.seq):
+                    await self._wait_for(missing, request)
                 else:
                     self._log(request, *await self._result_of(request))
+                    await self._after(request)
         except ReplacedError as error:
             logger.warning("stopping: %s model=%s", error, self._context.run)
             self._on_replaced()
 
-    async def _wait_for_missing(self, request: LoggedRequest) -> None:
-        """Wait until another request comes; at the deadline fail this one, and what is missing before it for ever."""
-        deadline = asyncio.get_running_loop().time() + self._hold_s
-        while missing := self._journal.missing_before(self._context.run, request.seq):
-            left = deadline - asyncio.get_running_loop().time()
-            self._came.clear()
-            try:
-                await asyncio.wait_for(self._came.wait(), max(0.0, left))
-            except TimeoutError:
-                text = f"request {request.seq} came, and {missing[0]} did not within {self._hold_s:.0f} s"
-                for seq in missing:
-                    lost = LoggedRequest(
-                        id=uuid4().hex,
-                        lane=request.lane,
-                        seq=seq,
-                        kind="lost",
-                        digest="",
-                        body=None,
-                        status="failed",
-                        form="error",
-                        result=failure("the request did not come in time", "user")[1],
-                    )
-                    self._journal.submit(lost)
-                self._log(request, *failure(text, "user"))
+    async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
+        """Wait until another request comes. At the deadline fail this one, and what is missing before it for ever."""
+        now = asyncio.get_running_loop().time()
+        left = self._deadlines.setdefault(request.seq, now + self._hold_s) - now
+        try:
+            await asyncio.wait_for(self._came.wait(), max(0.0, left))
+        except TimeoutError:
+            for seq in missing:
+                self._journal.submit(_lost(request.lane, seq))
+            text = f"request {request.seq} came, and {missing[0]} did not within {self._hold_s:.0f} s"
+            self._log(request, *failure(text, "user"))
+
+    async def _after(self, request: LoggedRequest) -> None:
+        """Save for a recovery when much would have to be run again. The client knows nothing of it."""
+        self._deadlines.pop(request.seq, None)
+        if request.kind == "unload_model":
+            self._over = f"model {self._context.run} was unloaded"
+        context = self._context
+        if request.kind != "optim_step" or self._over or self._journal.uncovered(context.run) < self._recovery_steps:
+            return
+        try:
+            await save_for_recovery(context, request)
+        except (EngineGoneError, EngineRefusalError, RaycheckError) as error:
+            logger.warning("could not save for a recovery: %s model=%s", error, context.run)
 
     async def _result_of(self, request: LoggedRequest) -> Result:
         for _ in range(MAX_DEATHS):
@@ -101,8 +109,6 @@ class ModelQueue:
                     await self._open(request)
                 if request.seq == 0:
                     return as_json(_created(self._context))
-                if request.kind == "unload_model":
-                    self._over = f"model {self._context.run} was unloaded"
                 return await OPERATIONS[request.kind](self._context, request)
             except EngineGoneError as error:
                 logger.warning("the engine died, and is started again: %s model=%s", error, self._context.run)
@@ -152,6 +158,22 @@ def _created(context: Context) -> dict[str, object]:
     if context.facts.source_path is None:
         return {"type": "create_model", "model_id": context.run}
     return {"type": "load_weights", "path": context.facts.source_path, "model_id": context.run}
+
+
+def _lost(lane: str, seq: int) -> LoggedRequest:
+    """Returns what takes the place of a number that has not come in time."""
+    form, result = failure("the request did not come in time", "user")
+    return LoggedRequest(
+        id=uuid4().hex,
+        lane=lane,
+        seq=seq,
+        kind="lost",
+        digest="",
+        body=None,
+        status="failed",
+        form=form,
+        result=result,
+    )
 
 
 def failure(text: str, category: Category) -> Result:

@@ -173,6 +173,19 @@ async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) 
     context.journal.cover(context.run, covered)
 
 
+async def save_for_recovery(context: Context, request: LoggedRequest) -> None:
+    """Commit a checkpoint without a name after a step, from which the model is rebuilt when the engine dies."""
+    note = note_of(
+        context.facts,
+        fingerprint=context.base.fingerprint,
+        request=f"recovery after {request.id}",
+        covered=request.seq,
+        metadata={},
+    )
+    await context.engine.call("save", context.run, SaveOrder(name=None, note=note))
+    context.journal.cover(context.run, request.seq)
+
+
 def _note(context: Context, request: LoggedRequest, covered: int) -> Any:
     return note_of(
         context.facts,

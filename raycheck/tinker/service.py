@@ -35,6 +35,8 @@ from raycheck.tinker.wire.fields import (
 
 logger = logging.getLogger("raycheck.tinker")
 MAX_SEED = 1 << 32
+MAX_AHEAD = 1000
+"""How many numbers may be left out before one: the SDK sends the parts of a batch at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +44,14 @@ class ServerSettings:
     """Says how the server behaves.
 
     base_model: the name under which clients ask for the base model. hold_s: how long a request waits for an earlier one
-    that has not come; the SDK itself repeats a request for five minutes. session_timeout_s: a session without a sign of
+    that has not come; the SDK itself repeats a request for five minutes. recovery_steps: after so many steps since its
+    newest save a model is saved for a recovery. session_timeout_s: a session without a sign of
     life for so long ends, and its models are unloaded; None: never. cleanup_s: how often that is looked at.
     """
 
     base_model: str
     hold_s: float = 330.0
+    recovery_steps: int = 200
     session_timeout_s: float | None = 300.0
     cleanup_s: float = 60.0
 
@@ -122,8 +126,9 @@ class Service:
             with self.journal.writing() as db:
                 db.execute("UPDATE sessions SET status = ? WHERE id = ?", (status, session))
                 for table in ("models", "samplers"):
-                    of_session = f"lane IN (SELECT id FROM {table} WHERE session = ?)"
-                    db.execute(f"DELETE FROM requests WHERE status != 'pending' AND {of_session}", (session,))  # noqa: S608
+                    of_session = f"SELECT id FROM {table} WHERE session = ?"  # noqa: S608  one of two names
+                    query = f"DELETE FROM requests WHERE status != 'pending' AND lane IN ({of_session})"  # noqa: S608
+                    db.execute(query, (session,))
                 db.execute("DELETE FROM samplers WHERE session = ?", (session,))
             return
         if not self.journal.rows("SELECT 1 FROM sessions WHERE id = ?", session):
@@ -257,7 +262,11 @@ class Service:
             checkpoints=self.checkpoints,
         )
         self._queues[run] = ModelQueue(
-            context, hold_s=self.settings.hold_s, on_result=self._wake, on_replaced=self._on_replaced
+            context,
+            hold_s=self.settings.hold_s,
+            recovery_steps=self.settings.recovery_steps,
+            on_result=self._wake,
+            on_replaced=self._on_replaced,
         )
 
     @property
@@ -289,8 +298,8 @@ class Service:
             raise RefusedRequestError(f"there is no model {run}", 404)
         if rows[0][0] != "live":
             raise RefusedRequestError(f"model {run} was unloaded; begin a new one from a checkpoint of it", 404)
-        if seq == 0:
-            raise RefusedRequestError("seq_id: numbers begin with 1", 422)
+        if seq is not None and not 1 <= seq < self.journal.next_seq(run) + MAX_AHEAD:
+            raise RefusedRequestError(f"seq_id={seq}: numbers begin with 1, and follow each other", 422)
         request = LoggedRequest(
             id=uuid4().hex,
             lane=run,

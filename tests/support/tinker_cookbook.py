@@ -7,6 +7,7 @@ transformers and datasets look first.
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ MODEL = "meta-llama/Llama-3.2-1B"
 TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 """Where the recipes take the tokenizer of MODEL from."""
 DATA = "HuggingFaceH4/no_robots"
-WORDS = "a fox is no dog and a dog is no fox but both of them run and bark at night when the moon is full".split()
+WORDS = tuple(
+    re.findall(r"\w+", "a fox is no dog and a dog is no fox but both run and bark at night when the moon is full")
+)
 
 
 def prepare() -> None:

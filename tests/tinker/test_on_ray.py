@@ -12,7 +12,6 @@ import pytest
 import ray
 import tinker
 
-
 from raycheck.tinker.engine.actor import RayEngine
 from tests.support.ports import free_ports
 from tests.support.tinker_client import TIMEOUT_S, batch, new_model, train
