@@ -26,7 +26,14 @@ from raycheck.tinker.wire.results import sample_in_protobuf
 
 MAX_SAMPLES = 1024
 MAX_STOPS = 16
-NOT_THERE = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+NOT_THERE = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "prompt_logprobs_last_n",
+    "record_stability_info",
+)
 
 
 class Sampling:

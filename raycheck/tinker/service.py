@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from raycheck.tinker.checkpoint_paths import run_id_of
+from raycheck.tinker.checkpoint_paths import CheckpointPath, run_id_of
 from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import Engine, EngineGoneError
 from raycheck.tinker.engine.lora_shape import LoraShape
-from raycheck.tinker.engine.orders import BaseFacts
+from raycheck.tinker.engine.orders import BaseFacts, LoadSource
 from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
 from raycheck.tinker.model_queue import ModelQueue, failure
 from raycheck.tinker.models import ModelFacts, shape_in_note
@@ -164,8 +164,9 @@ class Service:
             )
         except ValueError as error:
             raise RefusedRequestError(str(error), 422) from None
-        self.check_base(text_in(body, "base_model"))
-        return self._create(body, shape, kind="create_model")
+        base_model = text_in(body, "base_model")
+        self.check_base(base_model)
+        return self._create(body, shape, kind="create_model", base_model=base_model)
 
     async def load_new_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """Create a training run from a checkpoint: load_weights with a session instead of a model."""
@@ -175,20 +176,25 @@ class Service:
         if (known := self.journal.request_at(run, 0)) is not None:  # its source may have been deleted since
             return self._repeated(known, "load_weights", canonical(body)), run
         try:
+            path = CheckpointPath.parse(text_in(body, "path"))
             source = await asyncio.to_thread(source_of, self.checkpoints, self.base_facts, body)
-            note = await asyncio.to_thread(self._note_of_source, body)
+            note = (await asyncio.to_thread(self.checkpoints.find, path)).note
             shape = shape_in_note(note)
         except ValueError as error:
             raise RefusedRequestError(str(error)) from None
-        facts = {"base_model": body.get("base_model") or note["base_model"]}
-        return self._create({**body, **facts}, shape, kind="load_weights", source=source)
+        name = body.get("base_model") or str(note["base_model"])
+        return self._create(body, shape, kind="load_weights", base_model=name, source=source)
 
-    def _note_of_source(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        from raycheck.tinker.checkpoint_paths import CheckpointPath
-
-        return self.checkpoints.find(CheckpointPath.parse(text_in(body, "path"))).note
-
-    def _create(self, body: Mapping[str, Any], shape: LoraShape, *, kind: str, source: Any = None) -> tuple[str, str]:
+    def _create(
+        self,
+        body: Mapping[str, Any],
+        shape: LoraShape,
+        *,
+        kind: str,
+        base_model: str,
+        source: LoadSource | None = None,
+    ) -> tuple[str, str]:
+        """Log a training run, unless it is there already. Returns the request's id and the run's."""
         session, number = text_in(body, "session_id"), number_in(body, "model_seq_id")
         optimizer = dict_in(body, "optimizer_config").get("type", "adamw")
         if optimizer != "adamw":
@@ -198,14 +204,14 @@ class Service:
         facts = ModelFacts(
             session=session,
             number=number,
-            base_model=str(body["base_model"]),
+            base_model=base_model,
             shape=shape,
             metadata={**self._metadata_of(session), **metadata_in(body)},
             source=source,
             source_path=None if source is None else str(body["path"]),
             created_at=time.time(),
         )
-        digest = canonical({name: value for name, value in body.items() if source is None or name != "base_model"})
+        digest = canonical(body)
         if (known := self.journal.request_at(run, 0)) is not None:
             return self._repeated(known, kind, digest), run
         with self.journal.writing() as db:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import raycheck
 from raycheck.tinker.checkpoint_paths import folder_of
-from tests.support.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, train
+from tests.support.tinker_client import TIMEOUT_S, ask, datum, loss_of, new_model, result_of, train
 from tests.support.tinker_server import RunningServer, tinker_server, write_base_model
 from tests.tinker.conftest import KEY
 
@@ -90,6 +90,24 @@ def test_a_load_after_anything_else_is_refused(server, connect, base) -> None:
         model.load_state(path).result(TIMEOUT_S)
 
     assert train(model, range(1, 2))
+
+
+@pytest.mark.parametrize("more", [{}, {"base_model": None}, {"base_model": "the base model's name"}])
+def test_a_load_that_comes_twice_makes_one_model(server, connect, base, rest, more) -> None:
+    """Also when its source was deleted in between."""
+    client = connect(server)
+    model = new_model(client, base)
+    path = model.save_state("one").result(TIMEOUT_S).path
+    body = {"session_id": client.holder.get_session_id(), "model_seq_id": 5, "path": path, "optimizer": True}
+    body |= {name: value and base for name, value in more.items()}
+
+    first = ask(server.url, "load_weights", body)
+    result = result_of(server.url, first[1]["request_id"])
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    again = ask(server.url, "load_weights", body)
+
+    assert first == again
+    assert result == {"type": "load_weights", "path": path, "model_id": f"{body['session_id']}:train:5"}
 
 
 def test_a_fork_copies_no_tensor(server, connect, base, bucket) -> None:

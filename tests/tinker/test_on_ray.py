@@ -85,3 +85,18 @@ def test_the_command_is_killed_and_started_again_and_the_client_goes_on(base, tm
         assert losses == train(new_model(client, base), range(5))
         process.terminate()
         assert process.wait(COMMAND_S) == 0
+
+
+@pytest.mark.slow
+def test_the_example_kills_server_and_recipe_and_its_metrics_are_those_of_an_undisturbed_run(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.examples.tinker_sl_loop", str(tmp_path / "work")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=450,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+    )
+
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "steps 3 to 8 are those of an undisturbed run, to the last digit" in done.stdout
