@@ -3,8 +3,8 @@ memory.
 
 Bytes are compared with the manifest's checksum while they stream, and the last part of an object is sent only when all
 of them were right. So an object that exists in the target has the right bytes, as far as they arrived unchanged. That
-is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last: one
-that is there proves that its objects are there too (I1). Between buckets that are reached in one way, S3 copies by
+is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last
+here: one that is there proves that its objects are there too. Between buckets that are reached in one way, S3 copies by
 itself, and proves it by CRC-32.
 """
 

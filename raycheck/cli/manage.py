@@ -14,7 +14,6 @@ from raycheck.bucket.protocol import prune_and_sweep as deletes
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion
 from raycheck.bucket.protocol.repair import repair as repair_run
 from raycheck.bucket.protocol.retention import decide_retention
-from raycheck.bucket.protocol.rewind import rewind as rewind_run
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
@@ -140,9 +139,8 @@ def rewind(
 
     The next start restores it. A training that still runs is stopped.
     """
-    checkpoint = open_run(uri, settings_of(storage)).at(step)
-    body = rewind_run(Register(checkpoint.store), checkpoint.entry.key)
-    out.print(Text(f"head is {body.head}; later checkpoints stay listed until retention drops them"))
+    head = open_run(uri, settings_of(storage)).rewind(step).latest.head
+    out.print(Text(f"head is {head}; later checkpoints stay listed until retention drops them"))
 
 
 def repair(uri: Uri, storage: Storage = None) -> None:

@@ -116,6 +116,7 @@ class Name(Act):
 
 class Rewind(Act):
     label = "Rewind"
+    is_long = True  # one that was found damaged is read through first
 
     def preview(self, target: Target) -> str:
         run = target.run()
@@ -144,8 +145,8 @@ class Delete(Act):
         if entry.key == run.latest.head:
             raise ConfigError(f"{entry.key} is the head, which the next start restores; rewind to another one first")
         return (
-            f"{entry.key} ({size(entry.size_bytes)}) is no longer listed or restored at once, and its objects go after "
-            "ten minutes. What other checkpoints or runs use of it stays."
+            f"{entry.key} ({size(entry.size_bytes)}) is no longer listed or restored at once. The first commit or "
+            "prune after ten minutes deletes its objects. What other checkpoints or runs use of it stays."
         )
 
     def words(self, target: Target) -> list[str]:

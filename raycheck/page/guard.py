@@ -90,7 +90,7 @@ class Guard:
 
     def _has_token(self, request: web.Request) -> bool:
         shown = request.query.get("token") or request.cookies.get(COOKIE) or ""
-        return hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._token.encode())
+        return not self._token or hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._token.encode())
 
     def _signed_in(self, request: web.Request) -> web.Response:
         """Returns the answer that keeps the token in a cookie, and asks for the same address without it."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 import raycheck
 from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs, open_run
@@ -41,9 +42,6 @@ class PageScope:
 
         Raises NotFoundError, also for a name that leads out of the prefix.
         """
-        parts = name.split("/") if name else []
-        if any(part in ("", ".", "..") for part in parts):
-            raise NotFoundError(f"{name!r} is no run below {self.prefix.partition('?')[0]}")
         return open_run(self.uri(name), self.storage)
 
     def name_of(self, uri: str) -> str | None:
@@ -54,12 +52,20 @@ class PageScope:
         base, wanted = (text.partition("?")[0].rstrip("/") for text in (self.prefix, uri))
         if wanted == base:
             return ""
-        return wanted.removeprefix(f"{base}/") if wanted.startswith(f"{base}/") else None
+        return unquote(wanted.removeprefix(f"{base}/")) if wanted.startswith(f"{base}/") else None
 
     def uri(self, name: str) -> str:
-        """Return the address of the run at `name`. A query of the prefix stays at its end."""
+        """Return the address of the run at `name`. A query of the prefix stays at its end.
+
+        A name is no part of an address: what has a meaning there is written out, so that no name leads out of the
+        prefix or says how a bucket is reached. Raises NotFoundError for one that would.
+        """
         base, mark, query = self.prefix.partition("?")
-        return (f"{base.rstrip('/')}/{name}" if name else base) + mark + query
+        parts = name.split("/") if name else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise NotFoundError(f"{name!r} is no run below {base}")
+        steps = [quote(part, safe="", errors="surrogateescape") for part in parts]
+        return ("/".join([base.rstrip("/"), *steps]) if steps else base) + mark + query
 
 
 def runs_view(place: PageScope) -> dict[str, Any]:

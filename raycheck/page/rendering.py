@@ -4,6 +4,7 @@ Names of runs and tensors come from a bucket: whoever may write there chooses th
 """
 
 import json
+import re
 import shlex
 from functools import cache
 from typing import Any
@@ -17,6 +18,9 @@ from raycheck.page.pages import PageScope, version
 from raycheck.terminal import printable_lines
 from raycheck.views.in_words import age, short_number, size, time_of
 
+_SETTINGS = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*?(?=[:,.;)]*(?:[\s'\"]|$))")
+"""The query of an address in a sentence, without the punctuation after it."""
+
 
 @cache
 def _environment() -> Environment:
@@ -29,7 +33,7 @@ def _environment() -> Environment:
         finalize=_fit,
     )
     env.filters |= {"size": size, "date": time_of, "number": short_number}
-    env.filters |= {"pystring": json.dumps, "shell": shlex.quote, "markup": Markup}
+    env.filters |= {"pystring": json.dumps, "shell": shlex.quote, "markup": Markup, "bare": without_settings}
     env.globals |= {
         "age": age,
         "link": _link,
@@ -37,6 +41,11 @@ def _environment() -> Environment:
         "version": version(),
     }
     return env
+
+
+def without_settings(text: str) -> str:
+    """Returns a sentence with no settings in its addresses: they may be nobody else's business."""
+    return _SETTINGS.sub(r"\1", text)
 
 
 def _fit(value: Any) -> Any:

@@ -15,7 +15,7 @@ from raycheck.page import acts, pages
 from raycheck.page.background_acts import BackgroundActs
 from raycheck.page.guard import HEALTH, Guard, is_local
 from raycheck.page.pages import PageScope
-from raycheck.page.rendering import render
+from raycheck.page.rendering import render, without_settings
 
 TIMEOUT_S = 60.0
 """How long one view may read from the bucket."""
@@ -137,10 +137,13 @@ class _Views:
         def do(place: PageScope) -> dict[str, str]:
             act, target = acts.act_of(kind), acts.Target(place=place, name=name, at=at, value=value)
             if act.is_long:
+                target.run()  # what is no run is refused at once
                 return {"id": self._acts.start(partial(act.do, target))}
             return {"text": act.do(target, lambda _: None)}
 
         status, found = await self._read(do)
+        if status == 504:
+            found = f"{found}; it may be done all the same, so look at the run before you try again"
         return web.json_response(found if status == 200 else {"error": found}, status=status)
 
     async def progress(self, request: web.Request) -> web.Response:
@@ -148,7 +151,8 @@ class _Views:
         act = self._acts.get(_asked(request, "id"))
         if act is None:
             return web.json_response({"error": "the page was started again since"}, status=404)
-        return web.json_response({"text": act.text, "is_done": act.is_done, "has_failed": act.has_failed})
+        text = without_settings(act.text)
+        return web.json_response({"text": text, "is_done": act.is_done, "has_failed": act.has_failed})
 
     async def _shown(self, template: str, view: Callable[..., dict[str, Any]], *arguments: str) -> web.Response:
         """Returns the HTML of a view, or of the error that kept it from being read."""
@@ -164,9 +168,9 @@ class _Views:
         try:
             return 200, await asyncio.wait_for(asyncio.to_thread(view, self._place, *arguments), TIMEOUT_S)
         except NotFoundError as error:
-            return 404, str(error)
+            return 404, without_settings(str(error))
         except RaycheckError as error:
-            return 502, str(error)
+            return 502, without_settings(str(error))
         except TimeoutError:
             return 504, f"the bucket did not answer within {TIMEOUT_S:.0f} s"
 

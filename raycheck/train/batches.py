@@ -7,36 +7,21 @@ that was begun before is refused. No global random state is touched: without a g
 draws from it, even unshuffled.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Sized
-from itertools import count
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.random_generators import generators_in, kind_of_generator
 from raycheck.train.data.batch_loader import BatchLoader
+from raycheck.train.data.batch_source import BatchSource, RankShare
 from raycheck.train.data.data_stream import SampleStream
-from raycheck.train.data.epoch_order import (
-    Skips,
-    epoch_order,
-    is_left_out,
-    kept_batches,
-    order_digest,
-    own_order,
-    rank_share,
-)
-from raycheck.train.data.sample_seeding import SeededPerSample
-from raycheck.train.data.shared_streams import (
-    Positions,
-    ShareOfStreams,
-    StreamState,
-    plan_streams,
-    stream_loader,
-)
+from raycheck.train.data.epoch_order import Skips, kept_batches
+from raycheck.train.data.numbered_samples import NumberedSamples
 from raycheck.train.data.stream_position import StreamPosition
+from raycheck.train.data.streamed_samples import StreamedSamples, is_stream
 from raycheck.train.log import event, logger
 from raycheck.train.ray_api.train_context import rank_and_world_size
 
@@ -89,39 +74,44 @@ class Batches(SampleStream):
         self._rank = here[0] if rank is None else rank
         self._world_size = here[1] if world_size is None else world_size
         self._dataset = dataset
-        self._is_stream = is_stream(dataset)
-        samples = None if self._is_stream else _length_of(dataset)
-        self._order = None if order is None else _order_of(order, samples)
-        first = self._order(0) if self._order is not None else None
-        self._length = samples if first is None else len(first)
-        self._digest = {} if first is None else {"order": order_digest(first)}  # of the first epoch, which is enough
         self._global_batch = _whole("global_batch", global_batch)
-        longest = self._global_batch if self._length is None else self._length
-        if not self._world_size <= self._global_batch <= longest:
-            raise ConfigError(
-                f"Batches(global_batch={global_batch}) must lie between the world size ({self._world_size}) and the "
-                f"dataset's length ({longest}): each rank needs a sample in each batch"
-            )
         self._seed = _whole("seed", seed)
         self._shuffle = shuffle
         self._skips = _skips(skip)
-        self._batches_per_epoch = _batches_per_epoch(batches_per_epoch, self._length, self._global_batch)
+        if self._global_batch < self._world_size:
+            raise ConfigError(
+                f"Batches(global_batch={global_batch}) must lie between the world size ({self._world_size}) and the "
+                "dataset's length: each rank needs a sample in each batch"
+            )
+        self._source = self._source_of(dataset, order, batches_per_epoch)
+        if self._source.samples is not None and self._global_batch > self._source.samples:
+            raise ConfigError(
+                f"Batches(global_batch={global_batch}) must lie between the world size ({self._world_size}) and the "
+                f"dataset's length ({self._source.samples}): each rank needs a sample in each batch"
+            )
         self._position = StreamPosition(global_batch=self._global_batch, batches_left=self._batches_left)
-        self._plan = plan_streams(
-            dataset,
-            global_batch=self._global_batch,
-            rank=self._rank,
-            world_size=self._world_size,
-            is_endless=batches_per_epoch is not None,
-            seed=self._seed,
-        )
-        self._streams: dict[int, StreamState] = {}  # up to the end of the last step
-        self._fetched = Positions()
-        self._given_states: list[StreamState] = []
-        self._saved_workers: bool | None = None  # whether a worker read the stream that was restored
-        self._has_worker = False
         self._has_warned: set[str] = set()
         self._saved_elsewhere: set[int] = set()  # ids of the generators that the state saves by itself
+
+    def _source_of(
+        self, dataset: Dataset[Any], order: Callable[[int], Sequence[int]] | None, batches_per_epoch: int | None
+    ) -> BatchSource:
+        """Returns what makes this rank's batches of the dataset. Raises ConfigError for what does not fit its kind."""
+        share = RankShare(global_batch=self._global_batch, rank=self._rank, world_size=self._world_size)
+        if is_stream(dataset):
+            if order is not None:
+                raise ConfigError("Batches(order=): an IterableDataset gives its samples in an order of its own")
+            if batches_per_epoch is not None and _whole("batches_per_epoch", batches_per_epoch) < 1:
+                raise ConfigError(f"Batches(batches_per_epoch={batches_per_epoch}): give at least 1")
+            whole = None if batches_per_epoch is None else index(batches_per_epoch)
+            return StreamedSamples(dataset, share, seed=self._seed, batches_per_epoch=whole)
+        source = NumberedSamples(dataset, share, seed=self._seed, shuffle=self._shuffle, order=order)
+        if batches_per_epoch is not None:
+            raise ConfigError(
+                f"Batches(batches_per_epoch={batches_per_epoch}): this dataset says how long it is; an "
+                "IterableDataset does not"
+            )
+        return source
 
     @property
     def epoch(self) -> int:
@@ -139,9 +129,9 @@ class Batches(SampleStream):
 
         Raises ConfigError for a stream that does not say how long it is.
         """
-        if self._batches_per_epoch is None:
+        if self._source.batches_per_epoch is None:
             raise ConfigError("nobody knows how many batches a stream has: give Batches(batches_per_epoch=...)")
-        return self._batches_per_epoch
+        return self._source.batches_per_epoch
 
     @property
     def is_in_mid_epoch(self) -> bool:
@@ -150,7 +140,7 @@ class Batches(SampleStream):
     @property
     def merges_ranks(self) -> bool:
         """Returns whether each rank knows its own shards' positions only, so that a restore puts them together."""
-        return self._plan.streams > 1
+        return self._source.streams > 1
 
     @property
     def samples(self) -> int:
@@ -181,80 +171,35 @@ class Batches(SampleStream):
         if epoch is not None:
             epoch = _whole("epoch", epoch)
             self._position.check_epoch(epoch)
-        if self._is_stream:
-            return BatchLoader(
-                self,
-                self._position,
-                epoch,
-                lambda begun: self._open_stream(begun, through, options),
-                self._take_positions,
-            )
-        return BatchLoader(self, self._position, epoch, lambda begun: self._open_epoch(begun, through, options))
+        return BatchLoader(
+            self,
+            self._position,
+            epoch,
+            lambda begun: self._open_epoch(begun, through, options),
+            self._source.take,
+        )
 
     def _open_epoch(
         self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]
     ) -> tuple[Iterable[int], Iterable[Any]]:
         """Returns the numbers of the batches that are left of an epoch, and this rank's share of these. Puts random
         state back before them."""
-        assert self._length is not None, "a stream has no order of its own"
-        if self._order is not None:
-            order = self._order(epoch)
-        else:
-            order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        numbers = kept_batches(self._skips, epoch, self._position.epoch_step, self.batches_per_epoch)
-        if not options.get("num_workers"):
+        if isinstance(self._source, NumberedSamples) and not options.get("num_workers"):
             self._warn_of_generators()
-        loader: DataLoader[Any] = DataLoader(
-            SeededPerSample(self._dataset, self._seed, epoch),
-            batch_sampler=rank_share(order, self._global_batch, self._rank, self._world_size, numbers),
-            generator=torch.Generator().manual_seed(self._seed),
-            **options,
+        numbers, loader = self._source.open(
+            epoch, self._position.epoch_step, self._skips, options, is_mid_epoch=self.is_in_mid_epoch
         )
         batches = through(loader) if through else loader
         self._begin_batches()
         return numbers, batches
 
-    def _open_stream(
-        self, epoch: int, through: Callable[["DataLoader[Any]"], Iterable[Any]] | None, options: dict[str, Any]
-    ) -> tuple[Iterable[int], Iterable[Any]]:
-        """Returns what `_open_epoch` does, of a stream, which is read from where the last step left it."""
-        self._has_worker = bool(options.get("num_workers"))
-        if self._saved_workers not in (None, self._has_worker):
-            raise StateMismatchError(
-                "Batches.loader(num_workers=...): a stream may come in another order in a loader worker than without "
-                f"one. The checkpoint's was read {'in' if self._saved_workers else 'without'} one: do so again"
-            )
-        first, skips = self._position.epoch_step, self._skips
-        states = self._streams if self._plan.is_endless or self.is_in_mid_epoch else {}
-        self._fetched = Positions()
-        share = ShareOfStreams(
-            self._dataset,
-            self._plan,
-            states,
-            first=first,
-            last=self._batches_per_epoch,
-            left_out={batch for at, low, high in skips if at == epoch for batch in range(low, high)}.__contains__,
-            turn=0 if self._plan.is_endless else epoch,
-        )
-        loader = stream_loader(
-            share, self._fetched, {**options, "generator": torch.Generator().manual_seed(self._seed)}
-        )
-        batches = through(loader) if through else loader
-        self._begin_batches()
-        return (batch for batch in count(first) if not is_left_out(skips, epoch, batch)), batches
-
-    def _take_positions(self) -> None:
-        """Take over the positions of the streams after the batch that the training loop has just got."""
-        self._given_states = self._fetched.waiting.popleft()
-
     def _batches_left(self, epoch: int, batch: int) -> int | None:
-        if self._batches_per_epoch is None:
-            return None
-        return len(kept_batches(self._skips, epoch, batch, self._batches_per_epoch))
+        end = self._source.batches_per_epoch
+        return None if end is None else len(kept_batches(self._skips, epoch, batch, end))
 
     def end_step(self) -> None:
         self._position.end_step()
-        self._streams.update({state.number: state for state in self._given_states})
+        self._source.end_step()
         self._warn_of_look_ahead()
 
     def end_epoch(self) -> None:
@@ -276,18 +221,8 @@ class Batches(SampleStream):
             "seed": self._seed,
             "shuffle": self._shuffle,
             "global_batch": self._global_batch,
-            "length": self._length,
-            **self._digest,
+            **self._source.state(),
             "history": self._position.history.state(),
-            **(self._stream_state() if self._is_stream else {}),
-        }
-
-    def _stream_state(self) -> dict[str, Any]:
-        return {
-            "batches_per_epoch": self._batches_per_epoch,
-            "streams": self._plan.streams,
-            "sources": [state.as_dict() for number in self._plan.mine() if (state := self._streams.get(number))],
-            "has_worker": self._has_worker,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -300,15 +235,11 @@ class Batches(SampleStream):
         state = states[0]
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
         # An earlier raycheck counted no samples, and knew of no epoch that was left half-way.
-        whole = epoch * (self._batches_per_epoch or 0) * self._global_batch + consumed
+        whole = epoch * (self._source.batches_per_epoch or 0) * self._global_batch + consumed
         self._position.restore(
             epoch=epoch, consumed=consumed, samples=int(state.get("samples", whole)), history=state.get("history")
         )
-        if self._is_stream:
-            sources = [StreamState(**source) for one in states for source in one["sources"]]
-            self._streams = {source.number: source for source in sources}
-            self._given_states = []
-            self._saved_workers = bool(state["has_worker"]) if sources else None
+        self._source.load(states)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises StateMismatchError when a saved position would mean other samples here; changes nothing."""
@@ -316,19 +247,16 @@ class Batches(SampleStream):
 
     def check_rank_states(self, states: list[dict[str, Any]]) -> None:
         """Raises StateMismatchError as `check_state_dict` does, for the states of all ranks that saved."""
-        mine, names = self.state_dict(), ["seed", "shuffle", "global_batch", "length", "order"]
-        names += ["batches_per_epoch", "streams"] if self._is_stream else []
+        mine = self.state_dict()
         other = [
             f"{name}: saved {state.get(name)!r}, here {mine.get(name)!r}"
             for state in states[:1]
-            for name in names
+            for name in ("seed", "shuffle", "global_batch", *self._source.compared)
             if state.get(name) != mine.get(name)
         ]
         if len({(state["epoch"], state["consumed"]) for state in states}) > 1:
             other.append("the ranks' positions differ")
-        there = {source["number"] for state in states for source in state.get("sources", ())}
-        if there and there != {*range(self._plan.streams)}:
-            other.append(f"positions of the shards {sorted(there)} were saved, of {self._plan.streams}")
+        other += self._source.differences(states)
         if other:
             raise StateMismatchError(
                 "the data stream differs from the checkpoint's, so its position would mean other samples: "
@@ -360,33 +288,6 @@ class Batches(SampleStream):
             logger.warning(event(text, rank=self._rank))
 
 
-def _order_of(order: Callable[[int], Sequence[int]], samples: int | None) -> Callable[[int], list[int]]:
-    """Returns a user's order with its checks. samples: the dataset's length, None for a stream, which has no order."""
-    if samples is None:
-        raise ConfigError("Batches(order=): an IterableDataset gives its samples in an order of its own")
-    return own_order(order, samples)
-
-
-def is_stream(dataset: object) -> bool:
-    """Returns whether a dataset is an IterableDataset, torch's or Hugging Face's."""
-    return isinstance(dataset, IterableDataset) or any(
-        kind.__name__ == "IterableDataset" and kind.__module__.startswith("datasets.") for kind in type(dataset).__mro__
-    )
-
-
-def _batches_per_epoch(given: int | None, length: int | None, global_batch: int) -> int | None:
-    """Returns how many batches an epoch has; None for a stream that ends by itself."""
-    if length is not None:
-        if given is not None:
-            raise ConfigError(
-                f"Batches(batches_per_epoch={given}): this dataset says how long it is; an IterableDataset does not"
-            )
-        return length // global_batch
-    if given is not None and _whole("batches_per_epoch", given) < 1:
-        raise ConfigError(f"Batches(batches_per_epoch={given}): give at least 1")
-    return None if given is None else index(given)
-
-
 def _skips(given: Iterable[Sequence[int]]) -> Skips:
     """Returns the batches to skip. Raises ConfigError for what is no (epoch, first batch, last batch + 1)."""
     skips = []
@@ -399,25 +300,6 @@ def _skips(given: Iterable[Sequence[int]]) -> Skips:
             raise ConfigError(f"Batches(skip=[{item!r}]): give (epoch, first batch, last batch + 1), counted from 0")
         skips.append((epoch, first, end))
     return tuple(skips)
-
-
-def _length_of(dataset: object) -> int:
-    """Returns the number of samples in a dataset. Raises ConfigError when it has no samples by number."""
-    name = type(dataset).__qualname__
-    advice = (
-        "Batches need a map-style dataset, with __len__ and __getitem__, or an IterableDataset. Any other stream can "
-        "be given to torchdata's StatefulDataLoader, which in the state goes on at the same world size"
-    )
-    if isinstance(dataset, DataLoader):
-        raise ConfigError(
-            f"Batches(DataLoader): give its dataset, and to Batches.loader the DataLoader's options. {advice}"
-        )
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(f"Batches({name}): it cannot be asked for one sample by its number. {advice}")
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError) as error:
-        raise ConfigError(f"Batches({name}): its length is not known: {error}. {advice}") from error
 
 
 def _whole(name: str, value: object) -> int:

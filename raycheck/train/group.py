@@ -62,8 +62,8 @@ class Group:
         """
         if not train_context.in_ray_train():
             raise ConfigError(
-                "not inside a Ray Train worker (num_workers=0 has none): start it with raycheck.fit(trainer), or give "
-                "Checkpointer(..., group=raycheck.Group(...))"
+                "not inside a Ray Train worker (num_workers=0 has none): start it with raycheck.fit(trainer), or, "
+                "under torchrun, give group=raycheck.torchrun_group(uri)"
             )
         guard = guard_from_fit()
         uri = guard.uri if guard and guard.uri else run_uri(train_context.run_config())

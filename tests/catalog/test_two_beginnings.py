@@ -105,3 +105,15 @@ def test_a_folder_of_runs_does_not_become_a_run(sources: Path, tmp_path: Path, b
     assert sorted(tmp_path.rglob("*")) == before
     begin(sources, 2, f"{tmp_path}/runs/second")
     assert len(raycheck.list_runs(f"{tmp_path}/runs")) == 2
+
+
+def test_a_run_begins_beside_folders_of_others_that_have_a_latest_of_another_kind(
+    sources: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run/sweep/3").mkdir(parents=True)
+    (tmp_path / "run/sweep/latest").symlink_to("3")
+    (tmp_path / "run/logs/latest").mkdir(parents=True)
+
+    BEGINNINGS["fork"](sources, 1, f"{tmp_path}/run")
+
+    assert raycheck.open_run(f"{tmp_path}/run").head is not None

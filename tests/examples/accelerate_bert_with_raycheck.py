@@ -29,7 +29,7 @@ def train_func(config: dict) -> None:
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = BertForSequenceClassification(BertConfig(vocab_size=100, **size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train_dataloader = DataLoader(Sentences(192), shuffle=True, batch_size=8)
+    train_dataloader = DataLoader(Sentences(192), shuffle=True, batch_size=16 // accelerator.num_processes)
     eval_dataloader = DataLoader(Sentences(64), batch_size=8)
     lr_scheduler = get_linear_schedule_with_warmup(optimizer, 10, len(train_dataloader) * config["num_epochs"])
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
@@ -54,7 +54,7 @@ def train_func(config: dict) -> None:
         ray.train.report({"epoch": epoch, "accuracy": correct.item() / 64})
 
 
-def main(storage_path: str, num_epochs: int = 3, num_workers: int = 2) -> None:
+def main(storage_path: str, num_epochs: int = 3, num_workers: int | tuple[int, int] = 2) -> None:
     trainer = ray.train.torch.TorchTrainer(
         train_func,
         train_loop_config={"num_epochs": num_epochs},

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks as of_lightning
-from torch.utils.data import DataLoader, IterableDataset
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset, StackDataset
 
 import raycheck
 from raycheck.bucket.format.progress import Progress
@@ -403,6 +404,24 @@ def test_a_turned_off_callback_trains_as_if_it_were_not_there(tmp_path: Any) -> 
         raycheck.open_run(memory(tmp_path))
 
 
+class OfTwo(Regression):
+    """Takes batches {"a": ..., "b": ...}, as Lightning makes them of two loaders."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch["a"]) + super().loss(batch["b"])
+
+
+@pytest.mark.parametrize("kind", ["stacked", "combined"])
+def test_two_datasets_as_one_and_one_loader_that_is_combined_go_on_where_they_were(kind: str, tmp_path: Any) -> None:
+    both = StackDataset(a=samples(), b=samples())
+    data = {
+        "stacked": lambda: DataLoader(both, batch_size=4, shuffle=True),
+        "combined": lambda: CombinedLoader(DataLoader(both, batch_size=4, shuffle=True), mode="min_size"),
+    }
+
+    check_restarts(Training(module=OfTwo, data=lambda: {"train_dataloaders": data[kind]()}), memory(tmp_path), [5, 14])
+
+
 # --- refused by name, before the first step ---
 
 
@@ -418,6 +437,10 @@ class FetchesItself(PlainRate):
 
 def loader(**options: Any) -> Any:
     return lambda: {"train_dataloaders": DataLoader(**{"dataset": samples(), "batch_size": 4, **options})}
+
+
+def batches_of_four() -> Any:
+    return raycheck.Batches(samples(), global_batch=4).loader()
 
 
 REFUSED = {
@@ -445,6 +468,10 @@ REFUSED = {
     "two loaders": (
         Training(data=lambda: {"train_dataloaders": [DataLoader(samples()), DataLoader(samples())]}),
         "2 training loaders",
+    ),
+    "a CombinedLoader": (
+        Training(data=lambda: {"train_dataloaders": CombinedLoader({"a": batches_of_four(), "b": batches_of_four()})}),
+        r"2 training loaders.*StackDataset",
     ),
     "samples that are never seen": (Training(data=loader(dataset=samples(42))), "last 2 of 42 samples"),
     "batches fetched by itself": (Training(module=FetchesItself), "dataloader_iter"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -50,14 +51,29 @@ class Replicated(Regression):
         return dict(self.state_dict())
 
 
-MODULES = {"ddp": Replicated, "fsdp2": Sharded}
+class Averaged(Sharded):
+    """Keeps a moving average of its sharded weights in buffers, as the guide advises."""
+
+    def configure_model(self) -> None:
+        if self.is_sharded:
+            return
+        super().configure_model()
+        for name, parameter in list(self.net.named_parameters()):
+            self.register_buffer(f"average_{name.replace('.', '_')}", parameter.detach().clone())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, parameter in self.net.named_parameters():
+            self.get_buffer(f"average_{name.replace('.', '_')}").lerp_(parameter.detach(), 0.1)
+
+
+MODULES = {"ddp": Replicated, "fsdp2": Sharded, "averaged": Averaged}
 
 
 def train(rank: int, world_size: int, uri: str, kind: str, killed_at: int | None, epochs: int = 3) -> Any:
     """Train on one rank; the global batch is 6 x the first world size. Returns the whole weights; None if killed."""
     training = Training(
         module=MODULES[kind],
-        options={"strategy": raycheck.lightning.strategy(kind), "max_epochs": epochs},
+        options={"strategy": raycheck.lightning.strategy("ddp" if kind == "ddp" else "fsdp2"), "max_epochs": epochs},
         settings={"every_steps": 3},
         data=lambda: {"train_dataloaders": DataLoader(samples(48), batch_size=6, shuffle=True)},
     )
@@ -80,7 +96,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("ddp", (2, 2)), ("fsdp2", (2, 2)), ("ddp", (2, 1)), ("fsdp2", (2, 3))],
+    [
+        ("ddp", (2, 2)),
+        ("fsdp2", (2, 2)),
+        ("ddp", (2, 1)),
+        ("fsdp2", (2, 3)),
+        pytest.param("averaged", (2, 2), marks=pytest.mark.slow),
+        pytest.param("averaged", (2, 3), marks=pytest.mark.slow),
+    ],
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_a_killed_run_goes_on_with_the_same_batches_at_any_world_size(
@@ -101,17 +124,22 @@ def test_a_killed_run_goes_on_with_the_same_batches_at_any_world_size(
     assert_invariants(open_store(hurt))
 
 
-def refused(rank: int, world_size: int, uri: str) -> str:
-    training = Training(module=Replicated)
+def refused(rank: int, world_size: int, uri: str, averages: bool) -> str:
+    options = {"strategy": raycheck.lightning.strategy("fsdp2")} if averages else {}
+    callbacks = [EMAWeightAveraging(decay=0.9)] if averages else []
+    training = Training(module=Sharded, options=options, callbacks=lambda: callbacks)
     with pytest.raises(raycheck.ConfigError) as error:
         training.run(raycheck.torchrun_group(uri))
     return str(error.value)
 
 
-def test_workers_that_would_each_train_a_model_of_their_own_are_refused(tmp_path: Any, ranks: Ranks) -> None:
-    messages = ranks.run(refused, 2, f"file://{tmp_path}/run")
+@pytest.mark.parametrize("averages", [False, True])
+def test_what_several_workers_cannot_do_is_refused(tmp_path: Any, ranks: Ranks, averages: bool) -> None:
+    """Each training a model of its own, and averaging weights that are sharded."""
+    messages = ranks.run(refused, 2, f"file://{tmp_path}/run", averages)
 
-    assert all("1 processes, but there are 2 workers" in message for message in messages)
+    expected = 'EMAWeightAveraging with strategy("fsdp2")' if averages else "1 processes, but there are 2 workers"
+    assert all(expected in message for message in messages)
 
 
 OTHER_PACKAGE = """

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from torch import nn
 
 import raycheck
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
 from raycheck.errors import ConfigError, StateMismatchError
+from tests.support.coordinator_in_thread import group_of
+from tests.support.documents import PACKAGE, blocks
 from tests.support.invariants import assert_invariants
 from tests.support.torchtitan_on_cpu import make_assets
 
@@ -338,3 +342,121 @@ def test_a_step_of_another_number_of_tokens_is_refused_and_tokens_are_counted_ov
     assert alone.counted == {"step": 4, "ntokens_seen": 4000}
     with pytest.raises(StateMismatchError, match=r"took 64 tokens.*would take 32.*global_batch_size"):
         Counters(trainer(2, 1)).check_state_dict(saved)
+
+
+# --- Hugging Face's format ---
+
+
+def debug_model(assets: Path | None = None, *, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Returns torchtitan's debug model with random weights, and its adapter to Hugging Face's names."""
+    from tests.support.torchtitan_on_cpu import debug_model as debug_config
+
+    job = debug_config()
+    job.training.seq_len = 32
+    spec = job.model_spec
+    spec.model.update_from_config(config=job)
+    with torch.device("meta"):
+        model = spec.model.build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model, spec.state_dict_adapter(spec.model, None if assets is None else str(assets))
+
+
+def hugging_face_folder(folder: Path, model: nn.Module, adapter: Any) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    found = adapter.to_hf({name: value.detach() for name, value in model.state_dict().items()})
+    save_file(
+        {name: value.to(torch.bfloat16).contiguous() for name, value in found.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+def save_model(uri: str, model: nn.Module) -> None:
+    with raycheck.Checkpointer({"model": model}, group=group_of(uri)[0]) as ckpt:
+        ckpt.restore()
+        ckpt.end_step()
+
+
+def load_hugging_face(path: str, model: nn.Module, adapter: Any, **options: Any) -> None:
+    from raycheck.frameworks.torchtitan.first_weights import load_first_weights
+
+    config = raycheck.torchtitan.CheckpointManager.Config(
+        enable=True, initial_load_in_hf=True, initial_load_path=path, **options
+    )
+    assert load_first_weights(config, model, [model], adapter)
+
+
+@pytest.mark.parametrize("place", ["folder", "run", "bucket"])
+def test_first_weights_come_from_hugging_face_files_in_a_folder_or_imported_into_a_run(
+    place: str, tmp_path: Path, s3: str
+) -> None:
+    source, adapter = debug_model()
+    folder = hugging_face_folder(tmp_path / "files", source, adapter)
+    path = {"folder": str(folder), "run": f"file://{tmp_path}/run", "bucket": join_uri(s3, uuid4().hex)}[place]
+    if place != "folder":
+        raycheck.import_checkpoint(str(folder), path)
+    model, adapter = debug_model(seed=1)
+
+    load_hugging_face(path, model, adapter)
+
+    expected = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name].to(torch.bfloat16).float()), name
+
+
+def test_hugging_face_files_that_cannot_be_read_are_refused_with_the_way_to_read_them(tmp_path: Path, s3: str) -> None:
+    model, adapter = debug_model()
+    own = f"file://{tmp_path}/own"
+    save_model(own, model)
+    bucket = join_uri(s3, uuid4().hex)
+
+    with pytest.raises(ConfigError, match=r"no checkpoint of a raycheck run at s3://.* by raycheck import"):
+        load_hugging_face(bucket, model, adapter)
+    with pytest.raises(ConfigError, match=r"has no model\.lm_head\.weight|has no model\.model\.embed"):
+        load_hugging_face(own, model, adapter)
+    with pytest.raises(ConfigError, match=r"initial_load_in_hf: '/nowhere' is no folder"):
+        load_hugging_face("/nowhere", model, adapter)
+    with pytest.raises(ConfigError, match=r"no state_dict_adapter"):
+        load_hugging_face("/nowhere", model, None)
+    with pytest.raises(ValueError, match="not supported with a remote"):
+        load_hugging_face(bucket, model, adapter, initial_load_in_hf_quantized=True)
+
+
+def test_the_guides_way_from_a_run_to_hugging_face_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from tests.support.torchtitan_on_cpu import debug_model as debug_config
+
+    monkeypatch.chdir(tmp_path)
+    source, adapter = debug_model()
+    save_model(f"file://{tmp_path}/runs/my-run", source)
+    (recipe,) = [one.text for one in blocks(PACKAGE / "docs/torchtitan.md") if "save_torch_state_dict" in one.text]
+    names = {"os": os, "torch": torch, "raycheck": raycheck, "huggingface_hub": huggingface_hub}
+
+    exec(recipe.replace("s3://bucket", f"file://{tmp_path}"), {**names, "llama3_debugmodel": debug_config})
+
+    model, adapter = debug_model(seed=1)
+    load_hugging_face(str(tmp_path / "llama3"), model, adapter)
+    expected = dict(source.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.slow
+def test_sharded_ranks_begin_alike_from_hugging_face_files_and_from_a_run_of_them(
+    assets: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = hugging_face_folder(tmp_path / "files", *debug_model(seed=3))
+    imported = f"file://{tmp_path}/imported"
+    raycheck.import_checkpoint(str(folder), imported)
+    fresh = ["--training.steps", "2", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path"]
+    losses = {name: tmp_path / f"{name}.json" for name in ("folder", "run", "random")}
+
+    run(assets, f"file://{tmp_path}/one", losses["folder"], *fresh, str(folder), ranks=2)
+    run(assets, f"file://{tmp_path}/two", losses["run"], *fresh, imported, ranks=2)
+    run(assets, f"file://{tmp_path}/three", losses["random"], "--training.steps", "2", ranks=2)
+
+    assert read(losses["run"]) == read(losses["folder"]) != read(losses["random"])

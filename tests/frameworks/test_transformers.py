@@ -1,6 +1,8 @@
 """A Trainer that is cut off and started again trains as one that never was: same losses, same weights, nothing read twice."""
 
 import logging
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +16,7 @@ import raycheck
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError, NotFoundError, StateMismatchError
 from raycheck.frameworks.transformers.training_data import held_accumulation
+from raycheck.frameworks.transformers.unsaved_counts import UnsavedCounts
 from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
 from tests.support.tiny_trainers import (
@@ -316,6 +319,39 @@ def test_what_a_callback_counts_and_no_save_has_is_named_once(
     assert len(said) == 1
     assert "the callback Counts counts in seen, steps, which is not saved" in said[0]
     assert "patience" not in said[0]
+
+
+class Sulky:
+    """Cannot be written as text, as an object whose parts are gone."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+class Holds(TrainerCallback):
+    """Holds what is no count, beside some that are."""
+
+    def __init__(self) -> None:
+        self.outputs: list[object] = [Sulky()]
+        self.huge = 10**5000
+        self.rows = [{"text": str(number)} for number in range(1_000_000)]
+        self.words: Counter[str] = Counter()
+        self.losses: dict[str, list[float]] = {"eval": []}
+
+
+def test_a_look_at_callbacks_asks_nothing_of_what_they_hold_and_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    callback = Holds()
+    began = time.process_time()
+
+    counts = UnsavedCounts([callback])
+    callback.words["step"] += 1
+    callback.losses["eval"].append(0.5)
+    callback.rows.append({})
+    counts.warn()
+
+    assert time.process_time() - began < 1.0, "the texts of a million rows take several seconds"
+    (said,) = [record.message for record in caplog.records]
+    assert "counts in losses, rows, words, which" in said
 
 
 def test_the_base_of_a_peft_model_is_uploaded_once(tmp_path: Path) -> None:

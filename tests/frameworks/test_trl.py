@@ -1,5 +1,7 @@
 """TRL's trainers over a restart: SFT, DPO with a reference model that is mixed, GRPO in the middle of a generation."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,7 +16,9 @@ from transformers import PreTrainedTokenizerFast, Trainer
 import raycheck
 from raycheck.errors import ConfigError
 from raycheck.frameworks.transformers.generation_data import hold_generation_batch
+from tests.support import gloo_ranks
 from tests.support.coordinator_in_thread import group_of
+from tests.support.gloo_ranks import Ranks
 from tests.support.tiny_trainers import CrashAfter, CrashError, arguments, fresh_accelerate, losses, tiny_llama, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL and transformers warn of each other
@@ -90,7 +94,7 @@ def dpo(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
     )
 
 
-def grpo(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
+def grpo(folder: Path, callbacks: list[Any], reward: Any = reward, **options: Any) -> Trainer:
     config = trl.GRPOConfig(
         output_dir=str(folder),
         **{
@@ -157,6 +161,49 @@ def test_the_generation_batch_is_held_when_a_step_gets_more_micro_batches(tmp_pa
     trainer.args.gradient_accumulation_steps = 3
     with pytest.raises(ConfigError, match=r"steps_per_generation=8 .* the generation batch cannot be held"):
         hold_generation_batch(trainer, 4)
+
+
+def train_on_generations(rank: int, world_size: int, uri: str, folder: Path, crash: int | None) -> dict[str, Any]:
+    """Returns which prompts this rank generated from, by the number of steps that were done then, and what was logged."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    seen: dict[int, list[str]] = {}
+
+    def note(prompts: list[str], completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        seen[trainer_state.global_step] = list(prompts)
+        return reward(completions)
+
+    with fresh_accelerate():
+        callbacks = [] if crash is None else [CrashAfter(crash)]
+        trainer = grpo(folder, callbacks, reward=note, num_train_epochs=2)
+        group = raycheck.torchrun_group(uri)
+        raycheck.transformers.prepare(trainer, raycheck.SaveSettings(every_steps=3), group=group)
+        with suppress(CrashError):
+            trainer.train()
+        rates = {step: line["learning_rate"] for step, line in losses(trainer).items() if "learning_rate" in line}
+        return {"prompts": seen, "rates": rates, "steps": trainer.state.global_step, "args": trainer.args.to_dict()}
+
+
+@pytest.mark.slow
+def test_half_the_ranks_generate_from_the_same_prompts(
+    pair: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation of 4 prompts lasts for two steps. The save of step 3 is inside the second one, whose completions are
+    generated anew."""
+    monkeypatch.setattr(gloo_ranks, "ANSWER_WITHIN_S", 240.0)  # the first answer comes after TRL's import
+    whole, hurt = (f"file://{tmp_path}/{name}" for name in ("whole", "hurt"))
+    expected = pair.run(train_on_generations, 2, whole, tmp_path, None)
+
+    pair.run(train_on_generations, 2, hurt, tmp_path, 4)
+    (found,) = pair.run(train_on_generations, 1, hurt, tmp_path, None)
+
+    of_both = {step: [text for one in expected for text in one["prompts"][step]] for step in expected[0]["prompts"]}
+    assert sorted(of_both) == [0, 2, 4, 6]
+    assert found["prompts"] == {3: of_both[2], 4: of_both[4], 6: of_both[6]}
+    assert found["steps"] == expected[0]["steps"] == 8
+    assert found["rates"] == expected[0]["rates"]
+    held = {name: found["args"][name] for name in ("gradient_accumulation_steps", "steps_per_generation")}
+    assert held == {"gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    assert found["args"]["generation_batch_size"] == expected[0]["args"]["generation_batch_size"] == 8
 
 
 def test_generations_that_end_inside_a_step_are_refused(tmp_path: Path) -> None:

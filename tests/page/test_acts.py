@@ -2,19 +2,22 @@
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 import torch
 
 import raycheck
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import folder_uri, path_uri
+from raycheck.page.rendering import without_settings
 from tests.page.test_page import Browser
 from tests.support.invariants import assert_invariants
 from tests.support.page_server import page_server
@@ -35,8 +38,10 @@ def run(tmp_path: Path) -> Path:
 class Editor(Browser):
     """Asks a page with --edit as its script does."""
 
-    def act(self, kind: str, at: str = "", *, value: str = "", **headers: str) -> tuple[int, dict[str, Any]]:
-        body = urlencode({"name": "real", "kind": kind, "at": at, "value": value})
+    def act(
+        self, kind: str, at: str = "", *, value: str = "", name: str = "real", **headers: str
+    ) -> tuple[int, dict[str, Any]]:
+        body = urlencode({"name": name, "kind": kind, "at": at, "value": value})
         given = {
             "Host": self.host,
             "Cookie": self.cookie,
@@ -122,7 +127,7 @@ def test_acts_do_what_the_commands_do(run: Path, editor: Editor) -> None:
     assert editor.act("unpin", first)[0] == 200
     assert editor.act("name", second, value="before-rlhf")[0] == 200
     assert raycheck.open_run(str(run)).at("before-rlhf").entry.key == second
-    assert editor.act("rewind", second) == (200, {"text": f"The head is {second}."})
+    assert editor.done("rewind", second)["text"] == f"The head is {second}."
     assert editor.act("delete", third)[0] == 200
     assert "1 of them would be deleted now" not in editor.question("prune"), "readers of it have ten minutes"
 
@@ -168,9 +173,57 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) 
     assert raycheck.open_run(str(run)).latest == before
 
 
+def test_a_page_that_asks_for_no_token_takes_a_browser_that_has_one_of_another_page(run: Path) -> None:
+    first, *_ = keys(run)
+    with serve(str(run.parent), "--edit", "--token", "") as open_to_all:  # a cookie is sent to every port of a host
+        assert open_to_all.ask("/")[0].status == 200
+        assert open_to_all.act("pin", first)[0] == 200
+        assert open_to_all.act("unpin", first, Origin="http://evil.example")[0] == 403
+        assert open_to_all.ask("/", Host="evil.example")[0].status == 403
+
+
+def test_no_act_and_no_view_leads_out_of_the_prefix(run: Path, editor: Editor) -> None:
+    outside = run.parents[1] / "other"
+    shutil.copytree(run, outside)
+    first, *_ = keys(outside)
+    before = raycheck.open_run(str(outside)).latest
+
+    for name in ("../other", "real/../../other", "%2e%2e/other", "%2E%2E%2Fother", "real\0"):
+        for kind in ("pin", "delete", "rewind"):
+            status, found = editor.act(kind, first, name=name)
+            assert status == 404, (name, kind, found)
+        assert editor.ask("/run?" + urlencode({"name": name}))[0].status == 404, name
+
+    assert raycheck.open_run(str(outside)).latest == before
+
+
+def test_a_run_is_changed_whatever_its_name_would_mean_in_an_address(run: Path, editor: Editor) -> None:
+    name = "a b?region=eu#1 50%25"
+    shutil.copytree(run, run.parent / name)
+    first, *_ = keys(run)
+
+    assert editor.act("pin", first, name=name) == (200, {"text": f"{first} is pinned."})
+
+    assert raycheck.open_run(path_uri(str(run.parent / name))).at(first).entry.pinned
+    assert f"kind=pin&amp;at={first}" in editor.view(f"/checkpoint?name=real&at={first}"), "another run was pinned"
+    answer, _ = editor.ask("/of?" + urlencode({"run": folder_uri(run.parent.as_uri(), name)}))
+    assert parse_qs(urlsplit(answer.headers["Location"]).query) == {"name": [name]}
+
+
 def test_no_error_shows_the_settings_in_the_prefix() -> None:
     with serve("s3://bucket/runs?region=eu-hidden-1", "--edit") as reader:
         text = reader.ask("/run?name=../other")[1] + reader.ask("/act?name=../other&kind=pin&at=1")[1]
 
     assert text.count("is no run below s3://bucket/runs") == 2
     assert "hidden" not in text
+
+
+@pytest.mark.parametrize(("said", "shown"), [
+    ("s3://b/runs/real?endpoint_override=10.0.0.1:9&scheme=http: latest: no answer", "s3://b/runs/real: latest: no answer"),
+    ("az://c/r?account_name=me, az://c/s?account_name=me.", "az://c/r, az://c/s."),
+    ("'gs://b/r?x=1' (see file:///a/b)", "'gs://b/r' (see file:///a/b)"),
+    ("s3://b/r?region=eu", "s3://b/r"),
+    ("is this one? s3://b/r: no", "is this one? s3://b/r: no"),
+])  # fmt: skip
+def test_an_address_in_an_error_is_shown_without_its_settings(said: str, shown: str) -> None:
+    assert without_settings(said) == shown

@@ -40,10 +40,9 @@ class Assembled:
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> Assembled:
     """Make index, `.metadata` and manifest of the reports, and copy what they refer to and has to lie here. Step 16.
 
-    reports: those of all ranks, in order of
-    rank. plans: the plans of earlier saves. Raises SaveFailedError when the shards leave a hole or overlap, when the
-    reports are of different saves, or when a shard that was not uploaded again differs from its record; ConfigError
-    when ranks disagree on a tensor.
+    reports: those of all ranks, in order of rank. plans: the plans of earlier saves. Raises SaveFailedError when the
+    shards leave a hole or overlap, when the reports are of different saves, or when a shard that was not uploaded again
+    differs from its record; ConfigError when ranks disagree on a tensor.
     """
     try:
         return _assemble(store, reports, plans or PlanCache())
@@ -96,9 +95,10 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
             for report in reports
         ),
     )
-    documents = {object_keys.manifest_key(name): dump(manifest), object_keys.index_key(name): index}
+    documents = {object_keys.index_key(name): index}
     here = [component.name for component in components if component.checkpoint == name]
     documents |= {object_keys.metadata_key(name, component): merged.metadata[component][0] for component in here}
+    documents[object_keys.manifest_key(name)] = dump(manifest)  # the last one where they are written one by one
     return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies)
 
 

@@ -1,8 +1,8 @@
 """Defines a checkpoint's manifest: immutable, small, and the only proof that its objects are whole.
 
-It names only durable objects, each with size and checksum (I1); an object's existence proves nothing. Its bytes are
-a pure function of the ranks' reports and of the newest commit, so that a coordinator which died half-way and its
-successor write equal bytes.
+It names only durable shards, each with size and checksum (I1), and the index and `.metadata` that are written along
+with it; an object's existence proves nothing. Its bytes are a pure function of the ranks' reports and of the newest
+commit, so that a coordinator which died half-way and its successor write equal bytes.
 """
 
 from collections.abc import Iterator, Mapping

@@ -48,11 +48,10 @@ def commit(
     """Commit the checkpoint: THE commit point, step 17. What `rules` drop is evicted in the same swap.
 
     data: the manifest's bytes as they lie in the bucket, the proof that it was written. at: see Register.swap.
-    may_move_name: a checkpoint of
-    another step may lose the manifest's name to this one. Returns the entry, which lacks that name when another
-    checkpoint has kept it; None when a later save of the attempt was committed before (15): then this one never will
-    be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the manifest refers to a
-    directory that is no longer held.
+    may_move_name: a checkpoint of another step may lose the manifest's name to this one. Returns the entry, which lacks
+    that name when another checkpoint has kept it; None when a later save of the attempt was committed before (15): then
+    this one never will be. Raises SupersededError or FencedError when the attempt is over, SaveFailedError when the
+    manifest refers to a directory that is no longer held.
     """
 
     def decide(body: Latest | None, now: float) -> Latest | None:

@@ -22,7 +22,7 @@ from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import list_directories
 from raycheck.bucket.store import Store
-from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
+from raycheck.errors import ConfigError, CorruptError, NotFoundError, SaveFailedError
 
 MOST_FOLDERS_ASKED = 20
 """How many folders in a place are asked whether they are runs: in a folder of runs the first one is."""
@@ -69,7 +69,7 @@ def look_at_place(register: Register) -> tuple[Latest | None, int]:
 def refuse_folder_of_runs(store: Store) -> None:
     """Raise ConfigError when runs lie in the folder that the store is of: a run there would have them inside of it."""
     for name in islice(store.list_folders(""), MOST_FOLDERS_ASKED):
-        with suppress(NotFoundError):
+        with suppress(NotFoundError, CorruptError):  # the latter: a link or folder of that name, which is none of ours
             store.head(f"{name}/{object_keys.LATEST_KEY}")
             folder = store.uri.partition("?")[0].rstrip("/")
             raise ConfigError(

@@ -101,10 +101,10 @@ def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: floa
 def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
     """Delete what failed saves of earlier attempts left, and abort their uploads. Steps 22 and 23.
 
-    Returns what is gone. After a crash anywhere the next sweep goes on. also_whole: delete directories that have a
-    manifest, too. They could be restored; if `latest` was put back to an older state unseen, only a person can tell
-    whether they are checkpoints. Raises NotFoundError without a run, CorruptError when `latest` is older than a
-    directory; nothing is deleted then.
+    Returns what is gone. After a crash anywhere the next sweep goes on. also_whole: delete directories that have
+    manifest and index, too. They could be restored; if `latest` was put back to an older state unseen, only a person
+    can tell whether they are checkpoints. Raises NotFoundError without a run, CorruptError when `latest` is older than
+    a directory; nothing is deleted then.
     """
     drop_orphans(Register(store))
     swept, uploads = _garbage(store, also_whole=also_whole)
@@ -160,7 +160,7 @@ def _garbage(store: Store, *, also_whole: bool) -> tuple[list[Deletion], list[Up
     for name in names:
         if name.attempt < number and str(name) not in named:
             objects = _sizes(store, str(name))
-            is_whole = object_keys.manifest_key(str(name)) in objects
+            is_whole = {object_keys.manifest_key(str(name)), object_keys.index_key(str(name))} <= objects.keys()
             if also_whole or not is_whole:
                 found.append(
                     Deletion(

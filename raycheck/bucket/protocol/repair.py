@@ -1,7 +1,7 @@
 """Rebuilds a `latest` that was lost, rolled back or damaged, from the manifests. Only ever by command. Step 32.
 
-A manifest proves that all ranks' shards were durable (I1), so what it describes is whole, whether or not its commit
-was the last thing that happened. The sizes of all objects are checked all the same, and the head is read in full.
+A manifest proves that all ranks' shards were durable (I1), whether or not its commit was the last thing that happened.
+The sizes of all objects, index and `.metadata` included, are checked all the same, and the head is read in full.
 """
 
 from collections.abc import Iterator

@@ -39,8 +39,8 @@ def put_once(store: Store, key: str, data: bytes) -> float | None:
 def put_all_once(store: Store, documents: Mapping[str, bytes]) -> float | None:
     """Create each of these objects as `put_once` does, or by a plain PUT what is too large for a condition.
 
-    They are under way together, in any order, so none of them may prove another one. Returns the latest time that the
-    store has said meanwhile; None when all of them were there.
+    They are under way together, in any order, so none of them may prove another one. Returns the store's time when the
+    last one was written; None when it did not say so of each: of one that was there, or that was too large.
     """
 
     def put(key: str, data: bytes) -> float | None:
@@ -50,7 +50,8 @@ def put_all_once(store: Store, documents: Mapping[str, bytes]) -> float | None:
         return None
 
     times = store.together(*(partial(put, key, data) for key, data in documents.items()))
-    return max((at for at in times if at is not None), default=None)
+    told = [at for at in times if at is not None]
+    return max(told) if len(told) == len(times) else None  # the time of one may be long past when another has ended
 
 
 def _holds(store: Store, key: str, data: bytes) -> bool:

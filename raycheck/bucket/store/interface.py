@@ -214,8 +214,8 @@ class Store(ABC):
 
     def both(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
         """Makes two calls `together`, and returns their answers."""
-        one, other = self.together(lambda: (first(), None), lambda: (None, second()))
-        return cast("T", one[0]), cast("U", other[1])
+        one, other = self.together(first, second)
+        return cast("T", one), cast("U", other)
 
     def list_uploads(self, prefix: str) -> Iterator[Upload]:
         """Yields every unfinished multipart upload below `prefix` (which ends in "/"), even one still under way.

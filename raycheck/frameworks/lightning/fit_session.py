@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from raycheck.errors import ConfigError, DamagedError
-from raycheck.frameworks.lightning.lightning_state import LightningState, ShapedModule, weight_averagings
+from raycheck.frameworks.lightning.lightning_state import LightningState, weight_averagings
 from raycheck.frameworks.lightning.logged_values import LoggedValues
 from raycheck.frameworks.lightning.packages import named, package_of
 from raycheck.frameworks.lightning.refusals import check_data, check_optimizers, check_trainer
 from raycheck.frameworks.lightning.strategies import is_fsdp2
 from raycheck.frameworks.lightning.training_data import ConvertedSource, LoaderConversion
+from raycheck.frameworks.shaped_module import ShapedModule
 from raycheck.run import open_run
 from raycheck.settings import SaveSettings
 from raycheck.shards.entries.per_rank_entries import PerRank

@@ -77,21 +77,6 @@ class LightningState(torch.nn.Module):
         return {name: value for name, value in values.items() if name not in left}
 
 
-class ShapedModule(torch.nn.Module):
-    """Holds one empty tensor for each saved one of a model, to read them as a dict before the live model is ready."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            *path, last = name.split(".")
-            inner: torch.nn.Module = self
-            for step in path:
-                if not hasattr(inner, step):
-                    inner.add_module(step, torch.nn.Module())
-                inner = inner.get_submodule(step)
-            inner.register_buffer(last, tensor)
-
-
 def weight_averagings(trainer: Any, package: str) -> list[Any]:
     """Returns the Trainer's callbacks that keep averaged weights as a model of their own."""
     return [one for one in trainer.callbacks if isinstance(one, named(package, "callbacks", "WeightAveraging"))]

@@ -4,7 +4,6 @@ import logging
 from typing import Any
 
 from raycheck.errors import ConfigError
-from raycheck.frameworks.lightning.lightning_state import has_weight_averaging
 from raycheck.frameworks.lightning.packages import named
 from raycheck.frameworks.lightning.strategies import is_fsdp2
 
@@ -33,12 +32,6 @@ def check_trainer(trainer: Any, package: str, *, world_size: int) -> None:
             )
     if len([one for one in trainer.callbacks if hasattr(one, "is_raycheck")]) > 1:
         raise ConfigError("the Trainer has two of raycheck's Callbacks; give one")
-    if is_fsdp2(trainer.strategy):
-        is_swa = any(
-            isinstance(one, named(package, "callbacks", "StochasticWeightAveraging")) for one in trainer.callbacks
-        )
-        if is_swa or has_weight_averaging(trainer, package):
-            raise ConfigError("averaged weights of a sharded model are not supported by Lightning; take that out")
 
 
 def check_data(trainer: Any) -> None:

@@ -109,12 +109,28 @@ class ShardedByModule(OnThisWorker):
     restore_checkpoint_after_setup = False
 
     def setup_environment(self) -> None:
+        """Settle the sizes. Lightning calls it before any callback's setup."""
         this: Any = self
+        trainer = this.lightning_module.trainer
+        if trainer.state.fn == "fit":
+            _refuse_averaging(trainer.callbacks, type(self).__module__)
         if this._tensor_parallel_size == "auto":
             this._tensor_parallel_size = 1
         if this._data_parallel_size == "auto":
             this._data_parallel_size = self._environment.world_size() // this._tensor_parallel_size
         super().setup_environment()  # type: ignore[misc]
+
+
+def _refuse_averaging(callbacks: list[Any], package: str) -> None:
+    """Raise ConfigError for a callback that averages weights: Lightning copies the module for it, once it is set up."""
+    for name in ("WeightAveraging", "StochasticWeightAveraging"):
+        for callback in callbacks:
+            if isinstance(callback, named(package, "callbacks", name)):
+                raise ConfigError(
+                    f'{type(callback).__qualname__} with strategy("fsdp2"): Lightning copies the whole module for it, '
+                    "and a sharded one cannot be copied. Take it out, and keep averages as buffers of the module, "
+                    "which are made in configure_model() after fully_shard"
+                )
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from raycheck.errors import ConfigError
+from raycheck.frameworks.lightning.packages import named, package_of
 from raycheck.train.batches import Batches
 
 logger = logging.getLogger("raycheck")
@@ -76,15 +77,18 @@ class LoaderConversion:
         self.batches: Batches | None = None
 
     def convert(self, loaders: Any) -> Any:
-        """Returns the loaders in the form given (one, or a list or dict of one), with a position.
+        """Returns the loaders in the form given (one, or a list, dict or CombinedLoader of one), with a position.
 
         Raises ConfigError, naming the loader, when it could not go on in the middle of an epoch.
         """
+        if isinstance(loaders, named(package_of(self._trainer), "utilities.combined_loader", "CombinedLoader")):
+            loaders = loaders.iterables  # of one loader all its modes are the same
         if isinstance(loaders, dict | list | tuple):
             if len(loaders) != 1:
                 raise ConfigError(
-                    f"{len(loaders)} training loaders: a run has one position in its data. Combine them into one "
-                    f"dataset. {ADVICE}"
+                    f"{len(loaders)} training loaders: a run has one position in its data. Combine their datasets into "
+                    "one, such as torch.utils.data.StackDataset(a=..., b=...), whose batches have the same form. "
+                    f"{ADVICE}"
                 )
             if isinstance(loaders, dict):
                 return {name: self.convert(loader) for name, loader in loaders.items()}

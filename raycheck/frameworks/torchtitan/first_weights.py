@@ -8,7 +8,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torchtitan.tools import filesystem
 
 from raycheck.errors import ConfigError, NotFoundError
-from raycheck.run import open_run
+from raycheck.frameworks.shaped_module import ShapedModule
+from raycheck.run import Run, open_run
 
 
 def load_first_weights(config: Any, model: nn.Module, parts: list[nn.Module], adapter: Any) -> bool:
@@ -30,17 +31,52 @@ def load_first_weights(config: Any, model: nn.Module, parts: list[nn.Module], ad
 
 
 def _load_hugging_face(path: str | None, parts: list[nn.Module], adapter: Any, config: Any) -> None:
+    """Load the model from a folder of Hugging Face files, or from a run whose model has Hugging Face's names."""
     if adapter is None:
         raise ConfigError("initial_load_in_hf: this model has no state_dict_adapter, which knows Hugging Face's names")
-    if not path or not filesystem.isdir(path):
+    run = _run_at(path) if path else None
+    if path and run is None and filesystem.is_remote(path):
+        raise ConfigError(
+            f"initial_load_in_hf: there is no checkpoint of a raycheck run at {path}. For Hugging Face files in a "
+            "bucket, make a run of them once, by raycheck import FILES RUN, and give RUN as initial_load_path"
+        )
+    if run is None and (not path or not filesystem.isdir(path)):
         raise ConfigError(
             f"initial_load_in_hf: {path!r} is no folder; give initial_load_path, or an hf_assets_path with weights"
         )
     found = adapter.to_hf(_weights(parts))
-    load(found, storage_reader=adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized))
+    if run is not None:
+        _fill(found, run)
+    else:
+        load(found, storage_reader=adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized))
     weights = adapter.from_hf(found)
     for part in parts:
         part.load_state_dict(weights, strict=False)
+
+
+def _run_at(path: str) -> Run | None:
+    """Returns the run at `path`; None where none is, or nothing was committed yet."""
+    try:
+        run = open_run(path)
+    except NotFoundError:
+        return None
+    return None if run.head is None else run
+
+
+def _fill(tensors: dict[str, torch.Tensor], run: Run) -> None:
+    """Read tensors from the entry `model` of the run's newest checkpoint, by their names there.
+
+    Each rank reads its own part of them. Raises ConfigError when one of them is not in it.
+    """
+    assert run.head is not None, "see _run_at"
+    there = {tensor.name for tensor in run.head.tensors()}
+    if missing := sorted(name for name in tensors if f"model.{name}" not in there):
+        raise ConfigError(
+            f"initial_load_in_hf: {run.head.entry.key} of {run.store.uri} has no model.{missing[0]}. Give a run that "
+            "'raycheck import' has made of Hugging Face files, or leave initial_load_in_hf out for a run of "
+            "torchtitan's"
+        )
+    run.head.restore(into={"model": ShapedModule(tensors)}, strict=False, cast=True)
 
 
 def _load_dcp(path: str, parts: list[nn.Module]) -> None:

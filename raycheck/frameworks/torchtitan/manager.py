@@ -48,11 +48,13 @@ class CheckpointManager(BaseCheckpointManager):
 
         def __post_init__(self) -> None:
             own: Any = self
-            keep = own.keep_latest_k
+            keep, in_hf = own.keep_latest_k, own.initial_load_in_hf
             if keep == 1:  # torchtitan needs two, since the newest folder may be half written
                 own.keep_latest_k = 2
+            if filesystem.is_remote(own.initial_load_path or "") and not own.initial_load_in_hf_quantized:
+                own.initial_load_in_hf = False  # torchtitan reads no Hugging Face files from a bucket; we read runs
             BaseCheckpointManager.Config.__post_init__(self)
-            own.keep_latest_k = keep
+            own.keep_latest_k, own.initial_load_in_hf = keep, in_hf
             if own.enable:
                 _check(self)
 
@@ -175,8 +177,8 @@ def _check(config: CheckpointManager.Config) -> None:
     if config.last_save_in_hf:
         raise ConfigError(
             "last_save_in_hf=True: raycheck writes the last step whole, so that training can go on from it. Make the "
-            "Hugging Face files from it afterwards: raycheck.open_run(uri).restore, then "
-            "torchtitan's state_dict_adapter"
+            "Hugging Face files from it afterwards, as `raycheck docs torchtitan` shows: raycheck.open_run(uri)"
+            ".restore, then torchtitan's state_dict_adapter"
         )
     if config.initial_load_path and not config.initial_load_model_only:
         raise ConfigError(

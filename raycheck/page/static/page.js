@@ -53,7 +53,8 @@ for (const form of document.querySelectorAll("form[data-act]")) {
     };
     const ask = async (path, more) => {
       const answer = await fetch(path, more).catch(() => null);
-      return answer === null ? { error: "no answer; look at the run whether it was done" } : answer.json();
+      if (answer === null) return { error: "no answer; look at the run whether it was done" };
+      return answer.json().catch(() => ({ error: `the page refused it (${answer.status}); open its address anew` }));
     };
     let found = await ask("act", {
       method: "POST", headers: { "X-Raycheck-Act": "1" }, body: new URLSearchParams(new FormData(form)),

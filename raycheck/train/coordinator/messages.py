@@ -16,8 +16,8 @@ from raycheck.errors import RaycheckError
 
 OnCorrupt = Literal["previous", "raise"]
 NodeCheck = Literal["before the claim", "beside the claim", "done"]
-"""Says when a rank checks what its node may do in the bucket. It comes before a driver's first claim, which may fence
-another driver: one that could not save must not do that. Later claims fence nobody, so they need not wait."""
+"""Says when the first rank of a node checks what it may do in the bucket. This rank does so before it asks for a
+driver's first claim, which may fence another driver. The other ranks do not wait for it. Later claims fence nobody."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

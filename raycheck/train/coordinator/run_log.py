@@ -5,7 +5,7 @@ fails.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from raycheck.bucket.attempt_records import (
@@ -54,7 +54,8 @@ class RunLog:
         self._lost_work.claimed(before, attempt, now=attempt.claimed_at, record=record, had_finished=had_finished)
         self._ray_metrics.begin(attempt.number, entry, now=attempt.claimed_at)
         if before and not record:
-            self._documents.submit(self._record_end, before, attempt, self._lost_work.cause)
+            cause = self._lost_work.cause
+            self._record("end", before.number, lambda: record_end(self._store, before, by=attempt, cause=cause))
 
     def adopted(self, attempt: Attempt, newest: Entry | None, *, now: float) -> None:
         """Takes over `attempt`, which an earlier start of this coordinator has claimed. Call it in a thread.
@@ -86,7 +87,7 @@ class RunLog:
                 restore_s=resume.restore_s,
             )
             self._ray_metrics.restored(resume)
-            self._documents.submit(self._record_resume, resume)
+            self._record("start", resume.attempt, lambda: record_resume(self._store, resume))
         return resume
 
     def heartbeat(self, group: str, message: HeartbeatMessage) -> None:
@@ -147,13 +148,18 @@ class RunLog:
         except RaycheckError:  # for people only
             return None
 
-    def _record_end(self, ended: Attempt, by: Attempt, cause: str) -> None:
-        if not record_end(self._store, ended, by=by, cause=cause):
-            self._info("the record of its end was not written (or already existed)", attempt=ended.number)
+    def _record(self, of: str, attempt: int, write: Callable[[], bool]) -> None:
+        """Has a document written. What goes wrong is logged: nobody waits for it."""
 
-    def _record_resume(self, resume: ResumeRecord) -> None:
-        if not record_resume(self._store, resume):
-            self._info("the record of its start was not written (or already existed)", attempt=resume.attempt)
+        def record() -> None:
+            try:
+                if write():
+                    return
+                self._info(f"the record of its {of} was not written (or already existed)", attempt=attempt)
+            except Exception:  # noqa: BLE001  whatever it was, training goes on without the record
+                logger.exception(event(f"the record of its {of} was not written", attempt=attempt, run=self._store.uri))
+
+        self._documents.submit(record)
 
     async def _tick(self) -> None:
         while True:

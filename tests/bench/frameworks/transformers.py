@@ -1,24 +1,24 @@
 """Measures how long a save blocks the Trainer of transformers: `python -m tests.bench.frameworks.transformers`.
 
-One process, a model of 100 MB with AdamW (300 MB of state), a local folder, a save at each step. The median of the saves
-counts. Ray's callback copies the folder that the Trainer wrote to a temporary one and uploads that while training
-waits; here the upload is a second copy.
+One worker of Ray Train, a model of 100 MB with AdamW (300 MB of state), a local folder as storage, a save at each step.
+Measured are the Trainer's own save, that together with Ray's RayTrainReportCallback, which copies the folder that the
+Trainer wrote and uploads the copy, and raycheck's. The median of the saves counts, without the first, which claims
+memory.
 """
 
-import shutil
 import statistics
 import tempfile
 import time
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+from ray.train.huggingface.transformers import RayTrainReportCallback
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import raycheck
-from raycheck.frameworks.transformers import trainer_run
-from tests.support.coordinator_in_thread import group_of
+from tests.bench.frameworks.worker import seconds_in_worker
 
 STEPS = 6
 SIZES = {
@@ -30,11 +30,11 @@ SIZES = {
 }
 
 
-def trainer_in(folder: Path, kind: type[Trainer]) -> Trainer:
+def trainer_in(folder: str) -> Trainer:
     torch.manual_seed(0)
     texts = [{"input_ids": row, "labels": row} for row in torch.randint(0, 3000, (STEPS, 4))]
     arguments = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=folder,
         max_steps=STEPS,
         save_steps=1,
         save_total_limit=1,
@@ -43,63 +43,61 @@ def trainer_in(folder: Path, kind: type[Trainer]) -> Trainer:
         disable_tqdm=True,
         use_cpu=True,
     )
-    return kind(model=LlamaForCausalLM(LlamaConfig(**SIZES)), args=arguments, train_dataset=texts)
+    return Trainer(model=LlamaForCausalLM(LlamaConfig(**SIZES)), args=arguments, train_dataset=texts)
 
 
-class TimedTrainer(Trainer):
-    """Times the Trainer's own saves, and what Ray's callback would do after each of them."""
+@contextmanager
+def timed(owner: type, name: str, *, wait: bool = False) -> Iterator[list[float]]:
+    """Gives the seconds of each call of a method. wait: each call begins with the save before it committed, as in a
+    training of long steps; that wait does not count."""
+    seconds: list[float] = []
+    method = getattr(owner, name)
 
-    uploads = False
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+    def call(self: object, *args: object, **options: object) -> object:
+        if wait:
+            self.wait()
         began = time.monotonic()
-        super()._save_checkpoint(model, trial)
-        if self.uploads:
-            with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as uploaded:
-                source = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-                shutil.copytree(source, Path(copy) / "checkpoint")
-                shutil.copytree(Path(copy) / "checkpoint", Path(uploaded) / "checkpoint")
-        seconds.append(time.monotonic() - began)
+        try:
+            return method(self, *args, **options)
+        finally:
+            seconds.append(time.monotonic() - began)
+
+    setattr(owner, name, call)
+    try:
+        yield seconds
+    finally:
+        setattr(owner, name, method)
 
 
-seconds: list[float] = []
+def through_the_trainer() -> list[list[float]]:
+    """Returns the seconds of each save of the Trainer's own, and of Ray's callback after it."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        timed(Trainer, "_save_checkpoint") as own,
+        timed(RayTrainReportCallback, "on_save") as report,
+    ):
+        trainer = trainer_in(folder)
+        trainer.add_callback(RayTrainReportCallback())
+        trainer.train()
+    return [own, report]
 
 
-class TimedCheckpointer(raycheck.Checkpointer):
-    """Times the saves, each with the one before committed, as in a training of long steps."""
-
-    def save(self, *args: Any, **options: Any) -> None:
-        self.wait()
-        began = time.monotonic()
-        super().save(*args, **options)
-        seconds.append(time.monotonic() - began)
-
-
-def measured() -> float:
-    """Returns the median of what was timed, without the first save, which claims memory, and forgets it."""
-    median = statistics.median(seconds[1:])
-    seconds.clear()
-    return median
+def through_raycheck() -> list[float]:
+    with tempfile.TemporaryDirectory() as folder, timed(raycheck.Checkpointer, "save", wait=True) as saves:
+        raycheck.transformers.prepare(trainer_in(folder)).train()
+    return saves[:STEPS]  # the end of training saves once more
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    found = {}
     with tempfile.TemporaryDirectory() as name:
-        for way in ("the Trainer's own", "and Ray's callback"):
-            trainer = trainer_in(Path(name) / "own", TimedTrainer)
-            trainer.uploads = way == "and Ray's callback"
-            trainer.train()
-            found[way] = measured()
-            shutil.rmtree(Path(name) / "own")
-        trainer_run.Checkpointer = TimedCheckpointer
-        trainer = trainer_in(Path(name) / "ours", Trainer)
-        raycheck.transformers.prepare(trainer, group=group_of(f"file://{name}/run")[0])
-        trainer.train()
-        seconds[STEPS:] = []  # the end of training saves once more
-        found["raycheck"] = measured()
-    for way, median in found.items():
-        print(f"{way}: {median:.2f} s, {median / found['raycheck']:.1f} times raycheck's")
+        storage = Path(name)
+        own, report = seconds_in_worker(through_the_trainer, storage, "own", lambda trainer: trainer.fit())
+        ours = statistics.median(seconds_in_worker(through_raycheck, storage, "ours", raycheck.fit)[1:])
+    both = [a + b for a, b in zip(own, report, strict=True)]
+    print(f"raycheck: {ours:.3f} s")
+    for way, seconds in (("the Trainer's own", own), ("and Ray's callback", both)):
+        median = statistics.median(seconds[1:])
+        print(f"{way}: {median:.2f} s, {median / ours:.1f} times raycheck's")
 
 
 if __name__ == "__main__":

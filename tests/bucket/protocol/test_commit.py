@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from raycheck.bucket.format import object_keys
-from raycheck.bucket.format.document import FORMAT_VERSION
+from raycheck.bucket.format.document import FORMAT_VERSION, dump
 from raycheck.bucket.format.latest import MAX_ATTEMPTS_LISTED, Attempt, Entry, Latest
-from raycheck.bucket.protocol import write_once
+from raycheck.bucket.protocol import commit, write_once
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.protocol.preflight import probe
-from raycheck.bucket.protocol.prune_and_sweep import prune
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.protocol.write_once import put_once
+from raycheck.bucket.protocol.write_once import put_all_once, put_once
 from raycheck.bucket.store import Got, Store, open_store
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
+from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES, MAX_WHOLE_BYTES, Buffer, Written
 from raycheck.errors import (
     ConfigError,
     ConflictError,
@@ -36,7 +36,9 @@ from raycheck.errors import (
     StoreError,
     SupersededError,
 )
+from raycheck.settings import Retention
 from tests.support.invariants import assert_invariants
+from tests.support.memory_store import DictStore
 from tests.support.sample_checkpoints import Around, Driver, everything, latest_tree, put_latest_tree, write_checkpoint
 
 WAIT_S = 60.0
@@ -842,6 +844,27 @@ def test_put_once_judges_a_lost_answer_by_what_is_there(store, monkeypatch):
     assert store.get("a").data == b"one"
     with pytest.raises(StoreError, match="lost"):
         put_once(Loses(store), "never", b"one")
+
+
+def test_a_commit_after_a_long_upload_of_its_index_leaves_readers_their_whole_grace():
+    """The manifest is written at once, and an index above 1 MiB, which says no time, long after it."""
+
+    class Slow(DictStore):
+        def put(self, key: str, data: Buffer) -> None:
+            super().put(key, data)
+            self.at += GRACE_S if key == "large" else 0.0
+
+    store = Slow()
+    ann = Driver(store)
+    ann.claim("g1")
+    first = ann.save(1, 1)
+    second = write_checkpoint(store, attempt=1, save=2)
+    at = put_all_once(store, {"manifest": b"a", "large": bytes(MAX_CONDITIONAL_BYTES + 1)})
+
+    commit.commit(ann.register, ann.me, second, dump(second), Retention(keep_last=1), at=at)
+
+    assert prune(ann.register, grace_s=GRACE_S) == (), "it was dropped a moment ago"
+    assert store.head(object_keys.manifest_key(first.key))
 
 
 def test_a_second_writer_of_the_same_save_cannot_change_its_manifest(store):

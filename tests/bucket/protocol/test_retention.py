@@ -726,6 +726,19 @@ def test_a_sweep_of_torn_saves_leaves_what_is_whole_to_a_person(store):
     assert_invariants(store)
 
 
+def test_a_sweep_takes_a_save_of_whose_documents_only_the_manifest_was_written(store):
+    """Index and manifest are under way together (16), so an interrupted commit may leave either one alone."""
+    ann, torn, whole = leave_garbage(store)
+    half = write_checkpoint(store, attempt=1, save=4)
+    store.delete(object_keys.index_key(half.key))
+
+    swept = sweep(store)
+
+    assert {item.name for item in swept} == {torn, half.key}
+    assert whole in directories(store)
+    assert_invariants(store, ann.look())
+
+
 def test_a_sweep_without_a_run_or_under_an_old_latest_deletes_nothing(store):
     leave_garbage(store)
     body = store.get(object_keys.LATEST_KEY).data

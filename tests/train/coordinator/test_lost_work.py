@@ -1,13 +1,19 @@
 """A start of the workers says why the attempt before it ended, and how much work that cost."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
+from uuid import uuid4
+
+import pytest
 
 from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, load_resume, read_resumes, record_resume
 from raycheck.bucket.format.latest import Attempt, Entry
-from raycheck.bucket.store import open_store
+from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.interface import Written
 from raycheck.train.coordinator.lost_work import LostWork
 from raycheck.train.coordinator.messages import Arrival, HeartbeatMessage
+from raycheck.train.coordinator.run_log import RunLog
+from tests.support.sample_checkpoints import Around
 
 FIRST = Attempt(
     number=1, owner="me", coordinator="c", group="g1", world_size=4, restore_key=None, last_save=3, claimed_at=1000.0
@@ -196,3 +202,19 @@ def test_the_report_is_kept_once_and_read_back(tmp_path) -> None:
 
     assert read_resumes(store, [1, 2, 3]) == {2: resume}
     assert load_resume(store.get("attempts/000002.start.json").data, what="it") == resume
+
+
+def test_a_record_that_fails_in_its_own_thread_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Strange(Around):
+        def put_if_absent(self, key: str, data: bytes) -> Written:
+            raise TypeError("an answer of another form")
+
+    store = open_store(f"memory://{uuid4().hex}")
+    run_log = RunLog(cast("Store", Strange(store)))
+
+    run_log.claimed(FIRST, SECOND, None)
+    run_log._documents.shutdown(wait=True)
+
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "the record of its end was not written" in record.getMessage()
+    assert "attempt=1" in record.getMessage()
