@@ -226,3 +226,20 @@ def test_the_server_says_which_model_it_has(server, base) -> None:
     found = tinker.RestClient(base_url=server.url, api_key="tml-for-tests-only").get_server_capabilities().result()
 
     assert [item.model_name for item in found.supported_models] == [base]
+
+
+def test_a_session_shows_its_training_runs_and_samplers(server, connect, base) -> None:
+    client = connect(server)
+    model = new_model(client, base)
+    client.create_sampling_client(base_model=base).result(TIMEOUT_S)
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-for-tests-only")
+    session = client.holder.get_session_id()
+
+    found = rest.get_session(session).result()
+
+    assert found.training_run_ids == [model.model_id]
+    assert len(found.sampler_ids) == 1
+    assert rest.get_sampler(found.sampler_ids[0]).result().base_model == base
+    assert session in rest.list_sessions(limit=100).result().sessions
+    with pytest.raises(tinker.NotFoundError):
+        rest.get_session("session_unknown").result()

@@ -10,11 +10,10 @@ from aiohttp import web
 from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.checkpoint_store import StoredCheckpoint
 from raycheck.tinker.models import shape_in_note
-from raycheck.tinker.routes.requests import SERVICE, json_body
+from raycheck.tinker.routes.requests import SERVICE, json_body, window
 from raycheck.tinker.service import Service
 from raycheck.tinker.wire.fields import RefusedRequestError, text_in, ttl_in
 
-MAX_LISTED = 1000
 OWNER = "raycheck"
 
 
@@ -53,7 +52,7 @@ async def _weights_info(request: web.Request) -> web.Response:
 
 
 async def _all_checkpoints(request: web.Request) -> web.Response:
-    limit, offset = _window(request, default=100)
+    limit, offset = window(request, default=100)
     service = request.app[SERVICE]
 
     def find() -> list[StoredCheckpoint]:
@@ -78,7 +77,7 @@ async def _checkpoints(request: web.Request) -> web.Response:
 
 
 async def _runs(request: web.Request) -> web.Response:
-    limit, offset = _window(request, default=20)
+    limit, offset = window(request, default=20)
     service = request.app[SERVICE]
     here = service.runs_here()
     there = await asyncio.to_thread(service.checkpoints.runs)
@@ -162,14 +161,3 @@ def _checkpoint(found: StoredCheckpoint) -> dict[str, Any]:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _window(request: web.Request, *, default: int) -> tuple[int, int]:
-    """Returns limit and offset of a listing. Raises RefusedRequestError."""
-    found = []
-    for name, value in (("limit", str(default)), ("offset", "0")):
-        text = request.query.get(name, value)
-        if not text.isdecimal() or len(text) > 9:
-            raise RefusedRequestError(f"{name}={text[:20]!r}: give a whole number", 422)
-        found.append(int(text))
-    return min(found[0], MAX_LISTED), found[1]

@@ -1,4 +1,4 @@
-"""Reads bodies, and remembers answers by their idempotency key."""
+"""Reads bodies and the windows of listings, and remembers answers by their idempotency key."""
 
 import asyncio
 import json
@@ -16,6 +16,7 @@ SAMPLING = web.AppKey("sampling", Sampling)
 KEEP_ANSWER_S = 1800.0
 """How long an answer is remembered: longer than the SDK repeats one call."""
 MAX_KEY = 200
+MAX_LISTED = 1000
 MAX_BODY_BYTES = 256 * 1024 * 1024
 """The SDK cuts what it sends into parts of 5 MB."""
 MAX_WINDOW_BYTES = 1 << 27
@@ -65,3 +66,14 @@ async def once(request: web.Request, answer: Callable[[], Awaitable[dict[str, An
     if key:
         journal.remember_answer(key, 200, text, keep_s=KEEP_ANSWER_S)
     return web.Response(text=text, content_type="application/json")
+
+
+def window(request: web.Request, *, default: int) -> tuple[int, int]:
+    """Returns limit and offset of a listing. Raises RefusedRequestError."""
+    found = []
+    for name, value in (("limit", str(default)), ("offset", "0")):
+        text = request.query.get(name, value)
+        if not text.isdecimal() or len(text) > 9:
+            raise RefusedRequestError(f"{name}={text[:20]!r}: give a whole number", 422)
+        found.append(int(text))
+    return min(found[0], MAX_LISTED), found[1]

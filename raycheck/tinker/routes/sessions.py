@@ -1,11 +1,12 @@
 """Sessions, and what a client asks at its start."""
 
+import json
 from typing import Any
 
 from aiohttp import web
 
-from raycheck.tinker.routes.requests import SERVICE, json_body, once
-from raycheck.tinker.wire.fields import text_in
+from raycheck.tinker.routes.requests import SERVICE, json_body, once, window
+from raycheck.tinker.wire.fields import RefusedRequestError, text_in
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
@@ -21,6 +22,8 @@ def add_to(app: web.Application) -> None:
     app.router.add_post("/api/v1/create_session", _create)
     app.router.add_post("/api/v1/session_heartbeat", _heartbeat)
     app.router.add_post("/api/v1/sessions/{session}/finish", _finish)
+    app.router.add_get("/api/v1/sessions", _list)
+    app.router.add_get("/api/v1/sessions/{session}", _show)
     app.router.add_get("/api/v1/get_server_capabilities", _capabilities)
     app.router.add_post("/api/v1/telemetry", _telemetry)
     app.router.add_get("/api/v1/healthz", _health)
@@ -53,6 +56,32 @@ async def _heartbeat(request: web.Request) -> web.Response:
 async def _finish(request: web.Request) -> web.Response:
     await request.app[SERVICE].end_session(request.match_info["session"], "finished")
     return web.Response(status=204)
+
+
+async def _list(request: web.Request) -> web.Response:
+    """Lists the sessions that this server's state file has, the newest sign of life first."""
+    limit, offset = window(request, default=20)
+    query = "SELECT id FROM sessions ORDER BY seen_at DESC LIMIT ? OFFSET ?"
+    rows = request.app[SERVICE].journal.rows(query, limit, offset)
+    return web.json_response({"sessions": [session for (session,) in rows]})
+
+
+async def _show(request: web.Request) -> web.Response:
+    session, journal = request.match_info["session"], request.app[SERVICE].journal
+    found = journal.rows("SELECT body FROM sessions WHERE id = ?", session)
+    if not found:
+        raise RefusedRequestError(f"there is no session {session[:200]}", 404)
+    runs = journal.rows("SELECT id FROM models WHERE session = ? ORDER BY id", session)
+    samplers = journal.rows("SELECT id FROM samplers WHERE session = ? ORDER BY id", session)
+    body = json.loads(found[0][0])
+    return web.json_response(
+        {
+            "training_run_ids": [run for (run,) in runs],
+            "sampler_ids": [sampler for (sampler,) in samplers],
+            "user_metadata": body.get("user_metadata") or None,
+            "display_name": body.get("display_name"),
+        }
+    )
 
 
 async def _capabilities(request: web.Request) -> web.Response:
