@@ -65,10 +65,20 @@ class ThreadEngine:
         self._source = source
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-engine")
         self._tenants: Tenants | None = None
+        self._dead: list[Tenants] = []
 
     def kill(self) -> None:
         self.life += 1
+        if self._tenants is not None:
+            self._dead.append(self._tenants)
         self._tenants = None
+
+    def clean_up(self) -> None:
+        """End the threads of all models, also of those that a kill has forgotten: this process goes on."""
+        self.kill()
+        for tenants in self._dead:
+            for model_id in list(tenants._tenants):
+                tenants.close(model_id)
 
     async def call(self, method: str, *args: Any) -> Any:
         def run() -> Any:
@@ -159,7 +169,7 @@ def tinker_server(
         thread.join(START_S)
         assert not thread.is_alive()
         if isinstance(running.engine, ThreadEngine):
-            running.engine.kill()  # an actor ends with the server that started it
+            running.engine.clean_up()  # an actor ends with the server that started it
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
