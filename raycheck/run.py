@@ -6,6 +6,7 @@ a training, are the methods of `Run` that pin, name and score a checkpoint.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,11 @@ from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import is_same_place
+from raycheck.bucket.store.address import is_same_place, shown_uri
 from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.settings import ExportOptions
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -174,7 +176,7 @@ class Run:
         if CheckpointName.parse(at) is not None:
             return self.checkpoint(at)
         raise NotFoundError(
-            f"{self.store.uri}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
+            f"{self.store}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
             f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
         )
 
@@ -183,7 +185,7 @@ class Run:
         found = [entry for entry in self.latest.live if entry.step == step]
         if not found:
             steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
-            raise NotFoundError(f"{self.store.uri}: no checkpoint of step {step}; there are: {steps}")
+            raise NotFoundError(f"{self.store}: no checkpoint of step {step}; there are: {steps}")
         return CommittedCheckpoint(self.store, found[-1])
 
     def checkpoint(self, key: str) -> CommittedCheckpoint:
@@ -193,12 +195,12 @@ class Run:
             return CommittedCheckpoint(self.store, entry)
         if CheckpointName.parse(key) is None:
             raise NotFoundError(
-                f"{self.store.uri}: {key!r} is no checkpoint's name. Names are like "
+                f"{self.store}: {key!r} is no checkpoint's name. Names are like "
                 f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
             )
         is_dropped = any(item.key == key for item in self.latest.evicted)
         why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
-        raise NotFoundError(f"{self.store.uri}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
+        raise NotFoundError(f"{self.store}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
 
     def restore(
         self,
@@ -219,7 +221,7 @@ class Run:
         """Returns the checkpoint `at`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if at is None else self.at(at)
         if checkpoint is None:
-            raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
+            raise NotFoundError(f"{self.store}: the run has no committed checkpoint")
         return checkpoint
 
     def history(self) -> "RunHistory":
@@ -327,7 +329,7 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
     if not is_same_place(found.uri, here):
         # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
         # settings are those the pointer was read with, not those it holds.
-        raise ConfigError(f"{pointer}: it points to {found.uri}, which is not the run that it lies in")
+        raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that it lies in")
     checkpoint = open_run(here).checkpoint(found.key)
     entry = replace(
         checkpoint.entry, metrics=checkpoint.read_manifest().metrics
@@ -363,6 +365,7 @@ def export_hf(
     dtype: "torch.dtype | str | None" = None,
     config_from: str | None = None,
     max_shard_bytes: int | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> "Exported":
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
 
@@ -379,11 +382,13 @@ def export_hf(
     dtype: the type that floating-point weights are converted to, such as torch.bfloat16 or "bfloat16". None: as saved.
     config_from: a folder, or its URI, with the config.json of a model that was saved without one.
     max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model.
+    progress: called with the bytes of weights that are written, and all.
 
     Returns the files with their sizes in bytes. Raises NotFoundError when there is no such checkpoint, ConfigError,
     before anything was written, for what cannot be done, and CorruptError for bytes that are not those saved.
     """
     from raycheck.shards.huggingface.export import export_hf as export
+    from raycheck.shards.huggingface.export import write_all
 
     if isinstance(source, Checkpoint) and step is not None:
         raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")
@@ -396,4 +401,4 @@ def export_hf(
         config_from=config_from,
         max_shard_bytes=max_shard_bytes,
     )
-    return export(checkpoint, dest, options, storage=storage)
+    return export(checkpoint, dest, options, storage=storage, write=partial(write_all, progress=progress))

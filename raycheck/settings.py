@@ -201,8 +201,8 @@ class SaveSettings:
     upload_by: which process uploads. "rank", the default: the training's own, in a thread. "node": an actor on each
         node that has ranks, with which a rank shares the memory of its staged copy. Then uploading takes no time of the
         training's interpreter, and a save that all ranks have staged is finished and committed although they die, as
-        long as their nodes live; the next attempt waits for it. Needs `raycheck.fit` and Linux. A rank that cannot
-        share its memory with its node's actor uploads itself, and a warning says why.
+        long as their nodes and the driver live; the next attempt waits for it. Needs `raycheck.fit` and Linux. A rank
+        that cannot share its memory with its node's actor uploads itself, and a warning says why.
     save_timeout_s: seconds that a save may take from its start to its commit before it counts as failed. Default: 600.
     base: the URI of another run in the same bucket, such as an import, that has the frozen parameters of this run.
         Before the first step of a run that has not saved them yet, they are compared to the last bit. When they are
@@ -310,8 +310,8 @@ def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
             texts.append(f"{spec.name}=ExportSettings({', '.join(_chosen(value))})")
         elif callable(value):  # its repr differs between processes
             texts.append(f"{spec.name}={function_name(value)}")
-        elif spec.name == "base" and isinstance(value, str):  # settings in a query are not for others to read
-            texts.append(f"base={value.partition('?')[0]!r}")
+        elif spec.name in ("base", "to") and isinstance(value, str):  # settings in a query are not for others to read
+            texts.append(f"{spec.name}={value.partition('?')[0]!r}")
         elif value != spec.default:
             texts.append(f"{spec.name}={value!r}")
     return tuple(texts)

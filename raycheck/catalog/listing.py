@@ -28,7 +28,6 @@ from raycheck.bucket.reading import get_latest, lost_run_error, peek_latest
 from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import parse_uri
-from raycheck.bucket.store.subfolder import Subfolder
 from raycheck.errors import ConfigError, CorruptError, DeniedError, NotFoundError, RaycheckError
 from raycheck.storage_settings import StorageSettings
 
@@ -140,7 +139,7 @@ class _Folder:
         return at.prefix.rpartition("/")[2] or at.bucket
 
     def below(self, names: Iterable[str]) -> "list[_Folder]":
-        return [_Folder(Subfolder(self.store, name), (*self.path, name)) for name in names if _is_fit(name)]
+        return [_Folder(self.store.below(name), (*self.path, name)) for name in names if _is_fit(name)]
 
 
 class _Search:
@@ -205,7 +204,7 @@ class _Search:
         except NewerFormatError as error:
             return _unread(folder, "newer", _cut(str(error)))
         except CorruptError as error:
-            text = f"{_cut(str(error))}. Here: raycheck repair '{folder.store.uri}'"
+            text = f"{_cut(str(error))}. Here: raycheck repair '{folder.store}'"
             return _unread(folder, "damaged", text)
         status = status_of(body, None, now=now)
         if status.state in ("running", "silent"):
@@ -231,7 +230,7 @@ class _Search:
                 self._num_named += 1
             if self._num_named > MAX_FOLDERS:
                 raise ConfigError(
-                    f"{self._top.store.uri}: more than {MAX_FOLDERS} folders lie here; give a prefix that is nearer to "
+                    f"{self._top.store}: more than {MAX_FOLDERS} folders lie here; give a prefix that is nearer to "
                     "the runs, or a smaller depth="
                 )
         return names

@@ -77,7 +77,7 @@ def sample_tensor(
     """
     number = next((n for n, tensor in enumerate(index.tensors) if tensor.name == name), None)
     if number is None:
-        raise NotFoundError(f"{store.uri}: {manifest.key} has no tensor {name!r}; see raycheck tensors '{store.uri}'")
+        raise NotFoundError(f"{store}: {manifest.key} has no tensor {name!r}; see raycheck tensors '{store}'")
     if max_bytes < 1:
         raise ConfigError(f"max_bytes={max_bytes}: give at least 1")
     tensor = index.tensors[number]
@@ -93,7 +93,7 @@ def sample_tensor(
         at = run.chunk.payload_offset
         data = bytes(store.get_range(key, at + run.start * width, at + run.stop * width))
         if is_whole and tuple(sub_block_crcs(memoryview(data))) != run.chunk.crcs:
-            raise DamagedError(f"{store.uri}: {name} in {key} has another checksum than the index says")
+            raise DamagedError(f"{store}: {name} in {key} has another checksum than the index says")
         return data
 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.bench.catalog_verbs import VERBS, measured
 from tests.bench.goals import GOALS
 from tests.bench.measures import MEASURES
 from tests.bench.peers import EXPECTED_WARNINGS
@@ -93,3 +94,17 @@ def test_ratios_are_taken_within_rounds() -> None:
 
     assert samples.of("slow", "s") == [2.0, 20.0, 200.0]
     assert samples.ratio("slow", "slow", "s").median == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_every_verb_is_counted(tmp_path) -> None:
+    found, size_bytes = measured(tmp_path, checkpoints=6)
+
+    rows = {row.label: row for row in found}
+    assert [row.label for row in found] == [label for label, _ in VERBS]
+    assert all(sum(row.requests.values()) > 0 for row in found)
+    assert rows["ls"].sent_bytes == rows["verify, all 20"].sent_bytes == 0
+    assert rows["verify, all 20"].answered_bytes > 6 * size_bytes
+    assert rows["cp to another store, first"].sent_bytes > 6 * size_bytes > rows["fork"].sent_bytes
+    assert rows["cp to another store, repeated"].sent_bytes == 0

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import StoreError
 from raycheck.views.history import AttemptHistory
@@ -52,7 +53,7 @@ def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False,
 
 
 def _print(seen: LiveRun) -> None:
-    out.print(Text(seen.history.uri))
+    out.print(Text(shown_uri(seen.history.uri)))
     out.print(table_of_facts(seen))
     out.print(Text(""))
     out.print(table_of_attempts(seen))
@@ -60,7 +61,9 @@ def _print(seen: LiveRun) -> None:
 
 def _shown(seen: LiveRun, problem: str) -> RenderableType:
     note = Text(f"the bucket does not answer: {problem}" if problem else "Ctrl-C ends it")
-    return Group(Text(seen.history.uri), table_of_facts(seen), Text(""), table_of_attempts(seen), Text(""), note)
+    return Group(
+        Text(shown_uri(seen.history.uri)), table_of_facts(seen), Text(""), table_of_attempts(seen), Text(""), note
+    )
 
 
 def table_of_facts(seen: LiveRun) -> Table:

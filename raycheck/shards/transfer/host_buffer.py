@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from raycheck.errors import ConfigError
-from raycheck.shards.transfer.shared_memory import CAN_SHARE, MemoryPlace, SharedMemory
+from raycheck.shards.transfer.shared_memory import MemoryPlace, SharedMemory
 
-_DONT_FORK, _WIPE_ON_FORK, _POPULATE_WRITE = 10, 18, 23
+_WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
 _Names = tuple[str, str, tuple[str, ...]]
 _STRIDE = 4 * 1024 * 1024
 """Bytes faulted in at a time; other threads that map memory have to wait for it."""
@@ -39,29 +39,28 @@ class HostBuffer:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.place: MemoryPlace | None = None
-        if shared and CAN_SHARE and (not pinned or torch.cuda.is_available()):
-            self._shared = SharedMemory(size_bytes)  # kept, since its file closes with it
-            pages, self.place, without = self._shared.pages, self._shared.place, _DONT_FORK
-        elif pinned:
-            self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
-            return
-        else:
-            pages, without = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _WIPE_ON_FORK
-        if sys.platform == "linux":
-            # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
-            with contextlib.suppress(OSError):  # an older kernel
-                pages.madvise(without)
-        if pinned:
+        pages: mmap.mmap | memoryview
+        if shared and (not pinned or torch.cuda.is_available()):
             try:
-                self.tensor = _page_locked(pages)
-            except RuntimeError as error:
-                text = "CUDA does not lock shared memory (%s): the rank uploads, not its node's actor"
+                memory = SharedMemory(size_bytes)
+                pages = memory.pages
+                self.tensor = _page_locked(pages) if pinned else torch.frombuffer(pages, dtype=torch.uint8)
+                self.place = memory.place
+            except (OSError, RuntimeError) as error:  # CUDA's is a RuntimeError
+                text = "staged copies cannot be shared with the node's actor, so this rank uploads: %s"
                 logging.getLogger("raycheck").warning(text, error)
-                self.place = None
-                self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
-            return
-        self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
-        self._thread = threading.Thread(target=self._fault_in, args=(pages,), name="raycheck-buffer", daemon=True)
+        if self.place is None and pinned:
+            self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+        elif self.place is None:
+            pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if sys.platform == "linux":
+                # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
+                with contextlib.suppress(OSError):  # an older kernel
+                    pages.madvise(_WIPE_ON_FORK)
+            self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        if not pinned:
+            fault_in = self._fault_in
+            self._thread = threading.Thread(target=fault_in, args=(pages,), name="raycheck-buffer", daemon=True)
 
     @property
     def size_bytes(self) -> int:
@@ -83,7 +82,7 @@ class HostBuffer:
             self._thread.join()
         self._thread = None
 
-    def _fault_in(self, pages: mmap.mmap) -> None:
+    def _fault_in(self, pages: mmap.mmap | memoryview) -> None:
         populate = _populate()
         view = memoryview(pages)
         for at in range(0, len(view), _STRIDE):
@@ -95,7 +94,7 @@ class HostBuffer:
                 touched[:] = bytes(len(touched))
 
 
-def _page_locked(pages: mmap.mmap) -> torch.Tensor:
+def _page_locked(pages: memoryview) -> torch.Tensor:
     """Returns shared memory as a tensor that CUDA copies into as into its own page-locked memory.
 
     Raises RuntimeError when CUDA refuses to lock it.
@@ -103,7 +102,12 @@ def _page_locked(pages: mmap.mmap) -> torch.Tensor:
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     at = tensor.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(at, len(pages), 1)))  # 1: locked for all of the node's devices
+    try:
+        torch.cuda.check_error(int(cudart.cudaHostRegister(at, tensor.numel(), 1)))  # 1: for all of the node's devices
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # CUDA remembers the refusal, and the training's next kernel raised it
+            torch.ones(1, device="cuda")
+        raise
     weakref.finalize(tensor, cudart.cudaHostUnregister, at)
     return tensor
 

@@ -2,16 +2,22 @@
 
 It is an anonymous file of Linux (memfd). It has no name in /dev/shm and is not bound by that file system's size, and
 nothing is left of it however the processes end. Another process opens it through /proc, for which both must belong to
-one user and see the same process ids, as Ray's workers in one container do.
+one user and see the same process ids, as Ray's workers in one container do. Forked children, such as a data loader's
+workers, have neither the memory nor its file: they would keep it long after its owner has given it back.
 """
 
+import ctypes
 import mmap
 import os
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 CAN_SHARE = hasattr(os, "memfd_create")
 _MAP_POPULATE = 0x8000
+_DONT_FORK = 10
+_files: set[int] = set()
+"""The file descriptors of all SharedMemory of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,18 +35,72 @@ class MemoryPlace:
 
 
 class SharedMemory:
-    """Holds zeroed memory of this process that others can map. pages: the memory. place: where they find it."""
+    """Holds zeroed memory of this process that others can map. place: where they find it.
+
+    pages: the memory, of which nobody refers to a part any more when it is given back.
+    """
 
     def __init__(self, size_bytes: int) -> None:
-        """size_bytes: at least 1. Raises OSError where the system has no such memory; see CAN_SHARE."""
+        """size_bytes: at least 1. Raises OSError where the system has no such memory, or has not that much."""
+        if not CAN_SHARE:
+            raise OSError("this system has no memfd_create")
         fd = os.memfd_create("raycheck")
-        weakref.finalize(self, os.close, fd)
-        os.ftruncate(fd, size_bytes)
-        self.pages = mmap.mmap(fd, size_bytes)
-        status = os.fstat(fd)
+        try:
+            os.ftruncate(fd, size_bytes)
+            status = os.fstat(fd)
+            address = _map(fd, size_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        pages = (ctypes.c_char * size_bytes).from_address(address)
+        self.pages = memoryview(pages).cast("B")
         self.place = MemoryPlace(
             pid=os.getpid(), fd=fd, device=status.st_dev, inode=status.st_ino, size_bytes=size_bytes
         )
+        _files.add(fd)
+        weakref.finalize(pages, _free, self.place, address).atexit = False  # threads may still use it
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def _map(fd: int, size_bytes: int) -> int:
+    """Returns the address at which a file is mapped, writable and not inherited by forks. Raises OSError.
+
+    Python's own mmap would keep a second file descriptor, which forks inherit, and would unmap the address range in a
+    fork too, where something else may lie by then.
+    """
+    libc = _libc()
+    address = libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot map {size_bytes} bytes of shared memory: {os.strerror(error)}")
+    libc.madvise(address, size_bytes, _DONT_FORK)
+    return int(address)
+
+
+def _free(place: MemoryPlace, address: int) -> None:
+    """Give the memory back. A forked child has nothing to give back."""
+    if os.getpid() == place.pid:
+        _files.discard(place.fd)
+        _libc().munmap(address, place.size_bytes)
+        os.close(place.fd)
+
+
+def _close_in_child() -> None:
+    for fd in _files:
+        os.close(fd)
+    _files.clear()
+
+
+if CAN_SHARE:
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_memory(place: MemoryPlace) -> mmap.mmap:

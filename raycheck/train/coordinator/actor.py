@@ -72,6 +72,7 @@ class Coordinator:
         self._agreements: dict[tuple[str, int], Rendezvous[tuple[Report, Holdings], Agreement]] = {}
         self._restores: dict[tuple[str, str, bool], Rendezvous[Arrival, RestoreDecision]] = {}
         self._ends: dict[str, Rendezvous[None, None]] = {}
+        self._starts: dict[str, Rendezvous[None, None]] = {}  # of groups before this start's first claim
         self._requested = RequestedSaves()
         self._run_log = RunLog(self._store)
         self._plans = PlanCache()
@@ -88,6 +89,7 @@ class Coordinator:
         )
         self._base = BaseCalls(register, self._protocol.me)
         self._node_agents = NodeAgents()
+        self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
 
     # --- calls of a worker group's ranks ---
 
@@ -101,10 +103,21 @@ class Coordinator:
         """Takes that `node` may do all that a run needs, and sees what this actor writes."""
         self._checked_nodes.add(node)
 
-    async def claim(self, group: str, world_size: int) -> Claim:
-        """Makes `group` the live attempt. All its ranks may call; they get one answer."""
+    async def claim(self, group: str, world_size: int, rank: int | None = None) -> Claim | Pending:
+        """Makes `group` the live attempt. All its ranks may call; they get one answer.
+
+        rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have come, those
+        that check their node first among them. `Pending` says that some have not. None: claim without the others.
+        """
+        if rank is not None and not (self._claims or self._adopted):
+            rendezvous = self._starts.setdefault(group, Rendezvous(world_size, awaited="claimed"))
+            rendezvous.arrive(rank, None)
+            if rendezvous.is_open and rendezvous.is_complete:
+                rendezvous.decide(lambda _: None)
+            if isinstance(pending := await rendezvous.answer(WAIT_S), Pending) and not self._claims:
+                return pending
         if group not in self._claims:
-            await self._finish_uploads()
+            await self._finish_uploads(group)
         async with self._lock:
             if group not in self._claims:
                 await self._finish_commits()
@@ -116,6 +129,7 @@ class Coordinator:
                 self._agreements.clear()
                 self._restores.clear()
                 self._ends.clear()
+                self._starts.clear()
                 self._base.forget()
                 self._deletes.claimed()
             return self._claims[group]
@@ -328,26 +342,35 @@ class Coordinator:
             if group not in self._claims and group not in self._adopted:
                 self._adopted[group] = await asyncio.to_thread(self._protocol.take_over, group)
 
-    async def _finish_uploads(self) -> None:
-        """Step 7: before a new claim, waits a while for the saves that all ranks had staged and their nodes upload."""
+    async def _finish_uploads(self, group: str) -> None:
+        """Step 7: before the claim of a new group, waits once for all of its ranks until the nodes have uploaded."""
+        if group not in self._last_uploads:
+            self._last_uploads = {group: asyncio.create_task(self._wait_for_uploads())}
+        await asyncio.shield(self._last_uploads[group])
+
+    async def _wait_for_uploads(self) -> None:
+        """Waits a while for the saves that all ranks of the live group had staged and their nodes upload."""
         deadline = time.monotonic() + LAST_UPLOADS_S
         is_said = False
         while time.monotonic() < deadline:
-            saves = [found for group in self._claims for found in self._staged_on_all_ranks(group)]
-            if not saves or not await self._node_agents.ask_whether_saving(saves[0]):
+            saves = [found for group in self._claims or self._adopted for found in self._staged_on_all_ranks(group)]
+            answers = await asyncio.gather(*(self._node_agents.ask_whether_saving(found) for found in saves))
+            if not any(answers):  # one that nobody goes on with says nothing of a later one
                 return
             if not is_said:
-                step = saves[0][0].progress.step
+                step = saves[answers.index(True)][0].progress.step
                 text = "waiting for a save that all ranks of the attempt before had staged"
                 logger.info(event(text, step=step, run=self._store.uri))
                 is_said = True
             await asyncio.sleep(0.1)
 
     def _staged_on_all_ranks(self, group: str) -> list[list[Report]]:
-        """Returns what has been handed over, but not reported yet, of each save of a group that is whole so."""
+        """Returns what has been handed over, but not reported yet, of each undecided save that is whole so."""
         found = []
         for save, handed in sorted(self._node_agents.undecided(group).items()):
             rendezvous = self._saves.get((group, save))
+            if rendezvous is not None and not rendezvous.is_open:
+                continue  # a rank has failed, or all have reported
             came = rendezvous.came if rendezvous is not None else []
             missing = [report for rank, report in handed.items() if rank not in came]
             if missing and len({*handed, *came}) == missing[0].world_size:

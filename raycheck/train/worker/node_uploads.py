@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.shards.transfer.incremental_upload import SharedState, StagedState
+from raycheck.shards.transfer.local_box import TRAIN
 from raycheck.shards.transfer.shard import Shard
 from raycheck.train.coordinator.messages import Outcome
 from raycheck.train.group import Group
@@ -32,9 +33,9 @@ LAST_ANSWER_S = 5.0
 class NodeAnswer:
     """Says what became of a save that a rank has handed to its node's actor.
 
-    outcome: what all ranks are told; None when the actor did not take the save. shards: the rows of each shard of a
-    committed save that it has uploaded, by component. problem: why the rank has to upload from now on; "" when it need
-    not.
+    outcome: what all ranks are told; None when the actor did not take the save. shards: of a committed save, the rows
+    of each shard outside `train`, by component: a later save may refer to these. problem: why the rank has to upload
+    from now on; "" when it need not.
     """
 
     outcome: Outcome | None = None
@@ -63,10 +64,13 @@ class NodeAgent:
         """
         try:
             staged = shared.open()
+            uploader = self._uploader(group, timeout_s)
         except OSError as error:
             return NodeAnswer(problem=f"its memory cannot be reached: {error}")
+        except RaycheckError as error:  # this process may have got another endpoint, or no credentials
+            problem = str(error).replace(group.uri, group.uri.partition("?")[0])
+            return NodeAnswer(problem=f"the node's actor does not reach the run: {problem}")
         at = (group.id, group.rank, report.save)
-        uploader = self._uploader(group, timeout_s)
         with self._lock:
             self._under_way.add(at)
         try:
@@ -77,7 +81,8 @@ class NodeAgent:
                 self._under_way.discard(at)
         if outcome.kind != "committed":  # the rank may have credentials that this process has not
             return NodeAnswer(outcome=outcome, problem=uploader.refusal)
-        return NodeAnswer(outcome=outcome, shards={shard.name.component: shard.shard() for shard in staged.staged})
+        apart = [shard for shard in staged.staged if shard.name.component != TRAIN]
+        return NodeAnswer(outcome=outcome, shards={shard.name.component: shard.shard() for shard in apart})
 
     def is_saving(self, group: str, save: int, ranks: Iterable[int]) -> bool:
         """Return whether the save with this number of all these ranks is under way here."""
@@ -85,11 +90,15 @@ class NodeAgent:
             return all((group, rank, save) in self._under_way for rank in ranks)
 
     def _uploader(self, group: Group, timeout_s: float) -> Uploader:
+        """Returns the rank's own. The first time, raises ConfigError or StoreError where the run cannot be seen."""
         with self._lock:
             known = self._uploaders.get(group.rank)
-            if known is None or known[0] != group.id:
-                known = self._uploaders[group.rank] = (group.id, Uploader(group, timeout_s=timeout_s))
-            return known[1]
+        if known is None or known[0] != group.id:
+            group.check_shared()
+            known = (group.id, Uploader(group, timeout_s=timeout_s))
+            with self._lock:
+                self._uploaders[group.rank] = known
+        return known[1]
 
 
 class NodeUploads:
@@ -100,6 +109,7 @@ class NodeUploads:
         self._group = group
         self._timeout_s = timeout_s
         self._agent: Any = None
+        self._has_failed = False  # it, or its start, since it last answered
         self._is_given_up = False
 
     def save(self, staged: StagedState, report: Report, deadline: float) -> Outcome | None:
@@ -113,32 +123,33 @@ class NodeUploads:
         try:
             staged.wait()
             shared = staged.to_share()
-        except Exception as error:  # noqa: BLE001  the rank's own upload meets it again, and reports it (I9)
-            self._give_up(repr(error))
-            return None
-        if shared is None:
-            self._give_up("this system, or this accelerator, cannot share the memory of a staged copy")
+            if shared is None:
+                self._give_up("this system, or this accelerator, cannot share the memory of a staged copy")
+                return None
+            if self._agent is None:
+                self._agent = self._start(deadline)
+            if self._agent is None:
+                self._give_up("there is no Ray that could start an actor")
+                return None
+        except Exception as error:  # noqa: BLE001  what is wrong with the copy, the rank's own upload meets again (I9)
+            self._note_failure(error)
             return None
         report = replace(report, staged_s=report.blocked_s + time.monotonic() - began)
         try:
             answer = self._ask(shared, report, deadline)
-        except RayActorError as error:
-            # It may be alive and still read the copy: then it writes the same bytes as this rank will.
+        except RaycheckError:
+            raise  # the actor has ended this save
+        except Exception as error:
+            # The actor may be alive and still read the copy: then it writes the same bytes as this rank will.
             staged.keep_buffers_apart()
-            self._agent = None
-            reason = str(error).partition("\n")[0]
-            self._warn(f"the actor that uploads for this node is gone, so this rank uploads: {reason}")
-            return None
-        except GetTimeoutError as error:
-            staged.keep_buffers_apart()
-            self._agent = None
+            self._note_failure(error)
+            if not isinstance(error, GetTimeoutError):
+                return None
             raise SaveFailedError(
                 f"rank {report.rank}: save of step {report.progress.step}: the actor that uploads for this node did "
                 f"not answer within {self._timeout_s:.0f} s"
             ) from error
-        if answer is None:
-            self._give_up("there is no Ray that could start an actor")
-            return None
+        self._has_failed = False
         if answer.problem:
             self._give_up(answer.problem)
         for shard in staged.staged:
@@ -146,15 +157,18 @@ class NodeUploads:
                 shard.uploaded_elsewhere(answer.shards[shard.name.component])
         return answer.outcome
 
-    def _ask(self, shared: SharedState, report: Report, deadline: float) -> NodeAnswer | None:
-        """Returns the actor's answer; None where no actor can be started."""
-        group = self._group
-        if self._agent is None:
-            what = "start of the actor that uploads for this node"
-            self._agent = group.ask("node_agent", NodeAgent, group.node, timeout_s=START_TIMEOUT_S, what=what)
-        if self._agent is None:
-            return None
-        own = replace(group, broadcast=None, notice=None)  # what the actor needs of it
+    def _start(self, deadline: float) -> Any:
+        """Returns the node's actor once it answers; None where none can be started. Raises Ray's errors, StoreError."""
+        timeout_s = min(START_TIMEOUT_S, (deadline - time.monotonic()) / 2)  # the rest is for the rank's own upload
+        what = "start of the actor that uploads for this node"
+        agent = self._group.ask("node_agent", NodeAgent, self._group.node, timeout_s=timeout_s, what=what)
+        if agent is not None:
+            ray.get(agent.__ray_ready__.remote(), timeout=timeout_s)  # no save waits for one that does not start
+        return agent
+
+    def _ask(self, shared: SharedState, report: Report, deadline: float) -> NodeAnswer:
+        """Returns the actor's answer."""
+        own = replace(self._group, broadcast=None, notice=None)  # what the actor needs of it
         reference = self._agent.save.remote(own, shared, report, deadline=deadline, timeout_s=self._timeout_s)
         try:
             answer: NodeAnswer = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()) + LAST_ANSWER_S)
@@ -164,6 +178,19 @@ class NodeUploads:
                 raise cause from None
             raise
         return answer
+
+    def _note_failure(self, error: Exception) -> None:
+        """Ask for the actor anew at the next save: Ray starts a dead one again. The second time in a row, give it up.
+
+        The training's saves must not all fail, nor each need a new buffer, because of an actor.
+        """
+        self._agent = None
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if self._has_failed:
+            self._give_up(reason)
+        else:
+            self._warn(f"the actor that uploads for this node is of no use now, so this rank uploads: {reason}")
+        self._has_failed = True
 
     def _give_up(self, why: str) -> None:
         """Have the rank upload from now on."""

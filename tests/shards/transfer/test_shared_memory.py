@@ -15,7 +15,6 @@ from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer import host_buffer
 from raycheck.shards.transfer.host_buffer import HostBuffer
 from raycheck.shards.transfer.shared_memory import MemoryPlace, SharedMemory, open_memory
 
@@ -116,7 +115,39 @@ def test_a_buffer_that_somebody_may_still_read_is_not_staged_into_again() -> Non
     assert second.to_share().shards[0].place != first.to_share().shards[0].place
 
 
-def test_a_system_without_such_memory_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffer, "CAN_SHARE", False)
+def refused(name: str) -> int:
+    raise PermissionError(13, f"{name} is refused here")
 
-    assert TrainState(state(), rank=0, world_size=1, is_shared=True).stage(Progress(step=1)).to_share() is None
+
+@pytest.mark.parametrize(
+    "refuse", [{"name": "CAN_SHARE", "value": False}, {"name": "os.memfd_create", "value": refused}]
+)
+def test_a_system_without_such_memory_shares_none(monkeypatch: pytest.MonkeyPatch, refuse) -> None:
+    monkeypatch.setattr(f"raycheck.shards.transfer.shared_memory.{refuse['name']}", refuse["value"])
+
+    staged = TrainState(state(), rank=0, world_size=1, is_shared=True).stage(Progress(step=1))
+
+    assert staged.to_share() is None
+    assert sum(len(part) for part in staged.staged[0].parts(1 << 20)) == staged.staged[0].size_bytes
+
+
+FORKED = """
+import gc, mmap, os, sys
+from raycheck.shards.transfer.host_buffer import HostBuffer
+buffer = HostBuffer(64 << 20, pinned=False, shared=True)
+file = os.stat(f"/proc/self/fd/{buffer.place.fd}")
+child = os.fork()
+if child == 0:  # as a data loader's worker does, which lives on and maps memory
+    kept = [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+    assert not [name for name in kept if os.path.samestat(os.stat(f"/proc/self/fd/{name}"), file)], "keeps the file"
+    own = [mmap.mmap(-1, 1 << 20) for _ in range(200)]
+    buffer = None
+    gc.collect()
+    assert not any(bytes(pages).strip(bytes(1)) for pages in own)  # it dies here if the buffer took them with it
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_neither_keeps_shared_memory_nor_frees_what_lies_in_its_place() -> None:
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)

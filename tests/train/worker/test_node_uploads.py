@@ -1,14 +1,17 @@
 """Uploads by the node's actor: what a rank has staged is committed although it dies, and nothing depends on the actor."""
 
+import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 import pytest
+import ray
 import torch
 
 import raycheck
@@ -17,7 +20,10 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.worker.node_uploads import NodeAgent
+from raycheck.shards.transfer.incremental_upload import StagedState
+from raycheck.train.worker import node_uploads
+from raycheck.train.worker.group_restore import claim_run
+from raycheck.train.worker.node_uploads import NodeAgent, NodeUploads
 from tests.support.background_call import InThread
 from tests.support.http_fault_proxy import fault_proxy
 from tests.support.invariants import assert_invariants
@@ -105,6 +111,92 @@ def test_a_save_that_an_actor_lost_with_its_ranks_is_not_waited_for(job, s3: str
 
         assert [event["at"] for event in story(tmp_path, "start")] == [0, 8]
         assert_invariants(open_store(join_uri(storage, "run")))
+
+
+class Unreadable:
+    """Is a value that only the process that made it can pickle and read."""
+
+    def __reduce__(self):
+        return open, ("/nowhere/at/all",)
+
+
+def staged_and_reported(group: raycheck.Group, save: int) -> tuple[StagedState, Report]:
+    state = {"model": torch.nn.Linear(3, 2)}
+    progress = Progress(step=save)
+    staged = TrainState(state, rank=0, world_size=1, is_shared=True).stage(progress)
+    return staged, Report(group=group.id, rank=0, world_size=1, attempt=1, save=save, progress=progress)
+
+
+@pytest.fixture
+def group(cluster: None, tmp_path: Path) -> Iterator[raycheck.Group]:
+    """Makes the place of the only rank of a group, in this process, with Ray's actors."""
+    uri = f"file://{tmp_path}/run"
+    coordinator = raycheck.start_coordinator(uri, owner=uuid4().hex)
+    group = raycheck.Group(id=uuid4().hex, uri=uri, rank=0, world_size=1, coordinator=coordinator)
+    claim_run(group)
+    yield group
+    uploading = agents()
+    ray.kill(coordinator)
+    until_gone(uploading)
+
+
+def test_what_the_actor_does_not_take_is_left_to_the_rank_and_twice_is_enough(group: raycheck.Group) -> None:
+    uploads = NodeUploads(group, timeout_s=60.0)
+    deadline = time.monotonic() + 60.0
+    outcomes, apart = [], []
+
+    for save in (1, 2, 3, 4):
+        staged, report = staged_and_reported(group, save)
+        values = {} if save == 1 else {"odd": Unreadable()}
+        outcomes.append(uploads.save(replace(staged, values=values), report, deadline))
+        apart.append(staged.staged[0].is_apart)
+
+    assert [outcome and outcome.kind for outcome in outcomes] == ["committed", None, None, None]
+    assert apart == [False, True, True, False], "the fourth was not given to the actor"
+
+
+def test_an_actor_that_hangs_costs_one_save(group: raycheck.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_uploads, "LAST_ANSWER_S", 0.0)
+    uploads = NodeUploads(group, timeout_s=60.0)
+    assert uploads.save(*staged_and_reported(group, 1), time.monotonic() + 60.0) is not None
+    (hanging,) = agents()
+    os.kill(hanging, signal.SIGSTOP)
+    try:
+        with pytest.raises(raycheck.SaveFailedError, match="did not answer"):
+            uploads.save(*staged_and_reported(group, 2), time.monotonic() + 0.5)
+        outcome = uploads.save(*staged_and_reported(group, 3), time.monotonic() + 1.0)
+    finally:
+        os.kill(hanging, signal.SIGCONT)
+
+    assert outcome is None
+
+
+def test_an_actor_that_sees_another_place_does_not_take_the_save(group: raycheck.Group) -> None:
+    elsewhere = replace(group, uri=f"{group.uri}/elsewhere")
+    staged, report = staged_and_reported(group, 1)
+
+    answer = NodeAgent().save(elsewhere, staged.to_share(), report, deadline=time.monotonic() + 9, timeout_s=9.0)
+
+    assert answer.outcome is None
+    assert "another place" in answer.problem
+
+
+def test_an_actor_keeps_nothing_of_the_saves_that_it_has_uploaded(group: raycheck.Group) -> None:
+    agent, seen = NodeAgent(), []
+
+    for save in range(1, 9):
+        staged, report = staged_and_reported(group, save)
+        agent.save(group, staged.to_share(), report, deadline=time.monotonic() + 60, timeout_s=60.0)
+        del staged
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("memfd:raycheck (")
+        seen.append((maps, sum("memfd:raycheck (" in str(file.readlink()) for file in open_files())))
+
+    assert seen == [(0, 0)] * 8
+
+
+def open_files() -> list[Path]:
+    return [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
 
 
 def test_an_actor_that_cannot_reach_the_memory_does_not_take_the_save(tmp_path: Path) -> None:
