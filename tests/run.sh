@@ -10,7 +10,7 @@ cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 case " $* " in *" --all "*) # made once
-    for made in ministack_server ceph_server chromium oldest_ray; do "$python" -m "tests.support.$made"; done ;;
+    for made in ministack_server ceph_server chromium oldest_ray tinker_cookbook tinker_oldest_sdk; do "$python" -m "tests.support.$made"; done ;;
 esac
 
 # Two processes at a time, so one thread of torch's is enough for each. 5 is pytest's status when none of its tests was asked for.

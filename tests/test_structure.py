@@ -24,7 +24,7 @@ RINGS = (
     ("catalog",),
     ("frameworks",),
     ("__init__",),  # the public names, loaded on first use
-    ("page",),
+    ("page", "tinker"),
     ("cli", "demo"),
     ("__main__",),
 )
@@ -82,11 +82,12 @@ def test_in_no_folder_do_imports_go_in_a_circle(folder: Path) -> None:
 
 def test_adapters_use_public_names_only() -> None:
     """So that a user can write an adapter of the same kind for another framework."""
-    for path in sorted((PACKAGE / "frameworks").rglob("*.py")):
+    for path in sorted([*(PACKAGE / "frameworks").rglob("*.py"), *(PACKAGE / "tinker").rglob("*.py")]):
+        own = ("raycheck.frameworks", "raycheck.tinker")
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raycheck"):
                 names = {alias.name for alias in node.names}
-                assert node.module.startswith("raycheck.frameworks") or names <= set(raycheck.__all__), path
+                assert node.module.startswith(own) or names <= set(raycheck.__all__), path
             if isinstance(node, ast.Import):
                 assert not [alias.name for alias in node.names if alias.name.startswith("raycheck")], path
 
@@ -102,7 +103,8 @@ def test_only_the_store_touches_a_store_client() -> None:
         names |= {
             alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
         }
-        served = {"aiohttp"} if path.is_relative_to(PACKAGE / "page") else set()  # the page is an HTTP server
+        is_server = any(path.is_relative_to(PACKAGE / name) for name in ("page", "tinker"))
+        served = {"aiohttp"} if is_server else set()
         assert not names & clients - served or path.is_relative_to(PACKAGE / "bucket/store"), path
 
 

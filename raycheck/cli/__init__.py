@@ -5,7 +5,8 @@
 - manage.py decides what a run keeps, and mends it: `pin`, `prune`, `sweep`, `rewind`, `repair` and others.
 - names.py names and scores single checkpoints: `name`, `rename`, `unname`, `score`.
 - bench/ measures a bucket, submit.py runs a training as a Ray job, watch_node.py hands on a cloud's preemption notice,
-  export.py writes Hugging Face directories, demo.py shows all of it at work, docs.py prints the guides.
+  export.py writes Hugging Face directories, tinker.py serves the tinker SDK, demo.py shows all of it at work, docs.py
+  prints the guides.
 - catalog/ works with many runs in one bucket: `runs`, `fork`, `delete`, `delete-run`, `pack`, `unpack`, `download`,
   `import`, `prune-runs`, `cp`.
 - views/ looks into checkpoints: `tensors`, `diff`; watches a run: `top`; and serves the `page`.
@@ -27,7 +28,7 @@ from typing import Annotated
 import typer
 
 import raycheck
-from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, watch_node
+from raycheck.cli import browse, data, demo, docs, export, manage, names, submit, tinker, watch_node
 from raycheck.cli.bench import command as bench
 from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
@@ -46,6 +47,7 @@ for topic in (
     tensors,
     top,
     page,
+    tinker,
     data,
     manage,
     names,

@@ -1,0 +1,81 @@
+"""`raycheck tinker`: a server for the training API of the tinker SDK."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycheck.cli.options import Storage, Text, out, settings_of
+from raycheck.errors import ConfigError
+
+KEY_VARIABLE = "RAYCHECK_TINKER_API_KEY"  # an argument would show in a list of processes
+BaseModel = Annotated[
+    str, typer.Option(help="The model that clients train adapters of: a folder, or a name on the hub.")
+]
+ModelName = Annotated[str | None, typer.Option(help="What clients call it; by default as --base-model.")]
+Checkpoints = Annotated[str, typer.Option(help="The folder of the training runs, e.g. s3://bucket/tinker")]
+Host = Annotated[str, typer.Option(help="Where to listen. Others than this machine's own addresses need a key.")]
+Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(help=f"A file with the key that clients must show as TINKER_API_KEY; or give {KEY_VARIABLE}."),
+]
+State = Annotated[Path, typer.Option(help="The server's own state: sessions and requests. It must survive restarts.")]
+RayAddress = Annotated[str | None, typer.Option(help="Of a running Ray, such as auto. By default one is started here.")]
+Dtype = Annotated[str, typer.Option(help="The type of the base model's weights: float32, bfloat16 or float16.")]
+NumGpus = Annotated[float, typer.Option(help="How many GPUs Ray reserves for the engine.", min=0)]
+SessionTimeout = Annotated[
+    float, typer.Option(help="Seconds without a sign of life after which a session ends; -1 for never.")
+]
+
+
+def tinker(  # noqa: PLR0917  typer makes options of them
+    base_model: BaseModel,
+    checkpoints: Checkpoints,
+    model_name: ModelName = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key_file: ApiKeyFile = None,
+    state: State = Path("tinker.sqlite"),
+    ray_address: RayAddress = None,
+    dtype: Dtype = "float32",
+    num_gpus: NumGpus = 0,
+    session_timeout_s: SessionTimeout = 300,
+    storage: Storage = None,
+) -> None:
+    """Serve the training API of the tinker SDK: clients train LoRA models here, save, load and resume them.
+
+    Give clients its address as base_url. After a kill start it again with the same options: it goes on where it was.
+    """
+    try:
+        from raycheck.tinker.command import TinkerOptions, run_server
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs {error.name}, which is not installed: pip install 'raycheck[tinker]'"
+        ) from None
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype={dtype}: give float32, bfloat16 or float16")
+    key = os.environ.get(KEY_VARIABLE, "")
+    if api_key_file is not None:
+        key = api_key_file.read_text().strip()
+    run_server(
+        TinkerOptions(
+            base_model=str(Path(base_model).absolute()) if Path(base_model).is_dir() else base_model,
+            model_name=model_name or base_model,
+            checkpoints=checkpoints if "://" in checkpoints else Path(checkpoints).absolute().as_uri(),
+            host=host,
+            port=port,
+            key=key,
+            state=str(state),
+            ray_address=ray_address,
+            dtype=dtype,
+            num_gpus=num_gpus,
+            session_timeout_s=None if session_timeout_s < 0 else session_timeout_s,
+            storage=settings_of(storage),
+        ),
+        on_start=lambda address: out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)")),
+    )
+
+
+COMMANDS = (tinker,)

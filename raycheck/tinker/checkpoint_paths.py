@@ -1,0 +1,91 @@
+"""How the API's names lie in the bucket.
+
+A training run `SESSION:train:N` is the raycheck run BASE/SESSION.train.N. Its checkpoint tinker://RUN/weights/NAME is
+the one that raycheck knows there as `weights.NAME`; the kinds share no name. The adapter of a sampler checkpoint is a
+Hugging Face directory below `exports/` of that run.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from raycheck.tinker.wire.fields import NAME, RefusedRequestError
+
+CheckpointType = Literal["training", "sampler"]
+TYPE_OF_SEGMENT: dict[str, CheckpointType] = {"weights": "training", "sampler_weights": "sampler"}
+_RUN = re.compile(r"([A-Za-z0-9_-]{1,100}):train:(\d{1,9})")
+_FOLDER = re.compile(r"([A-Za-z0-9_-]{1,100})\.train\.(\d{1,9})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPath:
+    """Names a checkpoint. segment: "weights" or "sampler_weights"."""
+
+    run: str
+    segment: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> "CheckpointPath":
+        """Read "tinker://RUN/SEGMENT/NAME". Raises RefusedRequestError for anything else."""
+        parts = text.removeprefix("tinker://").split("/")
+        if not text.startswith("tinker://") or len(parts) != 3:
+            raise RefusedRequestError(f"{text[:200]!r} is no checkpoint: give tinker://RUN/weights/NAME")
+        return cls.of(parts[0], f"{parts[1]}/{parts[2]}")
+
+    @classmethod
+    def of(cls, run: str, checkpoint_id: str) -> "CheckpointPath":
+        """Returns the path of a run's checkpoint "SEGMENT/NAME". Raises RefusedRequestError."""
+        segment, _, name = checkpoint_id.partition("/")
+        if not _RUN.fullmatch(run):
+            raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER")
+        if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
+            raise RefusedRequestError(
+                f"{checkpoint_id[:200]!r} is no checkpoint of a run: give weights/NAME or sampler_weights/NAME, with a "
+                "name of 1 to 80 letters, digits, '_' and '-'"
+            )
+        return cls(run=run, segment=segment, name=name)
+
+    @property
+    def raycheck_name(self) -> str:
+        return f"{self.segment}.{self.name}"
+
+    @property
+    def text(self) -> str:
+        return f"tinker://{self.run}/{self.segment}/{self.name}"
+
+    @property
+    def type(self) -> CheckpointType:
+        return TYPE_OF_SEGMENT[self.segment]
+
+
+def path_of(run: str, raycheck_name: str | None) -> CheckpointPath | None:
+    """Returns the path of the checkpoint that raycheck knows by this name; None for names of other kinds."""
+    segment, _, name = (raycheck_name or "").partition(".")
+    if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
+        return None
+    return CheckpointPath(run=run, segment=segment, name=name)
+
+
+def run_id_of(session: str, number: int) -> str:
+    return f"{session}:train:{number}"
+
+
+def folder_of(run: str) -> str:
+    """Returns the name of a run's folder. Raises RefusedRequestError for what is no run's id."""
+    found = _RUN.fullmatch(run)
+    if found is None:
+        raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER", 404)
+    return f"{found[1]}.train.{found[2]}"
+
+
+def run_in_folder(folder: str) -> str | None:
+    """Returns the id of the run in a folder of this name; None when the server has not made it."""
+    found = _FOLDER.fullmatch(folder)
+    return None if found is None else run_id_of(found[1], int(found[2]))
+
+
+def below(uri: str, *names: str) -> str:
+    """Returns the URI of a folder below another one; the settings in a URI's query stay."""
+    place, mark, query = uri.partition("?")
+    return "/".join([place.rstrip("/"), *names]) + mark + query

@@ -1,0 +1,152 @@
+"""The checkpoints in the bucket: found, listed, deleted, given another expiry. All by raycheck's public interface.
+
+Nothing about a checkpoint is kept elsewhere: one is there when its run's `latest` has its name, and pending while it
+has not. Every method talks to the bucket, and is called in a thread.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from raycheck import NotFoundError, Run, StorageSettings, delete_checkpoint, export_hf, list_runs, open_run
+from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, path_of, run_in_folder
+from raycheck.tinker.wire.fields import RefusedRequestError
+
+MAX_NOTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCheckpoint:
+    """Describes a committed checkpoint. note: what its save said of it. times: by the store's clock."""
+
+    path: CheckpointPath
+    uri: str
+    key: str
+    note: Mapping[str, Any]
+    committed_at: float
+    expires_at: float | None
+    size_bytes: int
+    is_head: bool
+
+    @property
+    def user_metadata(self) -> dict[str, str] | None:
+        return _json_in(self.note, "user_metadata")
+
+    @property
+    def run_metadata(self) -> dict[str, str] | None:
+        return _json_in(self.note, "run_metadata")
+
+
+def _json_in(note: Mapping[str, Any], name: str) -> dict[str, str] | None:
+    text = note.get(name)
+    found = json.loads(text) if isinstance(text, str) else None
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) and found else None
+
+
+class CheckpointStore:
+    """Reads and changes the runs below `root`."""
+
+    def __init__(self, root: str, storage: StorageSettings | None = None) -> None:
+        self.root = root
+        self._storage = storage
+        self._notes: dict[tuple[str, str], Mapping[str, Any]] = {}
+
+    def uri_of(self, run: str) -> str:
+        return below(self.root, folder_of(run))
+
+    def find(self, path: CheckpointPath) -> StoredCheckpoint:
+        """Returns a checkpoint that is there and has not expired. Raises RefusedRequestError (404) otherwise."""
+        for found in self.of_run(path.run, only=path):
+            return found
+        raise RefusedRequestError(f"{path.text}: there is no such checkpoint", 404)
+
+    def find_or_none(self, path: CheckpointPath) -> StoredCheckpoint | None:
+        return next(iter(self.of_run(path.run, only=path)), None)
+
+    def of_run(self, run: str, *, only: CheckpointPath | None = None) -> list[StoredCheckpoint]:
+        """Returns the checkpoints of a run, the oldest first; none for a run that is not in the bucket."""
+        uri = self.uri_of(run)
+        try:
+            opened = open_run(uri, self._storage)
+        except NotFoundError:
+            return []
+        return list(self._checkpoints(run, uri, opened, only))
+
+    def _checkpoints(self, run: str, uri: str, opened: Run, only: CheckpointPath | None) -> Iterator[StoredCheckpoint]:
+        now: float | None = None
+        for item in opened.checkpoints:
+            entry, path = item.entry, path_of(run, item.name)
+            if path is None or (only is not None and path != only):
+                continue
+            if entry.expires_at is not None:
+                now = opened.store.get("latest").at if now is None else now
+                if now >= entry.expires_at:
+                    continue
+            cached = self._notes.get((run, entry.key))
+            if cached is None:
+                try:
+                    cached = dict(item.manifest().note)
+                except NotFoundError:  # deleted since the run was opened
+                    continue
+                if len(self._notes) >= MAX_NOTES:
+                    self._notes.clear()
+                self._notes[run, entry.key] = cached
+            yield StoredCheckpoint(
+                path=path,
+                uri=uri,
+                key=entry.key,
+                note=cached,
+                committed_at=entry.committed_at,
+                expires_at=entry.expires_at,
+                size_bytes=entry.size_bytes,
+                is_head=entry.key == opened.latest.head,
+            )
+
+    def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
+        """Returns key and note of a run's newest checkpoint; both empty for a run without one."""
+        head = open_run(self.uri_of(run), self._storage).head
+        return ("", {}) if head is None else (head.entry.key, dict(head.manifest().note))
+
+    def runs(self) -> list[str]:
+        """Returns the ids of all training runs in the bucket, that with the newest commit first."""
+        found = list_runs(self.root, self._storage, depth=1)
+        return [run for item in found if item.name and (run := run_in_folder(item.name)) is not None]
+
+    def export_adapter(self, found: StoredCheckpoint) -> None:
+        """Write the adapter of a checkpoint as a Hugging Face directory, unless that is there and whole."""
+        place = self._export(found)
+        store = open_run(found.uri, self._storage).store
+        with suppress(NotFoundError):
+            store.head(f"{place}/adapter_config.json")  # the last file of such a directory
+            return
+        export_hf(found.uri, below(found.uri, *place.split("/")), step=found.key, storage=self._storage)
+
+    def adapter_uri(self, found: StoredCheckpoint) -> str:
+        return below(found.uri, *self._export(found).split("/"))
+
+    def _export(self, found: StoredCheckpoint) -> str:
+        return f"exports/{found.path.raycheck_name}-{found.key}"
+
+    def delete(self, path: CheckpointPath) -> None:
+        """Delete a checkpoint. It is gone at once; its objects go some minutes later. Raises RefusedRequestError (404).
+
+        The head of a run, from which a live model would be rebuilt, only loses its name, and goes with the next commit.
+        """
+        found = self.find(path)
+        if found.is_head:
+            open_run(found.uri, self._storage).unname_checkpoint(path.raycheck_name)
+        else:
+            delete_checkpoint(found.uri, found.key, storage=self._storage)
+        store = open_run(found.uri, self._storage).store
+        place = self._export(found)
+        store.delete(f"{place}/adapter_config.json")  # first, as no reader starts without it
+        for item in list(store.list_objects(f"{place}/")):
+            store.delete(item.key)
+
+    def set_ttl(self, path: CheckpointPath, ttl_s: int | None) -> None:
+        """Let a checkpoint expire `ttl_s` seconds from now; None: never. Raises RefusedRequestError (404)."""
+        found = self.find(path)
+        run = open_run(found.uri, self._storage)
+        run.name_checkpoint(found.key, path.raycheck_name, expire_after_s=ttl_s, overwrite=True)

@@ -1,0 +1,73 @@
+"""Puts the server together for the command line: Ray, the engine, the state file and the bucket."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raycheck import ConfigError, StorageSettings
+from raycheck.tinker.access import check_bind
+from raycheck.tinker.checkpoint_store import CheckpointStore
+from raycheck.tinker.engine.actor import RayEngine
+from raycheck.tinker.journal import Journal, ReplacedError
+from raycheck.tinker.server import serve
+from raycheck.tinker.service import ServerSettings, Service
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinkerOptions:
+    """Holds the options of `raycheck tinker`.
+
+    base_model: a folder's absolute path, or a name on the hub. model_name: what clients call it. key: what clients must
+    show; "" for none.
+    """
+
+    base_model: str
+    model_name: str
+    checkpoints: str
+    host: str
+    port: int
+    key: str
+    state: str
+    ray_address: str | None
+    dtype: str
+    num_gpus: float
+    session_timeout_s: float | None
+    storage: StorageSettings | None
+
+
+def run_server(options: TinkerOptions, *, on_start: Callable[[str], None]) -> None:
+    """Serve until the process is interrupted or asked to end. Raises ConfigError."""
+    import ray
+
+    check_bind(options.host, options.key)
+    CheckpointStore(options.checkpoints, options.storage).runs()  # an address that cannot be read is said at once
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("raycheck.tinker").setLevel(logging.INFO)
+    ray.init(address=options.ray_address, include_dashboard=None if options.ray_address else False)
+    try:
+        with suppress(KeyboardInterrupt, asyncio.CancelledError):
+            asyncio.run(_serve(options, on_start))
+    except ReplacedError as error:
+        raise ConfigError(f"state={options.state}: {error}") from None
+    finally:
+        ray.shutdown()
+
+
+async def _serve(options: TinkerOptions, on_start: Callable[[str], None]) -> None:
+    task = asyncio.current_task()
+    assert task is not None, "it runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def make_service(on_replaced: Callable[[], None]) -> Service:
+        return Service(
+            ServerSettings(base_model=options.model_name, session_timeout_s=options.session_timeout_s),
+            journal=Journal(options.state),
+            engine=RayEngine(options.base_model, dtype=options.dtype, num_gpus=options.num_gpus),
+            checkpoints=CheckpointStore(options.checkpoints, options.storage),
+            on_replaced=on_replaced,
+        )
+
+    await serve(make_service, host=options.host, port=options.port, key=options.key, on_start=on_start)

@@ -1,0 +1,101 @@
+"""One tenant's model: an adapter over the shared weights, its optimizer, and what of it goes into a checkpoint.
+
+PEFT puts LoRA layers into the tenant's own copy of the modules. What is saved is an `AdapterModule`: a module that has
+the adapter's parameters alone, under the names that they have in the plain model. So a checkpoint holds no base weight,
+and raycheck's export still writes it as a PEFT directory, since the adapter's configuration is at hand.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from raycheck.tinker.engine.base_model import BaseModel
+from raycheck.tinker.engine.lora_shape import ALPHA, AdamParams, LoraShape
+
+ADAPTER = "default"
+
+
+class AdapterModule(nn.Module):
+    """Has the parameters of an adapter, and what raycheck's exports ask a PEFT model for."""
+
+    def __init__(self, model: Any, config: Any) -> None:
+        super().__init__()
+        self.peft_config = {ADAPTER: config}
+        self.active_adapters = [ADAPTER]
+        self._model = (model,)  # in a tuple, so that it does not become a part of this module
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                _attach(self, name.split("."), parameter)
+
+    def get_base_model(self) -> Any:
+        return self._model[0]
+
+
+def _attach(module: nn.Module, path: list[str], parameter: nn.Parameter) -> None:
+    for step in path[:-1]:
+        if step not in module._modules:  # noqa: SLF001  hasattr would find methods of nn.Module, too
+            module.add_module(step, nn.Module())
+        inner = module._modules[step]  # noqa: SLF001
+        assert inner is not None, "only modules were added"
+        module = inner
+    module.register_parameter(path[-1], parameter)
+
+
+class LoraModel:
+    """Holds one tenant's model. Two models of equal shape over equal bases are equal to the last bit."""
+
+    def __init__(self, base: BaseModel, shape: LoraShape) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        self.shape = shape
+        layers = base.linear_layers(attn=shape.train_attn, mlp=shape.train_mlp, unembed=shape.train_unembed)
+        config = LoraConfig(
+            r=shape.rank,
+            lora_alpha=ALPHA,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=layers,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base.source,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(shape.seed)
+            self.model: Any = inject_adapter_in_model(config, base.copy_for_tenant(), ADAPTER)
+        self.adapter = AdapterModule(self.model, config)
+        self.parameters = [parameter for _, parameter in self.adapter.named_parameters()]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
+
+    def add_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """Add to the gradients that wait for the next step. gradients: one for each of `parameters`."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        """Make one step of AdamW with the gradients so far, and forget them. Returns its metrics.
+
+        Raises ValueError for gradients whose norm is not finite; then nothing changes.
+        """
+        found = [parameter for parameter in self.parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in found if parameter.grad is not None])
+        if not math.isfinite(norm):
+            raise ValueError(f"the norm of the gradients is {float(norm)}: no step was made, and nothing was changed")
+        for group in self.optimizer.param_groups:
+            group.update(
+                lr=params.learning_rate,
+                betas=(params.beta1, params.beta2),
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+            )
+        if params.grad_clip_norm:
+            nn.utils.clip_grads_with_norm_(found, params.grad_clip_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": float(norm)}
+
+    @property
+    def state(self) -> Mapping[str, object]:
+        """Returns what a checkpoint holds of this model."""
+        return {"model": self.adapter, "optimizer": self.optimizer}

@@ -1,0 +1,72 @@
+"""The losses by name: each returns the loss of every token of one datum, whose sum is what is differentiated.
+
+logprobs: log-probabilities of the datum's target tokens under the model, shape (tokens,), float32. inputs: the datum's
+other inputs, of that shape. config: the settings of `loss_fn_config`. Thresholds are those of the probability ratio.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+LOW, HIGH, BETA = 0.8, 1.2, 0.05
+
+
+def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    del config
+    return -logprobs * _weights(logprobs, inputs)
+
+
+def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    del config
+    return -_ratio(logprobs, inputs) * inputs["advantages"] * _weights(logprobs, inputs)
+
+
+def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """The clipped surrogate: the smaller of the plain and the clipped objective, token by token."""
+    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
+    return -torch.minimum(ratio * advantages, _clipped(ratio, config) * advantages) * _weights(logprobs, inputs)
+
+
+def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """The clipped ratio weighs the log-probability, and gets no gradient itself."""
+    ratio = _clipped(_ratio(logprobs, inputs), config).detach()
+    return -ratio * logprobs * inputs["advantages"] * _weights(logprobs, inputs)
+
+
+def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """PPO with the ratio of the whole sequence: the geometric mean over the tokens whose weight is not 0."""
+    weights, advantages = _weights(logprobs, inputs), inputs["advantages"]
+    counted = (weights != 0).to(logprobs.dtype)
+    mean = ((logprobs - inputs["logprobs"]) * counted).sum() / counted.sum().clamp(min=1)
+    ratio = torch.exp(mean).detach() * torch.exp(logprobs - logprobs.detach())
+    return -torch.minimum(ratio * advantages, _clipped(ratio, config) * advantages) * weights
+
+
+def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """Policy gradient with a quadratic penalty on the distance from the policy that sampled."""
+    penalty = 0.5 * config.get("beta", BETA) * (logprobs - inputs["logprobs"]) ** 2
+    return -(logprobs * inputs["advantages"] - penalty) * _weights(logprobs, inputs)
+
+
+def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return inputs["weights"] if "weights" in inputs else torch.ones_like(logprobs)
+
+
+def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return torch.exp(logprobs - inputs["logprobs"])
+
+
+def _clipped(ratio: Tensor, config: Mapping[str, float]) -> Tensor:
+    return ratio.clamp(config.get("clip_low_threshold", LOW), config.get("clip_high_threshold", HIGH))
+
+
+LOSSES: Mapping[str, LossFunction] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "gspo": gspo,
+    "dro": dro,
+}

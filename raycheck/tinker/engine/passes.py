@@ -1,0 +1,87 @@
+"""Forward and backward passes over a batch. The gradients of a request are added as a whole, or not at all.
+
+Sequences run in the order in which they come, in groups of bounded size, each padded on the right. The groups depend on
+nothing but the request, so that a request that is repeated gives the same bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raycheck.tinker.engine.lora_model import LoraModel
+from raycheck.tinker.engine.losses import LOSSES
+from raycheck.tinker.engine.orders import PassOutput
+from raycheck.tinker.wire.training_data import FloatArray, TrainingBatch, TrainingDatum
+
+MAX_GROUP_TOKENS = 8192
+"""How many tokens, padding included, go through the model at a time; a longer sequence goes alone."""
+
+
+def run_pass(tenant: LoraModel, batch: TrainingBatch) -> PassOutput:
+    """Compute a batch's losses, and add their gradients to the tenant's unless it is forward_only.
+
+    Raises ValueError for a loss or a gradient that is not finite; then nothing is added.
+    """
+    logprobs: list[FloatArray] = []
+    losses: list[FloatArray] = []
+    total = 0.0
+    gradients: list[torch.Tensor] | None = None
+    with torch.set_grad_enabled(not batch.forward_only):
+        for group in _groups(batch.data):
+            loss, group_logprobs, group_losses = _group_loss(tenant.model, group, batch)
+            total += float(loss.detach())
+            logprobs += group_logprobs
+            losses += group_losses
+            if not batch.forward_only:
+                found = torch.autograd.grad(loss, tenant.parameters, allow_unused=True, materialize_grads=True)
+                gradients = list(found) if gradients is None else [a + b for a, b in zip(gradients, found, strict=True)]
+    if not np.isfinite(total) or not all(bool(torch.isfinite(found).all()) for found in gradients or ()):
+        raise ValueError(f"the loss is {total}, or a gradient is not finite: no gradient was added")
+    if gradients is not None:
+        tenant.add_gradients(gradients)
+    return PassOutput(logprobs=tuple(logprobs), losses=tuple(losses), loss_sum=total)
+
+
+def _groups(data: Sequence[TrainingDatum]) -> Iterator[list[TrainingDatum]]:
+    group: list[TrainingDatum] = []
+    longest = 0
+    for datum in data:
+        length = max(longest, len(datum.tokens))
+        if group and length * (len(group) + 1) > MAX_GROUP_TOKENS:
+            yield group
+            group, length = [], len(datum.tokens)
+        group.append(datum)
+        longest = length
+    yield group
+
+
+def _group_loss(
+    model: Any, group: Sequence[TrainingDatum], batch: TrainingBatch
+) -> tuple[torch.Tensor, list[FloatArray], list[FloatArray]]:
+    """Returns the sum of a group's losses, and per datum its log-probabilities and its losses by token."""
+    device = next(model.parameters()).device
+    longest = max(len(datum.tokens) for datum in group)
+    tokens = torch.zeros(len(group), longest, dtype=torch.int64)
+    mask = torch.zeros(len(group), longest, dtype=torch.int64)
+    targets = torch.zeros(len(group), longest, dtype=torch.int64)
+    for row, datum in enumerate(group):
+        length = len(datum.tokens)
+        tokens[row, :length] = torch.from_numpy(datum.tokens.copy())
+        targets[row, :length] = torch.from_numpy(datum.target_tokens.copy())
+        mask[row, :length] = 1
+    logits = model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False).logits.float()
+    chosen = torch.log_softmax(logits, dim=-1).gather(-1, targets.to(device)[..., None])[..., 0]
+    loss_of = LOSSES[batch.loss_fn]
+    rows = []
+    for row, datum in enumerate(group):
+        logprobs = chosen[row, : len(datum.tokens)]
+        inputs = {name: torch.from_numpy(value.copy()).to(device) for name, value in datum.inputs.items()}
+        rows.append((logprobs, loss_of(logprobs, inputs, batch.config)))
+    total = torch.stack([losses.sum() for _, losses in rows]).sum()
+    return total, [_array(logprobs) for logprobs, _ in rows], [_array(losses) for _, losses in rows]
+
+
+def _array(values: torch.Tensor) -> FloatArray:
+    return values.detach().to("cpu", torch.float32).numpy()

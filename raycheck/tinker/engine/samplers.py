@@ -1,0 +1,43 @@
+"""Models to sample from: weights of checkpoints, read from the bucket when they are first asked for.
+
+A few stay in memory, the latest ones asked for. They hold no state, so that a death of the engine costs a read.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+from raycheck import NotFoundError, open_run
+from raycheck.tinker.engine.base_model import BaseModel
+from raycheck.tinker.engine.generation import sample
+from raycheck.tinker.engine.lora_model import LoraModel
+from raycheck.tinker.engine.orders import SampleOrder, SampleOutput
+
+MAX_MODELS = 4
+
+
+class Samplers:
+    """Samples from the base model and from checkpoints over it."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._models: OrderedDict[tuple[str, str], LoraModel] = OrderedDict()
+
+    def sample(self, order: SampleOrder) -> SampleOutput:
+        """Returns the sequences. Raises NotFoundError when the checkpoint is gone."""
+        return sample(self._base, self._model(order), order)
+
+    def _model(self, order: SampleOrder) -> Any:
+        if order.source is None or order.shape is None:
+            return self._base.model
+        place = order.source.uri, order.source.key
+        if place not in self._models:
+            found = LoraModel(self._base, order.shape)
+            try:
+                open_run(order.source.uri).restore(order.source.key, into={"model": found.adapter})
+            except NotFoundError as error:
+                raise NotFoundError(f"the weights are gone, make a new sampling client: {error}") from None
+            self._models[place] = found
+            while len(self._models) > MAX_MODELS:
+                self._models.popitem(last=False)
+        self._models.move_to_end(place)
+        return self._models[place].model

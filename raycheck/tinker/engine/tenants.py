@@ -1,0 +1,136 @@
+"""All models of one process by id, the run that each has in the bucket, and every operation on them.
+
+A model is a function of what is in the bucket and of the requests since then: `open` brings it to its run's newest
+checkpoint, or draws it anew, and says which requests that covers. So the process may die at any moment.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from raycheck import (
+    Checkpointer,
+    ConfigError,
+    Group,
+    NotFoundError,
+    SaveFailedError,
+    SaveSettings,
+    fork_run,
+    open_run,
+)
+from raycheck.tinker.engine.base_model import BaseModel
+from raycheck.tinker.engine.lora_model import LoraModel
+from raycheck.tinker.engine.lora_shape import AdamParams, LoraShape
+from raycheck.tinker.engine.orders import (
+    BaseFacts,
+    LoadSource,
+    NoteValue,
+    PassOutput,
+    SampleOrder,
+    SampleOutput,
+    SaveOrder,
+)
+from raycheck.tinker.engine.passes import run_pass
+from raycheck.tinker.engine.samplers import Samplers
+from raycheck.tinker.wire.training_data import TrainingBatch
+
+SETTINGS = SaveSettings(every_steps=None, keep_last=1, rolling_keep_last=2, max_failed_saves=1_000_000)
+"""Nothing is saved but by request. A checkpoint without a name goes when a newer one is committed."""
+_BORROWED = re.compile(r"step-\d+-a0-s\d+")
+"""The key of a checkpoint that a fork began with: no attempt of this run has made it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tenant:
+    model: LoraModel
+    checkpointer: Checkpointer
+
+
+class Tenants:
+    """Holds the models. make_group: returns this process's place as the only rank of a run at a URI."""
+
+    def __init__(self, base: BaseModel, make_group: Callable[[str], Group]) -> None:
+        self._base = base
+        self._make_group = make_group
+        self._tenants: dict[str, _Tenant] = {}
+        self._samplers = Samplers(base)
+
+    def facts(self) -> BaseFacts:
+        base = self._base
+        return BaseFacts(
+            arch=base.arch, vocab_size=base.vocab_size, max_tokens=base.max_tokens, fingerprint=base.fingerprint
+        )
+
+    def open(self, model_id: str, shape: LoraShape, uri: str, source: LoadSource | None) -> Mapping[str, NoteValue]:
+        """Make a model, claim its run at `uri`, and restore the run's newest checkpoint, if it has one.
+
+        source: the checkpoint of another run that a new run begins from; no tensor is copied. Returns the note of the
+        restored checkpoint, when a save of this run has made it; else the model is as it began, and the note empty.
+        """
+        self.close(model_id)
+        if source is not None:
+            fork_run(source.uri, uri, source.key)
+        note: Mapping[str, NoteValue] = {}
+        try:
+            head = open_run(uri).head
+        except NotFoundError:
+            head = None
+        is_own = head is not None and not _BORROWED.fullmatch(head.entry.key)
+        if head is not None and is_own:
+            note = head.read_manifest().note
+        model = LoraModel(self._base, shape)
+        checkpointer = Checkpointer(model.state, SETTINGS, group=self._make_group(uri))
+        weights_only = source is not None and not source.with_optimizer and not is_own
+        checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
+        self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer)
+        return dict(note)
+
+    def run_pass(self, model_id: str, batch: TrainingBatch) -> PassOutput:
+        """See passes.run_pass."""
+        return run_pass(self._tenant(model_id).model, batch)
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """Make one step of AdamW. Returns its metrics. Raises FencedError when another server has taken the run."""
+        tenant = self._tenant(model_id)
+        metrics = tenant.model.step(params)
+        tenant.checkpointer.end_step(metrics)
+        return metrics
+
+    def load(self, model_id: str, source: LoadSource) -> None:
+        """Put a checkpoint's weights into a live model, and its optimizer's state if `source` says so."""
+        model = self._tenant(model_id).model
+        entries = {name: value for name, value in model.state.items() if name == "model" or source.with_optimizer}
+        open_run(source.uri).restore(source.key, into=entries)
+        model.optimizer.zero_grad()
+
+    def save(self, model_id: str, order: SaveOrder) -> None:
+        """Save a model, and return when it is committed. Raises SaveFailedError when it is not, ConfigError when
+        another checkpoint keeps the name."""
+        checkpointer = self._tenant(model_id).checkpointer
+        checkpointer.save(
+            is_rolling=order.name is None,
+            name=order.name,
+            note=order.note,
+            expire_after_s=order.expire_after_s,
+            overwrite=order.overwrite,
+        )
+        checkpointer.wait()
+        if checkpointer.save_status.unnamed:
+            raise ConfigError(f"the checkpoint has not got its name: {checkpointer.save_status.unnamed}")
+
+    def sample(self, order: SampleOrder) -> SampleOutput:
+        """See Samplers.sample."""
+        return self._samplers.sample(order)
+
+    def close(self, model_id: str) -> None:
+        """Forget a model, if it is there. Nothing is saved; saves under way may end."""
+        tenant = self._tenants.pop(model_id, None)
+        if tenant is not None:
+            reason = SaveFailedError("the model is unloaded")
+            tenant.checkpointer.__exit__(type(reason), reason, None)
+
+    def _tenant(self, model_id: str) -> _Tenant:
+        tenant = self._tenants.get(model_id)
+        if tenant is None:
+            raise ConfigError(f"model {model_id} is not loaded")
+        return tenant

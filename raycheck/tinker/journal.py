@@ -1,0 +1,210 @@
+"""The server's own state, in one SQLite file: sessions, models, and every request with its result.
+
+A request is answered once it is in this file, so that a kill of the server loses none. Requests that changed a model
+since its newest checkpoint keep their bodies: after a restart they are run again, in their order, on what the bucket
+has. What must outlive the machine is in the bucket (checkpoint_store.py); this file need not.
+
+One server writes the file. Each start counts `generation` up; a server that finds a newer one has been replaced, and
+writes nothing more (ReplacedError).
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from raycheck import ConfigError
+
+VERSION = 1
+MUTATES = ("forward_backward", "optim_step", "load_weights")
+"""The kinds of request that change a model that is open."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS server (version INTEGER NOT NULL, generation INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, status TEXT NOT NULL, seen_at REAL NOT NULL, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, status TEXT NOT NULL, facts TEXT NOT NULL, used_at REAL NOT NULL,
+    covered INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS requests (
+    id TEXT PRIMARY KEY, lane TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL, digest TEXT NOT NULL,
+    body BLOB, status TEXT NOT NULL, form TEXT, result BLOB, UNIQUE (lane, seq));
+CREATE INDEX IF NOT EXISTS pending ON requests (lane, status);
+CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT NOT NULL, facts TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS answers (
+    key TEXT PRIMARY KEY, at REAL NOT NULL, status INTEGER NOT NULL, body TEXT NOT NULL);
+"""
+
+RequestStatus = Literal["pending", "done", "failed"]
+
+
+class ReplacedError(Exception):
+    """Another server has been started with this file since."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedRequest:
+    """Holds one request.
+
+    lane, seq: the model or sampling session that it is for, and its number there. kind: the route. digest: of the body,
+    by which a repetition is known. body: how it came; None when nothing needs it any more. form: what `result` is:
+    "json", "error" (the text and category of a failure), "refusal" (of a request that was malformed), or one of
+    wire.results.FORMS.
+    """
+
+    id: str
+    lane: str
+    seq: int
+    kind: str
+    digest: str
+    body: bytes | None
+    status: RequestStatus
+    form: str | None = None
+    result: bytes | None = None
+
+
+class Journal:
+    """Opens the file, and makes it when it is not there. Raises ConfigError for a file of another version or kind."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
+        try:
+            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+            self._db.execute("BEGIN IMMEDIATE")
+            found = self._db.execute("SELECT version, generation FROM server").fetchone()
+            if found is None:
+                self._db.execute("INSERT INTO server VALUES (?, 0)", (VERSION,))
+                found = (VERSION, 0)
+            if found[0] != VERSION:
+                raise ConfigError(f"{path}: written by another version of this server; give another file")
+            self.generation: int = found[1] + 1
+            self._db.execute("UPDATE server SET generation = ?", (self.generation,))
+            self._db.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"{path}: not a state file of this server ({error}); give another one") from error
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Makes one transaction of the block. Raises ReplacedError, before the block, for a newer server's file."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._check_generation()
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _check_generation(self) -> None:
+        if self._db.execute("SELECT generation FROM server").fetchone()[0] != self.generation:
+            raise ReplacedError("another server was started with this state file; this one has to end")
+
+    def check_current(self) -> None:
+        """Raises ReplacedError when a newer server has the file."""
+        with self.writing():
+            pass
+
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """Returns the rows of a SELECT."""
+        return self._db.execute(query, values).fetchall()
+
+    def answer_to(self, key: str) -> tuple[int, str] | None:
+        """Returns status and body of the answer to a call with this idempotency key, if there was one lately."""
+        found = self.rows("SELECT status, body FROM answers WHERE key = ?", key)
+        return None if not found else (found[0][0], found[0][1])
+
+    def remember_answer(self, key: str, status: int, body: str, *, keep_s: float) -> None:
+        now = time.time()
+        with self.writing() as db:
+            db.execute("DELETE FROM answers WHERE at < ?", (now - keep_s,))
+            db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (key, now, status, body))
+
+    def submit(self, request: LoggedRequest) -> LoggedRequest:
+        """Log a request, unless its model has one of this seq already, which is returned then."""
+        with self.writing() as db:
+            known = self.request_at(request.lane, request.seq)
+            if known is not None:
+                return known
+            values = (request.id, request.lane, request.seq, request.kind, request.digest, request.body)
+            db.execute(
+                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*values, request.status, request.form, request.result),
+            )
+            db.execute("UPDATE models SET used_at = ? WHERE id = ?", (time.time(), request.lane))
+        return request
+
+    def finish(self, request_id: str, status: RequestStatus, form: str, result: bytes) -> None:
+        """Log a result. The body stays while a replay may need it: see `cover`."""
+        keeps = MUTATES if status == "done" else ()
+        values = (status, form, result, *keeps, request_id)
+        marks = ", ".join("?" for _ in keeps)
+        body = f"CASE WHEN kind IN ({marks}) THEN body END"
+        with self.writing() as db:
+            db.execute(f"UPDATE requests SET status = ?, form = ?, result = ?, body = {body} WHERE id = ?", values)  # noqa: S608
+
+    def cover(self, model: str, seq: int) -> None:
+        """Note that a checkpoint in the bucket has what the requests up to `seq` did; their bodies go."""
+        with self.writing() as db:
+            db.execute("UPDATE models SET covered = max(covered, ?) WHERE id = ?", (seq, model))
+            db.execute("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ?", (model, seq))
+
+    def add_sampler(self, session: str, number: int, facts: str) -> str:
+        """Log a sampling session. Returns its id, also when it is there already; its facts stay as they were then."""
+        sampler = f"{session}_sample_{number}"
+        with self.writing() as db:
+            db.execute("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?)", (sampler, session, facts))
+        return sampler
+
+    def uncovered(self, model: str) -> int:
+        """Returns how many steps a model has made that no checkpoint has."""
+        query = (
+            "SELECT count(*) FROM requests WHERE lane = ? AND kind = 'optim_step' AND status = 'done' "
+            "AND body IS NOT NULL"
+        )
+        return int(self.rows(query, model)[0][0])
+
+    def request(self, request_id: str) -> LoggedRequest | None:
+        return next(self._requests("WHERE id = ?", request_id), None)
+
+    def request_at(self, lane: str, seq: int) -> LoggedRequest | None:
+        return next(self._requests("WHERE lane = ? AND seq = ?", lane, seq), None)
+
+    def next_seq(self, lane: str) -> int:
+        """Returns the number after the highest one that the lane has had."""
+        return int(self.rows("SELECT coalesce(max(seq), -1) + 1 FROM requests WHERE lane = ?", lane)[0][0])
+
+    def first_pending(self, lane: str) -> LoggedRequest | None:
+        return next(self._requests("WHERE lane = ? AND status = 'pending' ORDER BY seq LIMIT 1", lane), None)
+
+    def missing_before(self, lane: str, seq: int) -> list[int]:
+        """Returns the lower numbers that have not come yet."""
+        found = {row[0] for row in self.rows("SELECT seq FROM requests WHERE lane = ? AND seq < ?", lane, seq)}
+        return [] if len(found) == seq else [number for number in range(seq) if number not in found]
+
+    def newest_change(self, model: str, before: int) -> int:
+        """Returns the number of the newest step or load before `before`; 0 for a model as it was created.
+
+        Passes since then have left gradients behind, which no checkpoint has.
+        """
+        query = (
+            "SELECT coalesce(max(seq), 0) FROM requests WHERE lane = ? AND seq < ? AND status = 'done' "
+            "AND kind IN ('optim_step', 'load_weights')"
+        )
+        return int(self.rows(query, model, before)[0][0])
+
+    def to_replay(self, model: str, after: int) -> list[LoggedRequest]:
+        """Returns the requests after `after` that have changed the model, in their order."""
+        kinds = ", ".join("?" for _ in MUTATES)
+        query = f"WHERE lane = ? AND seq > ? AND status = 'done' AND kind IN ({kinds}) ORDER BY seq"
+        return list(self._requests(query, model, after, *MUTATES))
+
+    def _requests(self, where: str, *values: object) -> Iterator[LoggedRequest]:
+        columns = "id, lane, seq, kind, digest, body, status, form, result"
+        for row in self.rows(f"SELECT {columns} FROM requests {where}", *values):  # noqa: S608  no value is in the text
+            yield LoggedRequest(**dict(zip(columns.split(", "), row, strict=True)))

@@ -1,0 +1,182 @@
+"""Runs the requests of one model, one after the other in the order of their numbers, and logs each result.
+
+When the engine has died since the last one, the model is rebuilt first: from its run's newest checkpoint in the bucket,
+or as it was created, and then by running again what the journal has had done since. A number that does not come is
+waited for; then it is given up, and so is the request that waited, for a later number must never take its place.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from uuid import uuid4
+
+from raycheck import ConfigError, RaycheckError
+from raycheck.tinker.engine.actor import Category, EngineGoneError, EngineRefusalError
+from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
+from raycheck.tinker.operations import OPERATIONS, Context, Result, as_json, save_for_recovery
+from raycheck.tinker.wire.fields import RefusedRequestError
+
+logger = logging.getLogger("raycheck.tinker")
+MAX_DEATHS = 3
+"""A request during which the engine has died this often is given up."""
+
+
+class ModelQueue:
+    """Runs one model's requests.
+
+    hold_s: how long a missing number is waited for. recovery_steps: after so many steps since the newest save the model
+    is saved without a name. on_result: called with the id of each request that has a result now. on_replaced: called
+    when another server has taken over.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        hold_s: float,
+        recovery_steps: int,
+        on_result: Callable[[str], None],
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._journal: Journal = context.journal
+        self._hold_s = hold_s
+        self._recovery_steps = recovery_steps
+        self._on_result = on_result
+        self._on_replaced = on_replaced
+        self._came = asyncio.Event()
+        self._open_in: int | None = None  # the engine's life in which the model is open
+        self._over = ""  # why the model will never be open again
+        self._deadlines: dict[int, float] = {}  # until when a request waits for those before it, by its number
+        self._task = asyncio.create_task(self._run())
+
+    def wake(self) -> None:
+        """Call this when a request has been logged."""
+        self._came.set()
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._came.clear()
+                request = self._journal.first_pending(self._context.run)
+                if request is None:
+                    await self._came.wait()
+                elif missing := self._journal.missing_before(self._context.run, request.seq):
+                    await self._wait_for(missing, request)
+                else:
+                    self._log(request, *await self._result_of(request))
+                    await self._after(request)
+        except ReplacedError as error:
+            logger.warning("stopping: %s model=%s", error, self._context.run)
+            self._on_replaced()
+
+    async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
+        """Wait until another request comes. At the deadline fail this one, and what is missing before it for ever."""
+        now = asyncio.get_running_loop().time()
+        left = self._deadlines.setdefault(request.seq, now + self._hold_s) - now
+        try:
+            await asyncio.wait_for(self._came.wait(), max(0.0, left))
+        except TimeoutError:
+            for seq in missing:
+                self._journal.submit(_lost(request.lane, seq))
+            text = f"request {request.seq} came, and {missing[0]} did not within {self._hold_s:.0f} s"
+            self._log(request, *failure(text, "user"))
+
+    async def _after(self, request: LoggedRequest) -> None:
+        """Save for a recovery when much would have to be run again. The client knows nothing of it."""
+        self._deadlines.pop(request.seq, None)
+        if request.kind == "unload_model":
+            self._over = f"model {self._context.run} was unloaded"
+        context = self._context
+        if request.kind != "optim_step" or self._over or self._journal.uncovered(context.run) < self._recovery_steps:
+            return
+        try:
+            await save_for_recovery(context, request)
+        except (EngineGoneError, EngineRefusalError, RaycheckError) as error:
+            logger.warning("could not save for a recovery: %s model=%s", error, context.run)
+
+    async def _result_of(self, request: LoggedRequest) -> Result:
+        for _ in range(MAX_DEATHS):
+            if self._over:
+                return failure(self._over, "server")
+            try:
+                if self._open_in != self._context.engine.life:
+                    await self._open(request)
+                if request.seq == 0:
+                    return as_json(_created(self._context))
+                return await OPERATIONS[request.kind](self._context, request)
+            except EngineGoneError as error:
+                logger.warning("the engine died, and is started again: %s model=%s", error, self._context.run)
+            except EngineRefusalError as error:
+                if error.category == "fenced":
+                    self._over = f"another server has taken over model {self._context.run}: {error}"
+                return failure(str(error), error.category)
+            except (ValueError, RefusedRequestError) as error:  # a ConfigError is a ValueError
+                return failure(str(error), "user")
+            except RaycheckError as error:
+                return failure(str(error), "server")
+            except ReplacedError:
+                raise
+            except Exception as error:
+                logger.exception("request failed: kind=%s model=%s", request.kind, self._context.run)
+                return failure(f"{type(error).__name__}: {error}", "server")
+        return failure(f"the engine died {MAX_DEATHS} times while it ran this request", "server")
+
+    async def _open(self, request: LoggedRequest) -> None:
+        """Bring the model to where it was before `request`."""
+        context, life = self._context, self._context.engine.life
+        self._journal.check_current()  # else this claim would fence the server that has taken over
+        uri = context.checkpoints.uri_of(context.run)
+        note = await context.engine.call("open", context.run, context.facts.shape, uri, context.facts.source)
+        found = note.get("covered", 0)
+        covered = found if isinstance(found, int) else 0
+        replayed = [item for item in self._journal.to_replay(context.run, covered) if item.seq < request.seq]
+        if any(item.body is None for item in replayed):
+            raise ConfigError(
+                f"model {context.run} cannot be rebuilt: a checkpoint that it was saved to is gone. Resume from a "
+                "checkpoint that is there"
+            )
+        for item in replayed:
+            await OPERATIONS[item.kind](context, item)
+        if replayed:
+            logger.info("rebuilt model=%s from_request=%d requests=%d", context.run, covered, len(replayed))
+        if life != context.engine.life:
+            raise EngineGoneError("it died while the model was rebuilt")
+        self._open_in = life
+
+    def _log(self, request: LoggedRequest, form: str, result: bytes) -> None:
+        self._journal.finish(request.id, "failed" if form == "error" else "done", form, result)
+        self._on_result(request.id)
+
+
+def _created(context: Context) -> dict[str, object]:
+    if context.facts.source_path is None:
+        return {"type": "create_model", "model_id": context.run}
+    return {"type": "load_weights", "path": context.facts.source_path, "model_id": context.run}
+
+
+def _lost(lane: str, seq: int) -> LoggedRequest:
+    """Returns what takes the place of a number that has not come in time."""
+    form, result = failure("the request did not come in time", "user")
+    return LoggedRequest(
+        id=uuid4().hex,
+        lane=lane,
+        seq=seq,
+        kind="lost",
+        digest="",
+        body=None,
+        status="failed",
+        form=form,
+        result=result,
+    )
+
+
+def failure(text: str, category: Category) -> Result:
+    """Returns the result that makes the SDK raise RequestFailedError at once."""
+    named = "user" if category == "user" else "server"
+    return "error", json.dumps({"error": text, "category": named}).encode()

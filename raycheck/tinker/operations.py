@@ -1,0 +1,217 @@
+"""What each kind of request does to a model: one function per kind, which returns the result as it is stored.
+
+All of them may be run again: after a death of the engine the model is rebuilt from the bucket and the journal, and the
+request that was under way is run once more. A save looks first whether its checkpoint was committed already.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raycheck.tinker.checkpoint_paths import CheckpointPath
+from raycheck.tinker.checkpoint_store import CheckpointStore
+from raycheck.tinker.engine.actor import Engine, EngineRefusalError
+from raycheck.tinker.engine.lora_shape import AdamParams
+from raycheck.tinker.engine.orders import BaseFacts, LoadSource, PassOutput, SaveOrder
+from raycheck.tinker.journal import Journal, LoggedRequest
+from raycheck.tinker.models import ModelFacts, SamplerFacts, note_of
+from raycheck.tinker.wire import results
+from raycheck.tinker.wire.fields import (
+    RefusedRequestError,
+    checkpoint_name_in,
+    flag_in,
+    metadata_in,
+    number_in,
+    text_in,
+    ttl_in,
+)
+from raycheck.tinker.wire.training_data import (
+    Limits,
+    TrainingBatch,
+    address_in_protobuf,
+    batch_in_json,
+    batch_in_protobuf,
+)
+
+Result = tuple[str, bytes]
+"""A result's form (see LoggedRequest) and its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """Holds what operations work with: one model's id and facts, and the server's parts."""
+
+    run: str
+    facts: ModelFacts
+    base: BaseFacts
+    engine: Engine
+    journal: Journal
+    checkpoints: CheckpointStore
+
+
+def as_json(value: Mapping[str, Any]) -> Result:
+    return "json", json.dumps(value).encode()
+
+
+def batch_of(request: LoggedRequest, base: BaseFacts) -> TrainingBatch:
+    """Returns the batch of a logged pass. Raises MalformedDataError. A JSON body begins with a brace; no protobuf
+    message of this type does."""
+    assert request.body is not None, "the body stays until the request is covered"
+    limits = Limits(vocab_size=base.vocab_size, max_tokens=base.max_tokens)
+    if request.body.startswith(b"{"):
+        return batch_in_json(json.loads(request.body), limits, forward_only=request.kind == "forward")
+    return batch_in_protobuf(address_in_protobuf(request.body)[2], limits)
+
+
+def body_of(request: LoggedRequest) -> dict[str, Any]:
+    assert request.body is not None, "the body stays until the request is covered"
+    body: dict[str, Any] = json.loads(request.body)
+    return body
+
+
+async def run_pass(context: Context, request: LoggedRequest) -> Result:
+    batch = await asyncio.to_thread(batch_of, request, context.base)
+    output: PassOutput = await context.engine.call("run_pass", context.run, batch)
+    return "pass", results.pass_in_protobuf(output.logprobs, output.losses, output.loss_sum)
+
+
+async def optim_step(context: Context, request: LoggedRequest) -> Result:
+    params = adam_params_in(body_of(request))
+    metrics = await context.engine.call("optim_step", context.run, params)
+    return as_json({"metrics": metrics})
+
+
+def adam_params_in(body: Mapping[str, Any]) -> AdamParams:
+    """Returns the parameters of an optim_step. Raises RefusedRequestError or ValueError for what cannot be."""
+    given = body.get("optim_params") or body.get("adam_params")
+    if not isinstance(given, dict):
+        raise RefusedRequestError("the body has no adam_params", 422)
+    return AdamParams.parse(given)
+
+
+async def load_weights(context: Context, request: LoggedRequest) -> Result:
+    """Put a checkpoint into a model that has done nothing yet."""
+    body = body_of(request)
+    source = await asyncio.to_thread(source_of, context.checkpoints, context.base, body)
+    await context.engine.call("load", context.run, source)
+    return as_json({"type": "load_weights", "path": body["path"], "model_id": context.run})
+
+
+def source_of(checkpoints: CheckpointStore, base: BaseFacts, body: Mapping[str, Any]) -> LoadSource:
+    """Returns the checkpoint that a load_weights names. Raises RefusedRequestError, and ValueError for one of another
+    base model."""
+    path = CheckpointPath.parse(text_in(body, "path"))
+    if path.segment != "weights":
+        raise ValueError(f"{path.text} is no training state: give tinker://RUN/weights/NAME")
+    found = checkpoints.find(path)
+    if found.note.get("base_fingerprint") != base.fingerprint:
+        raise ValueError(f"{path.text}: {other_base(found.note)}")
+    return LoadSource(uri=found.uri, key=found.key, with_optimizer=flag_in(body, "optimizer", default=False))
+
+
+def other_base(note: Mapping[str, Any]) -> str:
+    """Says why a checkpoint does not fit this server's base model."""
+    return f"it is an adapter of {note.get('base_model')!r} with other weights than this server's base model has"
+
+
+async def save_weights(context: Context, request: LoggedRequest) -> Result:
+    path = CheckpointPath(run=context.run, segment="weights", name=checkpoint_name_in(body_of(request)))
+    await _save(context, request, path)
+    return as_json({"type": "save_weights", "path": path.text})
+
+
+async def save_weights_for_sampler(context: Context, request: LoggedRequest) -> Result:
+    if body_of(request).get("path") is None:
+        return await _save_for_sampling_session(context, request)
+    path = CheckpointPath(run=context.run, segment="sampler_weights", name=checkpoint_name_in(body_of(request)))
+    await _save(context, request, path)
+    found = await asyncio.to_thread(context.checkpoints.find, path)
+    await asyncio.to_thread(context.checkpoints.export_adapter, found)
+    return as_json({"type": "save_weights_for_sampler", "path": path.text})
+
+
+async def _save_for_sampling_session(context: Context, request: LoggedRequest) -> Result:
+    """Commit a checkpoint without a name, of which the newest two stay, and make a sampling session of it."""
+    body = body_of(request)
+    covered = context.journal.newest_change(context.run, request.seq)
+    for is_saved in (False, True):
+        key, note = await asyncio.to_thread(context.checkpoints.head_of, context.run)
+        if note.get("request") == request.id:
+            break
+        if is_saved:
+            raise EngineRefusalError("the weights were saved, and another checkpoint is the newest one", "server")
+        await context.engine.call("save", context.run, SaveOrder(name=None, note=_note(context, request, covered)))
+    context.journal.cover(context.run, covered)
+    facts = SamplerFacts(
+        base_model=context.facts.base_model,
+        source=LoadSource(uri=context.checkpoints.uri_of(context.run), key=key, with_optimizer=False),
+        shape=context.facts.shape,
+    )
+    number = number_in(body, "sampling_session_seq_id")
+    sampler = context.journal.add_sampler(context.facts.session, number, facts.text)
+    return as_json({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
+
+
+async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) -> None:
+    """Commit a checkpoint under this name, unless this very request has done so before."""
+    body = body_of(request)
+    overwrite = flag_in(body, "overwrite", default=False)
+    known = await asyncio.to_thread(context.checkpoints.find_or_none, path)
+    covered = context.journal.newest_change(context.run, request.seq)
+    if known is None or known.note.get("request") != request.id:
+        if known is not None and not overwrite:
+            raise EngineRefusalError(f"{path.text} exists already; give another name, or overwrite", "user")
+        order = SaveOrder(
+            name=path.raycheck_name,
+            note=_note(context, request, covered),
+            expire_after_s=ttl_in(body),
+            overwrite=known is not None,
+        )
+        await context.engine.call("save", context.run, order)
+    context.journal.cover(context.run, covered)
+
+
+async def save_for_recovery(context: Context, request: LoggedRequest) -> None:
+    """Commit a checkpoint without a name after a step, from which the model is rebuilt when the engine dies."""
+    note = note_of(
+        context.facts,
+        fingerprint=context.base.fingerprint,
+        request=f"recovery after {request.id}",
+        covered=request.seq,
+        metadata={},
+    )
+    await context.engine.call("save", context.run, SaveOrder(name=None, note=note))
+    context.journal.cover(context.run, request.seq)
+
+
+def _note(context: Context, request: LoggedRequest, covered: int) -> Any:
+    return note_of(
+        context.facts,
+        fingerprint=context.base.fingerprint,
+        request=request.id,
+        covered=covered,
+        metadata=metadata_in(body_of(request)),
+    )
+
+
+async def unload_model(context: Context, request: LoggedRequest) -> Result:
+    """Forget the model. Its checkpoints stay."""
+    del request
+    await context.engine.call("close", context.run)
+    with context.journal.writing() as db:
+        db.execute("UPDATE models SET status = 'unloaded' WHERE id = ?", (context.run,))
+    return as_json({"type": "unload_model", "model_id": context.run, "status": "unloaded"})
+
+
+Operation = Callable[[Context, LoggedRequest], Awaitable[Result]]
+OPERATIONS: Mapping[str, Operation] = {
+    "forward_backward": run_pass,
+    "forward": run_pass,
+    "optim_step": optim_step,
+    "load_weights": load_weights,
+    "save_weights": save_weights,
+    "save_weights_for_sampler": save_weights_for_sampler,
+    "unload_model": unload_model,
+}

@@ -1,0 +1,163 @@
+"""Training runs and their checkpoints, as they lie in the bucket: listed, deleted, given another expiry."""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from raycheck.tinker.checkpoint_paths import CheckpointPath
+from raycheck.tinker.checkpoint_store import StoredCheckpoint
+from raycheck.tinker.models import shape_in_note
+from raycheck.tinker.routes.requests import SERVICE, json_body, window
+from raycheck.tinker.service import Service
+from raycheck.tinker.wire.fields import RefusedRequestError, text_in, ttl_in
+
+OWNER = "raycheck"
+
+
+def add_to(app: web.Application) -> None:
+    runs = "/api/v1/training_runs"
+    app.router.add_post("/api/v1/weights_info", _weights_info)
+    app.router.add_get("/api/v1/checkpoints", _all_checkpoints)
+    app.router.add_get(runs, _runs)
+    app.router.add_get(f"{runs}/{{run}}", _run)
+    app.router.add_get(f"{runs}/{{run}}/checkpoints", _checkpoints)
+    app.router.add_get("/api/v1/models/{run}/checkpoints", _checkpoints)  # how older SDKs call it
+    app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}", _delete)
+    app.router.add_put(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/ttl", _set_ttl)
+
+
+async def _weights_info(request: web.Request) -> web.Response:
+    path = CheckpointPath.parse(text_in(await json_body(request), "tinker_path"))
+    if path.segment != "weights":
+        raise RefusedRequestError(f"{path.text} is no training state: give tinker://RUN/weights/NAME")
+    found = await asyncio.to_thread(request.app[SERVICE].checkpoints.find, path)
+    try:
+        shape = shape_in_note(found.note)
+    except ValueError as error:
+        raise RefusedRequestError(str(error)) from None
+    return web.json_response(
+        {
+            "base_model": found.note["base_model"],
+            "is_lora": True,
+            "lora_rank": shape.rank,
+            "train_attn": shape.train_attn,
+            "train_mlp": shape.train_mlp,
+            "train_unembed": shape.train_unembed,
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
+
+
+async def _all_checkpoints(request: web.Request) -> web.Response:
+    limit, offset = window(request, default=100)
+    service = request.app[SERVICE]
+
+    def find() -> list[StoredCheckpoint]:
+        found = [item for run in service.checkpoints.runs() for item in service.checkpoints.of_run(run)]
+        return sorted(found, key=lambda item: -item.committed_at)
+
+    found = await asyncio.to_thread(find)
+    return web.json_response(
+        {
+            "checkpoints": [_checkpoint(item) for item in found[offset : offset + limit]],
+            "cursor": {"offset": offset, "limit": limit, "total_count": len(found)},
+        }
+    )
+
+
+async def _checkpoints(request: web.Request) -> web.Response:
+    service, run = request.app[SERVICE], request.match_info["run"]
+    found = await asyncio.to_thread(service.checkpoints.of_run, run)
+    if not found:
+        service.facts_of(run)  # raises what the client reads when there is no such run
+    return web.json_response({"checkpoints": [_checkpoint(item) for item in found]})
+
+
+async def _runs(request: web.Request) -> web.Response:
+    limit, offset = window(request, default=20)
+    service = request.app[SERVICE]
+    here = service.runs_here()
+    there = await asyncio.to_thread(service.checkpoints.runs)
+    ids = [*dict.fromkeys([*here, *there])]
+    shown = [await _training_run(service, run) for run in ids[offset : offset + limit]]
+    return web.json_response(
+        {
+            "training_runs": [item for item in shown if item],
+            "cursor": {"offset": offset, "limit": limit, "total_count": len(ids)},
+        }
+    )
+
+
+async def _run(request: web.Request) -> web.Response:
+    run = request.match_info["run"]
+    found = await _training_run(request.app[SERVICE], run)
+    if found is None:
+        raise RefusedRequestError(f"there is no training run {run[:200]}", 404)
+    return web.json_response(found)
+
+
+async def _training_run(service: Service, run: str) -> dict[str, Any] | None:
+    """Returns what is known of a run, by this server or by its checkpoints; None when neither knows it."""
+    known = service.runs_here(run).get(run)
+    found = await asyncio.to_thread(service.checkpoints.of_run, run)
+    if known is None and not found:
+        return None
+    if known is not None:
+        facts, used_at = known
+        base_model, rank, metadata = facts.base_model, facts.shape.rank, dict(facts.metadata) or None
+    else:
+        note, used_at = found[-1].note, found[-1].committed_at
+        base_model, rank, metadata = str(note.get("base_model")), int(note.get("lora_rank", 0)), found[-1].run_metadata
+    return {
+        "training_run_id": run,
+        "base_model": base_model,
+        "model_owner": OWNER,
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": rank,
+        "last_request_time": _time(used_at),
+        "last_checkpoint": _newest(found, "training"),
+        "last_sampler_checkpoint": _newest(found, "sampler"),
+        "user_metadata": metadata,
+    }
+
+
+async def _delete(request: web.Request) -> web.Response:
+    await asyncio.to_thread(request.app[SERVICE].checkpoints.delete, _path(request))
+    return web.Response(status=204)
+
+
+async def _set_ttl(request: web.Request) -> web.Response:
+    ttl_s = ttl_in(await json_body(request))
+    await asyncio.to_thread(request.app[SERVICE].checkpoints.set_ttl, _path(request), ttl_s)
+    return web.Response(status=204)
+
+
+def _path(request: web.Request) -> CheckpointPath:
+    found = request.match_info
+    return CheckpointPath.of(found["run"], f"{found['segment']}/{found['name']}")
+
+
+def _newest(found: Sequence[StoredCheckpoint], kind: str) -> dict[str, Any] | None:
+    of_kind = [item for item in found if item.path.type == kind]
+    return _checkpoint(of_kind[-1]) if of_kind else None
+
+
+def _checkpoint(found: StoredCheckpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{found.path.segment}/{found.path.name}",
+        "checkpoint_type": found.path.type,
+        "time": _time(found.committed_at),
+        "tinker_path": found.path.text,
+        "size_bytes": found.size_bytes,
+        "public": False,
+        "expires_at": None if found.expires_at is None else _time(found.expires_at),
+        "user_metadata": found.user_metadata,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,124 @@
+"""Models and all that is done to them: every request is logged, and answered with the id of its future."""
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+from raycheck.tinker.routes.requests import SERVICE, body_bytes, json_body
+from raycheck.tinker.service import Service, canonical, digest_of
+from raycheck.tinker.wire.fields import RefusedRequestError, optional_number_in, text_in
+from raycheck.tinker.wire.results import PROTOBUF
+from raycheck.tinker.wire.training_data import (
+    Limits,
+    MalformedDataError,
+    address_in_protobuf,
+    batch_in_json,
+    batch_in_protobuf,
+)
+
+
+def add_to(app: web.Application) -> None:
+    app.router.add_post("/api/v1/create_model", _create_model)
+    app.router.add_post("/api/v1/get_info", _info)
+    app.router.add_post("/api/v1/unload_model", _unload)
+    app.router.add_post("/api/v1/forward_backward", _forward_backward)
+    app.router.add_post("/api/v1/forward", _forward)
+    app.router.add_post("/api/v1/load_weights", _load)
+    for kind in ("optim_step", "save_weights", "save_weights_for_sampler"):
+        app.router.add_post(f"/api/v1/{kind}", _submit)
+
+
+async def _create_model(request: web.Request) -> web.Response:
+    request_id, run = request.app[SERVICE].create_model(await json_body(request))
+    return _future(request_id, run)
+
+
+async def _info(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    run = text_in(await json_body(request), "model_id")
+    facts = service.facts_of(run)
+    data = {
+        "arch": service.base.arch if service.base else None,
+        "model_name": facts.base_model,
+        "tokenizer_id": facts.base_model,
+    }
+    return web.json_response(
+        {
+            "type": "get_info",
+            "model_id": run,
+            "model_name": facts.base_model,
+            "is_lora": True,
+            "lora_rank": facts.shape.rank,
+            "model_data": data,
+        }
+    )
+
+
+async def _unload(request: web.Request) -> web.Response:
+    """Unloads a model when all that came before is done, which the future waits for."""
+    body = await json_body(request)
+    return _future(request.app[SERVICE].submit_json("unload_model", body), text_in(body, "model_id"))
+
+
+async def _submit(request: web.Request) -> web.Response:
+    body = await json_body(request)
+    kind = request.path.rpartition("/")[2]
+    return _future(request.app[SERVICE].submit_json(kind, body), text_in(body, "model_id"))
+
+
+async def _load(request: web.Request) -> web.Response:
+    service, body = request.app[SERVICE], await json_body(request)
+    if body.get("model_id") is None:
+        return _future(*await service.load_new_model(body))
+    return _future(service.submit_json("load_weights", body), text_in(body, "model_id"))
+
+
+async def _forward_backward(request: web.Request) -> web.Response:
+    data = await body_bytes(request)
+    if request.content_type != PROTOBUF:
+        return await _pass_in_json(request, data, "forward_backward")
+    try:
+        run, seq, message = await asyncio.to_thread(address_in_protobuf, data)
+    except MalformedDataError as error:
+        raise RefusedRequestError(str(error), 422) from None
+    service = request.app[SERVICE]
+    kind = "forward" if message.forward_only else "forward_backward"
+    problem = await asyncio.to_thread(_problem, lambda: batch_in_protobuf(message, _limits(service)))
+    digest = digest_of(message.SerializeToString(deterministic=True))
+    return _future(service.submit(kind, run, seq, data, digest=digest, problem=problem), run)
+
+
+async def _forward(request: web.Request) -> web.Response:
+    return await _pass_in_json(request, await body_bytes(request), "forward")
+
+
+async def _pass_in_json(request: web.Request, data: bytes, kind: str) -> web.Response:
+    service = request.app[SERVICE]
+    body = json.loads(data)
+    if not isinstance(body, dict):
+        raise RefusedRequestError("the body is not a JSON object", 422)
+    run, seq = text_in(body, "model_id"), optional_number_in(body, "seq_id")
+    limits = _limits(service)
+    problem = await asyncio.to_thread(_problem, lambda: batch_in_json(body, limits, forward_only=kind == "forward"))
+    kept = json.dumps(body).encode()
+    return _future(service.submit(kind, run, seq, kept, digest=canonical(body), problem=problem), run)
+
+
+def _problem(read: Any) -> str | None:
+    """Returns why data cannot be trained on; None when it can."""
+    try:
+        read()
+    except MalformedDataError as error:
+        return str(error)
+    return None
+
+
+def _limits(service: Service) -> Limits:
+    assert service.base is not None, "the server has started"
+    return Limits(vocab_size=service.base.vocab_size, max_tokens=service.base.max_tokens)
+
+
+def _future(request_id: str, run: str) -> web.Response:
+    return web.json_response({"request_id": request_id, "model_id": run})

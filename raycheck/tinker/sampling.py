@@ -1,0 +1,233 @@
+"""Sampling sessions, and their requests: each is logged as those to models are, and run in no order.
+
+A sampling session names weights: the base model's, or those of a checkpoint in the bucket. Its requests change nothing,
+so that after a death of the engine or the server they are simply run again, with the seed that they had.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+from uuid import uuid4
+
+from raycheck import RaycheckError
+from raycheck.tinker.checkpoint_paths import CheckpointPath
+from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError
+from raycheck.tinker.engine.lora_shape import LoraShape
+from raycheck.tinker.engine.orders import LoadSource, SampleOrder, SampleOutput
+from raycheck.tinker.journal import LoggedRequest
+from raycheck.tinker.model_queue import MAX_DEATHS, failure
+from raycheck.tinker.models import SamplerFacts, shape_in_note
+from raycheck.tinker.service import Service, canonical, draw_seed
+from raycheck.tinker.wire.fields import RefusedRequestError, dict_in, flag_in, number_in, optional_number_in, text_in
+from raycheck.tinker.wire.results import sample_in_protobuf
+
+MAX_SAMPLES = 1024
+MAX_STOPS = 16
+NOT_THERE = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "prompt_logprobs_last_n",
+    "record_stability_info",
+)
+
+
+class Sampling:
+    """Answers requests to sample. service: keeps them, and knows the models."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Go on with the requests that the last server left."""
+        query = "SELECT id FROM requests WHERE kind = 'sample' AND status = 'pending'"
+        for (request_id,) in self._service.journal.rows(query):
+            request = self._service.journal.request(request_id)
+            assert request is not None, "it was read just now"
+            self._run(request)
+
+    async def stop(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def create_session(self, body: Mapping[str, Any]) -> str:
+        """Create a sampling session for the base model or a checkpoint. Returns its id, also that of the same one."""
+        session, number = text_in(body, "session_id"), number_in(body, "sampling_session_seq_id")
+        self._service.check_session(session)
+        facts = await self._facts_in(body)
+        return self._service.journal.add_sampler(session, number, facts.text)
+
+    async def _facts_in(self, body: Mapping[str, Any]) -> SamplerFacts:
+        """Returns the weights that a body names by base_model or model_path."""
+        base_model, path = body.get("base_model"), body.get("model_path")
+        if path is not None:
+            return await asyncio.to_thread(self._facts_of_path, CheckpointPath.parse(text_in(body, "model_path")))
+        if base_model is None:
+            raise RefusedRequestError("give base_model or model_path: the weights to sample from")
+        self._service.check_base(text_in(body, "base_model"))
+        return SamplerFacts(base_model=str(base_model))
+
+    def _facts_of_path(self, path: CheckpointPath) -> SamplerFacts:
+        found = self._service.checkpoints.find(path)
+        self._service.check_fingerprint(path.text, found.note)
+        try:
+            shape = shape_in_note(found.note)
+        except ValueError as error:
+            raise RefusedRequestError(str(error)) from None
+        return SamplerFacts(
+            base_model=str(found.note["base_model"]),
+            model_path=path.text,
+            source=LoadSource(uri=found.uri, key=found.key, with_optimizer=False),
+            shape=shape,
+        )
+
+    def facts_of(self, sampler: str) -> SamplerFacts:
+        """Returns the weights of a sampling session. Raises RefusedRequestError (404) for an unknown one."""
+        found = self._service.journal.rows("SELECT facts FROM samplers WHERE id = ?", sampler)
+        if not found:
+            raise RefusedRequestError(f"there is no sampling session {sampler}", 404)
+        return SamplerFacts.parse(found[0][0])
+
+    async def submit(self, body: Mapping[str, Any]) -> tuple[str, int]:
+        """Log a request to sample, and begin it.
+
+        Returns its id, also that of the same request that came before, and how many sequences it will have.
+        """
+        journal = self._service.journal
+        if body.get("sampling_session_id") is not None:
+            lane, seq = text_in(body, "sampling_session_id"), optional_number_in(body, "seq_id")
+            facts = self.facts_of(lane)
+        else:
+            lane, seq, facts = "sampling", None, await self._facts_in(body)
+        order = self._order_in(body, facts)
+        request = LoggedRequest(
+            id=uuid4().hex,
+            lane=lane,
+            seq=journal.next_seq(lane) if seq is None else seq,
+            kind="sample",
+            digest=canonical(body),
+            body=json.dumps(asdict(order)).encode(),
+            status="pending",
+        )
+        known = journal.submit(request)
+        if known is request:
+            self._run(request)
+        elif known.digest != request.digest:
+            raise RefusedRequestError(f"request {seq} of {lane} was sent before with another content")
+        return known.id, order.num_samples
+
+    def _run(self, request: LoggedRequest) -> None:
+        task = asyncio.create_task(self._result(request))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _result(self, request: LoggedRequest) -> None:
+        order = order_in(request.body or b"{}")
+        form, result = failure(f"the engine died {MAX_DEATHS} times while it sampled", "server")
+        for _ in range(MAX_DEATHS):
+            try:
+                output: SampleOutput = await self._service.engine.call("sample", order)
+            except EngineGoneError:
+                continue
+            except EngineRefusalError as error:
+                form, result = failure(str(error), error.category)
+            except RaycheckError as error:
+                form, result = failure(str(error), "server")
+            else:
+                sequences = [(item.tokens, item.logprobs, item.is_stopped) for item in output.sequences]
+                form, result = "sample", sample_in_protobuf(sequences, output.prompt_logprobs)
+            break
+        self._service.finish(request.id, form, result)
+
+    def _order_in(self, body: Mapping[str, Any], facts: SamplerFacts) -> SampleOrder:
+        """Returns what a body asks for. Raises RefusedRequestError for what cannot be."""
+        for name in NOT_THERE:
+            if body.get(name):
+                raise RefusedRequestError(f"{name}: this server does not have it", 422)
+        prompt = self._prompt_in(body)
+        params = dict_in(body, "sampling_params")
+        base = self._service.base_facts
+        room = base.max_tokens - len(prompt) if base.max_tokens else 1 << 20
+        wanted = optional_number_in(params, "max_tokens")
+        count = 1 if body.get("num_samples") is None else number_in(body, "num_samples")
+        seed = optional_number_in(params, "seed")
+        if not 1 <= count <= MAX_SAMPLES or wanted == 0 or room < 1:
+            raise RefusedRequestError(
+                f"num_samples={count}, max_tokens={wanted}, and a prompt of {len(prompt)} tokens: give 1 to "
+                f"{MAX_SAMPLES} samples of at least one token, and a prompt that leaves room for it",
+                422,
+            )
+        stop_tokens, stop_strings = _stops_in(params)
+        return SampleOrder(
+            source=facts.source,
+            shape=facts.shape,
+            prompt=prompt,
+            num_samples=count,
+            max_tokens=room if wanted is None else min(wanted, room),
+            seed=draw_seed() if seed is None else seed,
+            temperature=_float_in(params, "temperature", default=1.0, least=0.0, most=100.0),
+            top_k=_top_k_in(params),
+            top_p=_float_in(params, "top_p", default=1.0, least=1e-6, most=1.0),
+            stop_tokens=stop_tokens,
+            stop_strings=stop_strings,
+            prompt_logprobs=flag_in(body, "prompt_logprobs", default=False),
+        )
+
+    def _prompt_in(self, body: Mapping[str, Any]) -> tuple[int, ...]:
+        chunks = dict_in(body, "prompt").get("chunks")
+        tokens: list[int] = []
+        for chunk in chunks if isinstance(chunks, list) else []:
+            found = chunk.get("tokens") if isinstance(chunk, dict) else None
+            if not isinstance(found, list) or any(type(token) is not int for token in found):
+                raise RefusedRequestError("prompt: this server reads chunks of tokens only", 422)
+            tokens += found
+        base = self._service.base_facts
+        if not tokens or min(tokens) < 0 or max(tokens) >= base.vocab_size:
+            raise RefusedRequestError(f"prompt: give tokens of the vocabulary of {base.vocab_size}", 422)
+        return tuple(tokens)
+
+
+def order_in(data: bytes) -> SampleOrder:
+    """Returns the order in a logged request."""
+    given = json.loads(data)
+    source, shape, stop_tokens = given.pop("source"), given.pop("shape"), given.pop("stop_tokens")
+    return SampleOrder(
+        **{**given, "prompt": tuple(given["prompt"]), "stop_strings": tuple(given["stop_strings"])},
+        source=source and LoadSource(**source),
+        shape=shape and LoraShape(**shape),
+        stop_tokens=None if stop_tokens is None else tuple(stop_tokens),
+    )
+
+
+def _stops_in(params: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Returns stop tokens and stop strings. Without `stop` the model's own tokens stop it; [] lets nothing stop it."""
+    given = params.get("stop")
+    if given is None:
+        return None, ()
+    stops = [given] if isinstance(given, str) else given
+    if isinstance(stops, list) and len(stops) <= MAX_STOPS:
+        if all(isinstance(stop, str) and stop for stop in stops) and stops:
+            return None, tuple(stops)
+        if all(type(stop) is int and stop >= 0 for stop in stops):
+            return tuple(stops), ()
+    raise RefusedRequestError(f"sampling_params.stop: give up to {MAX_STOPS} texts or tokens", 422)
+
+
+def _float_in(params: Mapping[str, Any], name: str, *, default: float, least: float, most: float) -> float:
+    value = default if params.get(name) is None else params[name]
+    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+        raise RefusedRequestError(f"sampling_params.{name}={value!r}: give a number from {least} to {most}", 422)
+    return float(value)
+
+
+def _top_k_in(params: Mapping[str, Any]) -> int:
+    value = -1 if params.get("top_k") is None else params["top_k"]
+    if type(value) is not int or not (value == -1 or 1 <= value < 1 << 31):
+        raise RefusedRequestError(f"sampling_params.top_k={value!r}: give -1 or a number from 1 on", 422)
+    return value

@@ -1,0 +1,413 @@
+"""The server without HTTP: sessions, training runs, and the life of every request from its arrival to its result."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from raycheck.tinker.checkpoint_paths import CheckpointPath, run_id_of
+from raycheck.tinker.checkpoint_store import CheckpointStore
+from raycheck.tinker.engine.actor import Engine, EngineGoneError
+from raycheck.tinker.engine.lora_shape import LoraShape
+from raycheck.tinker.engine.orders import BaseFacts, LoadSource
+from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
+from raycheck.tinker.model_queue import ModelQueue, failure
+from raycheck.tinker.models import ModelFacts, shape_in_note
+from raycheck.tinker.operations import Context, adam_params_in, other_base, source_of
+from raycheck.tinker.wire.fields import (
+    RefusedRequestError,
+    checkpoint_name_in,
+    dict_in,
+    flag_in,
+    metadata_in,
+    number_in,
+    optional_number_in,
+    text_in,
+    ttl_in,
+)
+
+logger = logging.getLogger("raycheck.tinker")
+MAX_SEED = 1 << 32
+MAX_AHEAD = 1000
+"""How many numbers may be left out before one: the SDK sends the parts of a batch at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """Says how the server behaves.
+
+    base_model: the name under which clients ask for the base model. hold_s: how long a request waits for an earlier one
+    that has not come; the SDK itself repeats a request for five minutes. recovery_steps: after so many steps since its
+    newest save a model is saved for a recovery. session_timeout_s: a session without a sign of
+    life for so long ends, and its models are unloaded; None: never. cleanup_s: how often that is looked at.
+    """
+
+    base_model: str
+    hold_s: float = 330.0
+    recovery_steps: int = 200
+    session_timeout_s: float | None = 300.0
+    cleanup_s: float = 60.0
+
+
+class Service:
+    """Answers requests. on_replaced: called when another server has been started with the same state file."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        journal: Journal,
+        engine: Engine,
+        checkpoints: CheckpointStore,
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self.settings = settings
+        self.journal = journal
+        self.checkpoints = checkpoints
+        self.engine = engine
+        self.base: BaseFacts | None = None
+        self._on_replaced = on_replaced
+        self._queues: dict[str, ModelQueue] = {}
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._cleaner: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Wait for the engine, and go on with what the last server left."""
+        self.base = await self.engine.call("facts")
+        with self.journal.writing() as db:
+            db.execute("UPDATE sessions SET seen_at = ? WHERE status = 'active'", (time.time(),))
+        for run, facts in self.journal.rows("SELECT id, facts FROM models WHERE status = 'live'"):
+            self._start_queue(run, ModelFacts.parse(facts))
+        self._cleaner = asyncio.create_task(self._clean_up())
+
+    async def stop(self) -> None:
+        if self._cleaner is not None:
+            self._cleaner.cancel()
+        for queue in self._queues.values():
+            await queue.stop()
+        self.journal.close()
+
+    # Sessions
+
+    def create_session(self, body: Mapping[str, Any]) -> str:
+        session = f"session_{uuid4().hex[:16]}"
+        metadata_in(body)
+        kept = {name: body[name] for name in ("tags", "user_metadata", "sdk_version", "display_name") if name in body}
+        with self.journal.writing() as db:
+            db.execute("INSERT INTO sessions VALUES (?, 'active', ?, ?)", (session, time.time(), json.dumps(kept)))
+        return session
+
+    def heartbeat(self, session: str) -> None:
+        """Note that a session lives. Raises RefusedRequestError: 404 for an unknown one, 410 for one that is over."""
+        self.check_session(session)
+        with self.journal.writing() as db:
+            db.execute("UPDATE sessions SET seen_at = ? WHERE id = ?", (time.time(), session))
+
+    def check_session(self, session: str) -> None:
+        found = self.journal.rows("SELECT status FROM sessions WHERE id = ?", session)
+        if not found:
+            raise RefusedRequestError(f"there is no session {session}", 404)
+        if found[0][0] != "active":
+            raise RefusedRequestError(f"session {session} is over ({found[0][0]}); begin a new one", 410)
+
+    async def end_session(self, session: str, status: str) -> None:
+        """End a session and unload its models; checkpoints stay. Raises RefusedRequestError for an unknown one."""
+        with suppress(RefusedRequestError):
+            self.check_session(session)
+            for (run,) in self.journal.rows("SELECT id FROM models WHERE session = ? AND status = 'live'", session):
+                await self.unload(run)
+            with self.journal.writing() as db:
+                db.execute("UPDATE sessions SET status = ? WHERE id = ?", (status, session))
+                for table in ("models", "samplers"):
+                    of_session = f"SELECT id FROM {table} WHERE session = ?"  # noqa: S608  one of two names
+                    query = f"DELETE FROM requests WHERE status != 'pending' AND lane IN ({of_session})"  # noqa: S608
+                    db.execute(query, (session,))
+                db.execute("DELETE FROM samplers WHERE session = ?", (session,))
+            return
+        if not self.journal.rows("SELECT 1 FROM sessions WHERE id = ?", session):
+            raise RefusedRequestError(f"there is no session {session}", 404)
+
+    async def _clean_up(self) -> None:
+        timeout = self.settings.session_timeout_s
+        while timeout is not None:
+            await asyncio.sleep(self.settings.cleanup_s)
+            late = time.time() - timeout
+            for (session,) in self.journal.rows(
+                "SELECT id FROM sessions WHERE status = 'active' AND seen_at < ?", late
+            ):
+                logger.info("session without a sign of life: its models are unloaded session=%s", session)
+                try:
+                    await self.end_session(session, "expired")
+                except ReplacedError:
+                    self._on_replaced()
+                except Exception:
+                    logger.exception("could not end a session; it is tried again session=%s", session)
+
+    # Training runs
+
+    def create_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
+        """Create a training run from nothing. Returns the request's id and the run's."""
+        lora = dict_in(body, "lora_config")
+        seed = optional_number_in(lora, "seed")
+        try:
+            shape = LoraShape(
+                rank=number_in(lora, "rank"),
+                seed=draw_seed() if seed is None else seed,
+                **{name: flag_in(lora, name, default=True) for name in ("train_attn", "train_mlp", "train_unembed")},
+            )
+        except ValueError as error:
+            raise RefusedRequestError(str(error), 422) from None
+        base_model = text_in(body, "base_model")
+        self.check_base(base_model)
+        return self._create(body, shape, kind="create_model", base_model=base_model)
+
+    async def load_new_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
+        """Create a training run from a checkpoint: load_weights with a session instead of a model."""
+        if body.get("base_model") is not None:
+            self.check_base(text_in(body, "base_model"))
+        run = run_id_of(text_in(body, "session_id"), number_in(body, "model_seq_id"))
+        if (known := self.journal.request_at(run, 0)) is not None:  # its source may have been deleted since
+            return self._repeated(known, "load_weights", canonical(body)), run
+        try:
+            path = CheckpointPath.parse(text_in(body, "path"))
+            source = await asyncio.to_thread(source_of, self.checkpoints, self.base_facts, body)
+            note = (await asyncio.to_thread(self.checkpoints.find, path)).note
+            shape = shape_in_note(note)
+        except ValueError as error:
+            raise RefusedRequestError(str(error)) from None
+        name = body.get("base_model") or str(note["base_model"])
+        return self._create(body, shape, kind="load_weights", base_model=name, source=source)
+
+    def _create(
+        self,
+        body: Mapping[str, Any],
+        shape: LoraShape,
+        *,
+        kind: str,
+        base_model: str,
+        source: LoadSource | None = None,
+    ) -> tuple[str, str]:
+        """Log a training run, unless it is there already. Returns the request's id and the run's."""
+        session, number = text_in(body, "session_id"), number_in(body, "model_seq_id")
+        optimizer = dict_in(body, "optimizer_config").get("type", "adamw")
+        if optimizer != "adamw":
+            raise RefusedRequestError(f"optimizer_config.type={optimizer!r}: this server has adamw only", 422)
+        self.check_session(session)
+        run = run_id_of(session, number)
+        facts = ModelFacts(
+            session=session,
+            number=number,
+            base_model=base_model,
+            shape=shape,
+            metadata={**self._metadata_of(session), **metadata_in(body)},
+            source=source,
+            source_path=None if source is None else str(body["path"]),
+            created_at=time.time(),
+        )
+        digest = canonical(body)
+        if (known := self.journal.request_at(run, 0)) is not None:
+            return self._repeated(known, kind, digest), run
+        with self.journal.writing() as db:
+            db.execute(
+                "INSERT INTO models VALUES (?, ?, 'live', ?, ?, 0)", (run, session, facts.text, facts.created_at)
+            )
+        request = LoggedRequest(id=uuid4().hex, lane=run, seq=0, kind=kind, digest=digest, body=b"", status="pending")
+        self.journal.submit(request)
+        self._start_queue(run, facts)
+        return request.id, run
+
+    def _metadata_of(self, session: str) -> dict[str, str]:
+        """Returns a session's metadata, which its training runs have, too."""
+        ((text,),) = self.journal.rows("SELECT body FROM sessions WHERE id = ?", session)
+        return metadata_in(json.loads(text))
+
+    def facts_of(self, run: str) -> ModelFacts:
+        """Returns what is known of a run of this server. Raises RefusedRequestError (404) for another one."""
+        found = self.journal.rows("SELECT facts FROM models WHERE id = ?", run)
+        if not found:
+            raise RefusedRequestError(f"there is no model {run}", 404)
+        return ModelFacts.parse(found[0][0])
+
+    def runs_here(self, run: str | None = None) -> dict[str, tuple[ModelFacts, float]]:
+        """Returns the facts of this server's runs (or of one), and when each had its last request, the newest first."""
+        where = "" if run is None else "WHERE id = ?"
+        rows = self.journal.rows(
+            f"SELECT id, facts, used_at FROM models {where} ORDER BY used_at DESC",  # noqa: S608  no value is in it
+            *([] if run is None else [run]),
+        )
+        return {found: (ModelFacts.parse(facts), used_at) for found, facts, used_at in rows}
+
+    async def unload(self, run: str) -> None:
+        """Unload a model for ever. Requests that wait for it fail."""
+        queue = self._queues.pop(run, None)
+        if queue is not None:
+            await queue.stop()
+        with suppress(EngineGoneError):
+            await self.engine.call("close", run)
+        with self.journal.writing() as db:
+            db.execute("UPDATE models SET status = 'unloaded' WHERE id = ?", (run,))
+        while (request := self.journal.first_pending(run)) is not None:
+            text = f"model {run} was unloaded"
+            self.journal.finish(request.id, "failed", *failure(text, "user"))
+            self._wake(request.id)
+
+    def _start_queue(self, run: str, facts: ModelFacts) -> None:
+        context = Context(
+            run=run,
+            facts=facts,
+            base=self.base_facts,
+            engine=self.engine,
+            journal=self.journal,
+            checkpoints=self.checkpoints,
+        )
+        self._queues[run] = ModelQueue(
+            context,
+            hold_s=self.settings.hold_s,
+            recovery_steps=self.settings.recovery_steps,
+            on_result=self._wake,
+            on_replaced=self._on_replaced,
+        )
+
+    @property
+    def base_facts(self) -> BaseFacts:
+        assert self.base is not None, "start() has asked the engine"
+        return self.base
+
+    def check_base(self, name: str) -> None:
+        if name != self.settings.base_model:
+            raise RefusedRequestError(f"base_model={name!r}: this server has {self.settings.base_model!r} only", 422)
+
+    def check_fingerprint(self, what: str, note: Mapping[str, Any]) -> None:
+        """Raises RefusedRequestError for a checkpoint over another base model than this server's."""
+        if note.get("base_fingerprint") != self.base_facts.fingerprint:
+            raise RefusedRequestError(f"{what}: {other_base(note)}")
+
+    # Requests to a model
+
+    def submit(
+        self, kind: str, run: str, seq: int | None, body: bytes, *, digest: str, problem: str | None = None
+    ) -> str:
+        """Log a request to a model. Returns its id, also that of the same request that came before.
+
+        problem: why it cannot be run; it then takes its place among the numbers and nothing else. Raises
+        RefusedRequestError for that, for a model that is not there, and for a number with another request.
+        """
+        rows = self.journal.rows("SELECT status FROM models WHERE id = ?", run)
+        if not rows:
+            raise RefusedRequestError(f"there is no model {run}", 404)
+        if rows[0][0] != "live":
+            raise RefusedRequestError(f"model {run} was unloaded; begin a new one from a checkpoint of it", 404)
+        if seq is not None and not 1 <= seq < self.journal.next_seq(run) + MAX_AHEAD:
+            raise RefusedRequestError(f"seq_id={seq}: numbers begin with 1, and follow each other", 422)
+        request = LoggedRequest(
+            id=uuid4().hex,
+            lane=run,
+            seq=self.journal.next_seq(run) if seq is None else seq,
+            kind=kind,
+            digest=digest,
+            body=body,
+            status="pending",
+        )
+        if problem is not None:
+            form, result = "refusal", problem.encode()
+            request = replace(request, body=None, status="failed", form=form, result=result)
+        known = self.journal.submit(request)
+        queue = self._queues.get(run)
+        if queue is not None:
+            queue.wake()
+        return self._repeated(known, kind, digest)
+
+    def _repeated(self, known: LoggedRequest, kind: str, digest: str) -> str:
+        """Returns the id of a request that was logged under its number. Raises RefusedRequestError when it is another
+        one, and what it was refused for."""
+        if known.kind == "lost":
+            raise RefusedRequestError(f"request {known.seq} of {known.lane} comes too late: it was given up")
+        if (known.kind, known.digest) != (kind, digest):
+            raise RefusedRequestError(
+                f"request {known.seq} of {known.lane} was sent before with another content ({known.kind})"
+            )
+        if known.form == "refusal":
+            raise RefusedRequestError((known.result or b"").decode(), 422)
+        return known.id
+
+    def submit_json(self, kind: str, body: Mapping[str, Any]) -> str:
+        """Log a request whose body is JSON. See submit."""
+        run, seq = text_in(body, "model_id"), optional_number_in(body, "seq_id")
+        problem = None
+        try:
+            check_body(kind, body, seq)
+        except RefusedRequestError as error:
+            problem = str(error)
+        except ValueError as error:
+            problem = str(error)
+        return self.submit(kind, run, seq, json.dumps(body).encode(), digest=canonical(body), problem=problem)
+
+    async def result_of(self, request_id: str, *, wait_s: float) -> LoggedRequest:
+        """Returns a request once it has a result, or as it is after `wait_s` seconds. Raises RefusedRequestError (404)
+        for an unknown one."""
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            came = self._waiting.setdefault(request_id, asyncio.Event())
+            request = self.journal.request(request_id)
+            left = deadline - asyncio.get_running_loop().time()
+            if request is None or request.status != "pending" or left <= 0:
+                if request is None or request.status != "pending":
+                    self._waiting.pop(request_id, None)
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(came.wait(), left)
+        if request is None:
+            raise RefusedRequestError(f"there is no request {request_id}", 404)
+        return request
+
+    def finish(self, request_id: str, form: str, result: bytes) -> None:
+        """Log a result, and wake who waits for it."""
+        self.journal.finish(request_id, "failed" if form == "error" else "done", form, result)
+        self._wake(request_id)
+
+    def _wake(self, request_id: str) -> None:
+        came = self._waiting.pop(request_id, None)
+        if came is not None:
+            came.set()
+
+
+def draw_seed() -> int:
+    """Returns the seed of a model for which the client gives none."""
+    return secrets.randbelow(MAX_SEED)
+
+
+def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
+    """Raises RefusedRequestError or ValueError for a body that this kind of request cannot have."""
+    if kind == "optim_step":
+        adam_params_in(body)
+    if kind in ("save_weights", "save_weights_for_sampler"):
+        if kind == "save_weights_for_sampler" and body.get("path") is None:
+            number_in(body, "sampling_session_seq_id")
+        else:
+            checkpoint_name_in(body)
+        ttl_in(body)
+        metadata_in(body)
+        flag_in(body, "overwrite", default=False)
+    if kind == "load_weights":
+        text_in(body, "path")
+        if seq != 1:
+            raise RefusedRequestError(
+                f"LoadWeights is not permitted with seq_id {seq}: a model is loaded before anything else is done with "
+                "it. Use create_training_client_from_state"
+            )
+
+
+def canonical(body: Mapping[str, Any]) -> str:
+    """Returns a digest of a JSON body that does not depend on the order of its fields."""
+    return digest_of(json.dumps(body, sort_keys=True).encode())
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,94 @@
+"""Reads single fields of a JSON body. What is missing or of another type raises RefusedRequestError, by its name."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
+"""What a checkpoint may be called. raycheck's own names have 100 characters, and the kind comes before this one."""
+MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
+MAX_METADATA_BYTES = 1000
+MAX_TEXT = 512
+
+
+class RefusedRequestError(Exception):
+    """The request cannot be answered as it is. status: of HTTP; the SDK repeats none of those that are used here."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def text_in(body: Mapping[str, Any], name: str) -> str:
+    """Returns a text that must be there."""
+    value = body.get(name)
+    if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
+        raise RefusedRequestError(f"{name}: give a text of 1 to {MAX_TEXT} characters", 422)
+    return value
+
+
+def optional_text_in(body: Mapping[str, Any], name: str) -> str | None:
+    return None if body.get(name) is None else text_in(body, name)
+
+
+def number_in(body: Mapping[str, Any], name: str) -> int:
+    """Returns a whole number from 0 on that must be there."""
+    value = body.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise RefusedRequestError(f"{name}: give a whole number of at least 0", 422)
+    return value
+
+
+def optional_number_in(body: Mapping[str, Any], name: str) -> int | None:
+    return None if body.get(name) is None else number_in(body, name)
+
+
+def flag_in(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = body.get(name)
+    if value is not None and type(value) is not bool:
+        raise RefusedRequestError(f"{name}: give true or false", 422)
+    return default if value is None else value
+
+
+def dict_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns an object; what is missing or null is empty."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise RefusedRequestError(f"{name}: give an object", 422)
+    return value or {}
+
+
+def checkpoint_name_in(body: Mapping[str, Any], name: str = "path") -> str:
+    """Returns the name that a client gives a checkpoint."""
+    value = body.get(name)
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise RefusedRequestError(
+            f"{name}: a checkpoint's name has 1 to 80 letters, digits, '_' and '-', and not {str(value)[:100]!r}", 422
+        )
+    return value
+
+
+def ttl_in(body: Mapping[str, Any]) -> int | None:
+    """Returns ttl_seconds; None for a checkpoint that stays."""
+    value = body.get("ttl_seconds")
+    if value is None:
+        return None
+    if type(value) is not int or not MIN_TTL_S <= value <= MAX_TTL_S:
+        raise RefusedRequestError(
+            f"ttl_seconds={value!r}: give {MIN_TTL_S} (an hour) to {MAX_TTL_S} (ten years), or null for no expiry"
+        )
+    return value
+
+
+def metadata_in(body: Mapping[str, Any], name: str = "user_metadata") -> dict[str, str]:
+    """Returns a user's metadata: texts by name, small enough to be kept with each checkpoint."""
+    found = {}
+    for key, value in dict_in(body, name).items():
+        if not isinstance(value, str | int | float | bool):
+            raise RefusedRequestError(f"{name}: {key[:100]!r} has to be a text", 422)
+        found[key] = value if isinstance(value, str) else str(value)
+    size = len(json.dumps(json.dumps(found)))  # as it lies in a checkpoint's note
+    if size > MAX_METADATA_BYTES:
+        raise RefusedRequestError(f"{name} has {size} bytes; at most {MAX_METADATA_BYTES} are kept")
+    return found

@@ -1,0 +1,247 @@
+"""Reads the data of forward_backward, which a newer SDK sends as protobuf and an older one as JSON.
+
+Nothing is believed: tokens must be in the vocabulary, arrays must have the lengths that they claim, and every loss has
+its inputs. What is wrong raises MalformedDataError, which says in which datum, before anything runs.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": (),
+    "importance_sampling": ("logprobs", "advantages"),
+    "ppo": ("logprobs", "advantages"),
+    "cispo": ("logprobs", "advantages"),
+    "gspo": ("logprobs", "advantages"),
+    "dro": ("logprobs", "advantages"),
+}
+"""The losses, with the inputs that each one needs beside target_tokens. All take `weights`, which are 1 by default."""
+_CLIP = ("clip_low_threshold", "clip_high_threshold")
+LOSS_CONFIG: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": (),
+    "importance_sampling": (),
+    "ppo": _CLIP,
+    "cispo": _CLIP,
+    "gspo": _CLIP,
+    "dro": ("beta",),
+}
+"""The settings that each loss takes in loss_fn_config."""
+
+
+class MalformedDataError(ValueError):
+    """The data of a request cannot be trained on. The message says where and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingDatum:
+    """Holds one sequence: tokens and target_tokens, one for one, and the inputs of its loss, each of that length."""
+
+    tokens: IntArray
+    target_tokens: IntArray
+    inputs: Mapping[str, FloatArray]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBatch:
+    """Holds what one request trains on. forward_only: no gradients are computed."""
+
+    loss_fn: str
+    data: tuple[TrainingDatum, ...]
+    config: Mapping[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRequest:
+    """Holds a request of a training step: the model it is for, its place in that model's sequence, and its batch."""
+
+    model_id: str
+    seq_id: int | None
+    batch: TrainingBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Says what the base model can read. max_tokens: the longest sequence; 0 for no limit."""
+
+    vocab_size: int
+    max_tokens: int
+
+
+def address_in_protobuf(body: bytes) -> tuple[str, int | None, Any]:
+    """Parse a ForwardBackwardRequest. Returns model id, seq_id and the message. Raises MalformedDataError."""
+    from google.protobuf.message import DecodeError
+    from tinker.proto import tinker_public_pb2 as public_pb
+
+    message = public_pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise MalformedDataError(f"the body is no ForwardBackwardRequest: {error}") from None
+    if not message.model_id:
+        raise MalformedDataError("the body is no ForwardBackwardRequest: it names no model")
+    return message.model_id, message.seq_id or None, message
+
+
+def batch_in_protobuf(message: Any, limits: Limits) -> TrainingBatch:
+    """Returns the batch of a ForwardBackwardRequest. Raises MalformedDataError."""
+    config: dict[str, Any] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    data = []
+    for number, item in enumerate(message.data):
+        tokens = [_tokens_in_chunk(number, chunk) for chunk in item.model_input]
+        inputs = {name: _tensor(number, name, tensor) for name, tensor in item.loss_fn_inputs.items()}
+        data.append(_datum(number, tokens, inputs, message.loss_fn, limits))
+    return _batch(message.loss_fn, config, data, forward_only=message.forward_only)
+
+
+def batch_in_json(body: Mapping[str, Any], limits: Limits, *, forward_only: bool) -> TrainingBatch:
+    """Returns the batch of a JSON body's forward_backward_input or forward_input. Raises MalformedDataError."""
+    given = body.get("forward_input" if forward_only else "forward_backward_input")
+    items = given.get("data") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(items, list):
+        raise MalformedDataError("the body has no forward_backward_input (or forward_input) with a list `data`")
+    loss_fn = given.get("loss_fn")
+    if not isinstance(loss_fn, str):
+        raise MalformedDataError("loss_fn is missing")
+    data = []
+    for number, item in enumerate(items):
+        try:
+            tokens = [_ints(number, "tokens", _text_tokens(number, chunk)) for chunk in item["model_input"]["chunks"]]
+            inputs = {name: _json_tensor(number, name, value) for name, value in item["loss_fn_inputs"].items()}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise MalformedDataError(f"datum {number} is not shaped as a Datum: {error!r}") from None
+        data.append(_datum(number, tokens, inputs, loss_fn, limits))
+    config = given.get("loss_fn_config") or {}
+    return _batch(loss_fn, config, data, forward_only=forward_only)
+
+
+def _batch(loss_fn: str, config: Any, data: list[TrainingDatum], *, forward_only: bool) -> TrainingBatch:
+    if loss_fn not in LOSS_INPUTS:
+        raise MalformedDataError(f"loss_fn={loss_fn!r}: this server has {', '.join(LOSS_INPUTS)}")
+    if not data:
+        raise MalformedDataError("there is no datum")
+    if not isinstance(config, Mapping):
+        raise MalformedDataError("loss_fn_config has to be numbers by name")
+    for name, value in config.items():
+        if name not in LOSS_CONFIG[loss_fn]:
+            known = ", ".join(LOSS_CONFIG[loss_fn]) or "none"
+            raise MalformedDataError(f"loss_fn_config: {loss_fn} has no {name!r}; it has: {known}")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise MalformedDataError(f"loss_fn_config: {name}={value!r}: give a finite number")
+    numbers = {name: float(value) for name, value in config.items()}
+    return TrainingBatch(loss_fn=loss_fn, data=tuple(data), config=numbers, forward_only=forward_only)
+
+
+def _datum(
+    number: int, chunks: Iterable[IntArray], inputs: Mapping[str, npt.NDArray[Any]], loss_fn: str, limits: Limits
+) -> TrainingDatum:
+    """Returns a checked datum. number: its place in the request, for errors."""
+    parts = list(chunks)
+    tokens = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    check_tokens(f"datum {number}", tokens, limits)
+    if "target_tokens" not in inputs:
+        raise MalformedDataError(f"datum {number} has no target_tokens")
+    targets = inputs["target_tokens"]
+    if targets.shape != tokens.shape:
+        raise MalformedDataError(
+            f"datum {number}: target_tokens has the shape {list(targets.shape)} and model_input {len(tokens)} tokens; "
+            "give one target for each token"
+        )
+    if targets.dtype.kind != "i":
+        raise MalformedDataError(f"datum {number}: target_tokens has to be whole numbers")
+    check_tokens(f"datum {number}: target_tokens", targets, limits)
+    needed = LOSS_INPUTS.get(loss_fn, ())
+    floats = {}
+    for name in ("weights", *needed):
+        if name not in inputs and name in needed:
+            raise MalformedDataError(f"datum {number} has no {name!r}, which {loss_fn} needs")
+        if name in inputs:
+            value = inputs[name].astype(np.float32)
+            if value.shape != tokens.shape or not np.isfinite(value).all():
+                raise MalformedDataError(
+                    f"datum {number}: {name!r} has to be {len(tokens)} finite numbers, and has the shape "
+                    f"{list(value.shape)}"
+                )
+            floats[name] = value
+    return TrainingDatum(tokens=tokens, target_tokens=targets.astype(np.int64), inputs=floats)
+
+
+def check_tokens(what: str, tokens: npt.NDArray[Any], limits: Limits) -> None:
+    """Raises MalformedDataError for no tokens, too many, and those that the vocabulary does not have."""
+    if not len(tokens):
+        raise MalformedDataError(f"{what} has no tokens")
+    if limits.max_tokens and len(tokens) > limits.max_tokens:
+        raise MalformedDataError(f"{what} has {len(tokens)} tokens; the base model reads {limits.max_tokens}")
+    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
+        odd = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+        raise MalformedDataError(f"{what}: token {odd} is not in the vocabulary of {limits.vocab_size}")
+
+
+def _tokens_in_chunk(number: int, chunk: Any) -> IntArray:
+    if not chunk.HasField("encoded_text"):
+        raise MalformedDataError(f"datum {number} holds a chunk that is no text; this server trains on text only")
+    return _array(number, "tokens", chunk.encoded_text.tokens, np.dtype(np.int32)).astype(np.int64)
+
+
+def _tensor(number: int, name: str, tensor: Any) -> npt.NDArray[Any]:
+    from tinker.proto import tinker_public_pb2 as public_pb
+
+    if tensor.HasField("sparse_csr"):
+        raise MalformedDataError(f"datum {number}: {name!r} is sparse; this server takes one value for each token")
+    dtypes: dict[int, np.dtype[Any]] = {
+        public_pb.DTYPE_FLOAT32: np.dtype(np.float32),
+        public_pb.DTYPE_INT64: np.dtype(np.int64),
+        public_pb.DTYPE_INT32: np.dtype(np.int32),
+    }
+    if tensor.dtype not in dtypes:
+        raise MalformedDataError(f"datum {number}: {name!r} has an unknown dtype {tensor.dtype}")
+    flat = _array(number, name, tensor.dense, dtypes[tensor.dtype])
+    shape = list(tensor.shape) or [len(flat)]
+    if any(size < 0 for size in shape) or math.prod(shape) != len(flat):
+        raise MalformedDataError(f"datum {number}: {name!r} claims the shape {shape} and has {len(flat)} values")
+    return flat.reshape(shape)
+
+
+def _array(number: int, name: str, data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise MalformedDataError(f"datum {number}: {name!r} has {len(data)} bytes, which are no {dtype} values")
+    return np.frombuffer(data, dtype)
+
+
+def _text_tokens(number: int, chunk: Any) -> Any:
+    if chunk.get("type", "encoded_text") != "encoded_text":
+        raise MalformedDataError(f"datum {number} holds a chunk {chunk['type']!r}; this server trains on text only")
+    return chunk["tokens"]
+
+
+def _json_tensor(number: int, name: str, value: Any) -> npt.NDArray[Any]:
+    if value.get("sparse_crow_indices") is not None:
+        raise MalformedDataError(f"datum {number}: {name!r} is sparse; this server takes one value for each token")
+    if value["dtype"] == "int64":
+        flat: npt.NDArray[Any] = _ints(number, name, value["data"])
+    else:
+        try:
+            flat = np.asarray(value["data"], np.float32)
+        except (TypeError, ValueError):
+            raise MalformedDataError(f"datum {number}: {name!r} is no list of numbers") from None
+    shape = value.get("shape") or [flat.size]
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        raise MalformedDataError(f"datum {number}: {name!r} has no shape: {shape!r}")
+    if math.prod(shape) != flat.size:
+        raise MalformedDataError(f"datum {number}: {name!r} claims the shape {shape} and has {flat.size} values")
+    return flat.reshape(shape)
+
+
+def _ints(number: int, name: str, given: Any) -> IntArray:
+    if not isinstance(given, list) or any(type(value) is not int or abs(value) >= 1 << 62 for value in given):
+        raise MalformedDataError(f"datum {number}: {name!r} is no list of whole numbers")
+    return np.asarray(given, np.int64)

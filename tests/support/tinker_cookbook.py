@@ -1,0 +1,108 @@
+"""Installs the cookbook of the tinker SDK without most of its dependencies, and makes what its recipes train on.
+
+It goes into a virtual environment beside the repository's, and finds all else in that one. The names of the model and
+of the data set are those that the recipes know; both are folders in the directory that a recipe is run in, where
+transformers and datasets look first.
+"""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.virtual_environments import prepare_venv
+
+VERSION = "0.6.1"
+FOLDER = Path(__file__).parents[2] / ".venv-tinker-cookbook"
+PYTHON = FOLDER / "bin/python"
+NEEDED = ("chz", "blobfile", "pyrage", "termcolor", "tiktoken", "tml-renderers", "lxml", "pycryptodomex")
+MODEL = "meta-llama/Llama-3.2-1B"
+TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+"""Where the recipes take the tokenizer of MODEL from."""
+DATA = "HuggingFaceH4/no_robots"
+WORDS = tuple(
+    re.findall(r"\w+", "a fox is no dog and a dog is no fox but both run and bark at night when the moon is full")
+)
+
+
+def prepare() -> None:
+    prepare_venv(FOLDER, f"cookbook-{VERSION}", "--no-deps", f"tinker_cookbook=={VERSION}", *NEEDED, finds_ours=True)
+
+
+def make_workplace(folder: Path, rows: int = 64) -> None:
+    """Write a tiny model, a tokenizer and conversations below `folder`."""
+    tool = Tokenizer(models.BPE())
+    tool.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tool.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end_of_text|>"]
+    )
+    tool.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tool, eos_token="<|end_of_text|>", bos_token="<|end_of_text|>")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / MODEL)
+    for place in (MODEL, TOKENIZER):
+        tokenizer.save_pretrained(folder / place)
+    (folder / DATA).mkdir(parents=True)
+    for name, first in (("train", 0), ("test", rows)):
+        with (folder / DATA / f"{name}.jsonl").open("w") as file:
+            for number in range(first, first + rows):
+                talk = [
+                    {"role": "user", "content": text(number, 6)},
+                    {"role": "assistant", "content": text(7 * number + 3, 8)},
+                ]
+                file.write(json.dumps({"prompt": talk[0]["content"], "messages": talk}) + "\n")
+
+
+def text(number: int, length: int) -> str:
+    return " ".join(WORDS[(number + 3 * place) % len(WORDS)] for place in range(length))
+
+
+def start_recipe(folder: Path, url: str, recipe: str, **arguments: Any) -> subprocess.Popen[str]:
+    """Start a recipe in `folder` against a server, with its output in `recipe.log` there."""
+    words = [f"{name}={value}" for name, value in arguments.items()]
+    command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", f"base_url={url}", f"model_name={MODEL}", *words]
+    log = (folder / "recipe.log").open("a")
+    return subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=log, stderr=log, text=True)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Nothing is fetched from anywhere."""
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+        "TINKER_API_KEY": "tml-for-tests-only",
+        "TINKER_TELEMETRY": "0",
+        "WANDB_MODE": "disabled",
+    }
+    return {**os.environ, **offline}
+
+
+def metrics_in(folder: Path) -> list[dict[str, Any]]:
+    """The metrics that a recipe has logged, line by line, without those that are times."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return [{name: value for name, value in line.items() if "time" not in name} for line in found]
+
+
+if __name__ == "__main__":
+    prepare()

@@ -1,0 +1,218 @@
+"""Sampling by the real SDK: from the base model, from named weights, and from a model as it is now."""
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+from transformers import AutoTokenizer
+
+from raycheck.tinker.engine.base_model import BaseModel
+from tests.support import tinker_cookbook
+from tests.support.tinker_client import TIMEOUT_S, ask, new_model, train
+from tests.support.tinker_server import base_model, tinker_server
+
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+
+
+def params(**more) -> types.SamplingParams:
+    return types.SamplingParams(**{"max_tokens": 6, "seed": 1, "stop": [], **more})
+
+
+def sampled(client: tinker.SamplingClient, count: int = 2, **more) -> list[tuple[list[int], list[float]]]:
+    found = client.sample(PROMPT, num_samples=count, sampling_params=params(**more)).result(TIMEOUT_S)
+    return [(list(item.tokens), list(item.logprobs)) for item in found.sequences]
+
+
+def test_the_base_model_is_sampled_with_its_own_log_probabilities(server, connect, base) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    (tokens, logprobs), other = sampled(client)
+
+    with torch.no_grad():
+        whole = torch.tensor([[5, 6, 7, *tokens]])
+        expected = torch.log_softmax(base_model(base).model(input_ids=whole).logits[0, 2:-1], -1)
+    assert logprobs == pytest.approx(expected[torch.arange(6), torch.tensor(tokens)].tolist(), abs=1e-4)
+    assert tokens != other[0]
+    assert sampled(client) == [(tokens, logprobs), other]  # by its seed
+
+
+def test_at_temperature_0_the_likeliest_token_is_taken(server, connect, base) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    ((tokens, logprobs),) = sampled(client, 1, temperature=0.0)
+
+    with torch.no_grad():
+        logits = base_model(base).model(input_ids=torch.tensor([[5, 6, 7, *tokens]])).logits[0, 2:-1]
+    assert tokens == logits.argmax(-1).tolist()
+    assert max(logprobs) < 0
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "as-it-is-now"])
+def test_a_trained_model_is_sampled_as_it_was_saved(server, connect, base, is_named) -> None:
+    client = connect(server)
+    model = new_model(client, base)
+    train(model, range(3))
+
+    if is_named:
+        path = model.save_weights_for_sampler("s").result(TIMEOUT_S).path
+        sampler = client.create_sampling_client(model_path=path).result(TIMEOUT_S)
+    else:
+        sampler = model.save_weights_and_get_sampling_client().result(TIMEOUT_S)
+    first = sampled(sampler, 1, temperature=0.0)
+    train(model, range(3, 4))
+
+    plain = client.create_sampling_client(base_model=base).result(TIMEOUT_S)
+    assert sampled(plain, 1, temperature=0.0)[0][1] != first[0][1]
+    assert sampled(sampler, 1, temperature=0.0) == first
+    server.engine.kill()
+    assert sampled(sampler, 1, temperature=0.0) == first
+
+
+def test_the_log_probabilities_of_a_sample_are_those_of_a_forward_pass(server, connect, base) -> None:
+    """So that the ratio of a policy gradient is 1 at first."""
+    model = new_model(connect(server), base)
+    train(model, range(2))
+    ((tokens, logprobs),) = sampled(model.save_weights_and_get_sampling_client().result(TIMEOUT_S), 1)
+
+    whole = [5, 6, 7, *tokens]
+    targets = types.TensorData(data=whole[1:], dtype="int64", shape=[len(whole) - 1])
+    item = types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs={"target_tokens": targets})
+    output = model.forward([item], "cross_entropy").result(TIMEOUT_S)
+
+    assert output.loss_fn_outputs[0]["logprobs"].to_numpy()[2:].tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_the_prompt_is_scored_when_asked(server, connect, base) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    found = client.compute_logprobs(PROMPT).result(TIMEOUT_S)
+
+    with torch.no_grad():
+        logits = torch.log_softmax(base_model(base).model(input_ids=torch.tensor([[5, 6, 7]])).logits[0], -1)
+    assert found[0] is None or np.isnan(found[0])
+    assert found[1:] == pytest.approx([logits[0, 6].item(), logits[1, 7].item()], abs=1e-4)
+
+
+def test_a_stop_token_ends_a_sequence(server, connect, base) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+    ((free, _),) = sampled(client, 1)
+
+    found = client.sample(PROMPT, num_samples=1, sampling_params=params(stop=[free[2]])).result(TIMEOUT_S).sequences[0]
+
+    assert list(found.tokens) == free[: free.index(free[2]) + 1]
+    assert found.stop_reason == "stop"
+    whole = client.sample(PROMPT, num_samples=1, sampling_params=params()).result(TIMEOUT_S).sequences[0]
+    assert whole.stop_reason == "length"
+
+
+def test_a_stop_string_ends_a_sequence(connect, tmp_path) -> None:
+    tinker_cookbook.make_workplace(tmp_path, rows=1)
+    base = str(tmp_path / tinker_cookbook.MODEL)
+    with tinker_server(base, f"file://{tmp_path}/bucket", tmp_path / "s.sqlite") as server:
+        client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        ((free, _),) = sampled(client, 1, max_tokens=12)
+        stop = tokenizer.decode(free[:3])[-2:]
+
+        found = client.sample(PROMPT, num_samples=1, sampling_params=params(max_tokens=12, stop=[stop])).result(
+            TIMEOUT_S
+        )
+
+        assert stop in tokenizer.decode(list(found.sequences[0].tokens))
+        assert len(found.sequences[0].tokens) <= 4
+        assert found.sequences[0].stop_reason == "stop"
+
+
+def test_the_same_request_is_sampled_once(server, connect, base) -> None:
+    session = connect(server).holder.get_session_id()
+    made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
+    sampler = ask(server.url, "create_sampling_session", made)[1]["sampling_session_id"]
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 4,
+        "prompt": {"chunks": [{"tokens": [1]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+
+    first, again = (ask(server.url, "asample", body) for _ in "12")
+    other, _ = ask(server.url, "asample", {**body, "num_samples": 2})
+
+    assert first == again
+    assert other == 400
+    assert ask(server.url, f"samplers/{sampler}")[1] == {"sampler_id": sampler, "base_model": base, "model_path": None}
+    assert ask(server.url, "create_sampling_session", made)[1]["sampling_session_id"] == sampler
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": {"chunks": []}},
+        {"prompt": {"chunks": [{"tokens": [64]}]}},
+        {"prompt": {"chunks": [{"tokens": [-1]}]}},
+        {"prompt": {"chunks": [{"type": "image", "data": "x"}]}},
+        {"prompt": {"chunks": [{"tokens": [1] * 64}]}},
+        {"num_samples": 0},
+        {"num_samples": 10**6},
+        {"sampling_params": {"max_tokens": 0}},
+        {"sampling_params": {"temperature": -1}},
+        {"sampling_params": {"top_p": 0}},
+        {"sampling_params": {"top_k": 0}},
+        {"sampling_params": {"stop": [1.5]}},
+        {"sampling_params": {"stop": ["a", 1]}},
+        {"topk_sample_logprobs": 3},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sampled_is_refused(server, base, change) -> None:
+    body = {"base_model": base, "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, **change}
+
+    status, found = ask(server.url, "asample", body)
+
+    assert status == 422
+    assert found["detail"]
+
+
+def test_unknown_weights_are_refused(server, connect, base) -> None:
+    client = connect(server)
+    path = f"tinker://{client.holder.get_session_id()}:train:0/sampler_weights/x"
+
+    with pytest.raises(tinker.NotFoundError, match="no such checkpoint"):
+        client.create_sampling_client(model_path=path).result(TIMEOUT_S)
+    session = client.holder.get_session_id()
+    assert ask(server.url, "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 9})[0] == 400
+    assert (
+        ask(server.url, "asample", {"sampling_session_id": "nobody's", "seq_id": 0, "prompt": {"chunks": []}})[0] == 404
+    )
+
+
+def test_the_engine_dies_while_it_samples(base, connect, tmp_path) -> None:
+    with tinker_server(base, f"file://{tmp_path}/bucket", tmp_path / "s.sqlite") as server:
+        client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+        undisturbed = sampled(client, seed=None)
+        expected = sampled(client)
+        server.engine.dies_before = lambda method: method == "sample" and server.engine.life == 0
+
+        assert sampled(client) == expected
+        assert server.engine.life == 1
+        assert undisturbed != expected
+
+
+def test_weights_of_a_sampling_session_that_were_dropped_are_said_to_be_gone(base, connect, tmp_path) -> None:
+    """The newest two stay in the bucket; older ones live as long as the engine."""
+    with tinker_server(base, f"file://{tmp_path}/bucket", tmp_path / "s.sqlite") as server:
+        model = new_model(connect(server), base)
+        samplers = []
+        for step in range(3):
+            train(model, range(step, step + 1))
+            samplers.append(model.save_weights_and_get_sampling_client().result(TIMEOUT_S))
+        server.engine.kill()
+
+        with pytest.raises(tinker.RequestFailedError, match="make a new sampling client"):
+            sampled(samplers[0])
+        assert sampled(samplers[-1])
+
+
+def test_a_base_model_without_a_tokenizer_says_so(base) -> None:
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        assert BaseModel(base).tokenizer
