@@ -6,6 +6,7 @@ a training, are the methods of `Run` that pin, name and score a checkpoint.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,16 @@ from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
 from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.name_and_score import names_in
-from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion, plan_prune, prune
+from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion, plan_prune, plan_sweep, prune, sweep
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.bucket.protocol.swap import Register
-from raycheck.bucket.reading import Checkpoint, read_latest
+from raycheck.bucket.reading import Checkpoint, read_latest_at
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import is_same_place
+from raycheck.bucket.store.address import is_same_place, shown_uri
 from raycheck.bucket.store.ray_filesystem import uri_of
 from raycheck.errors import ConfigError, CorruptError, NotFoundError
 from raycheck.settings import ExportOptions
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -88,6 +90,11 @@ class CommittedCheckpoint(Checkpoint):
                 )
             return samples_of(found, first, end, step=self.step)
 
+    def _repr_html_(self) -> str:
+        from raycheck.views.notebook import checkpoint_html
+
+        return checkpoint_html(self.store.uri, self.entry)
+
     def manifest(self) -> Manifest:
         """Read the checkpoint's manifest from the bucket. See Checkpoint.read_manifest."""
         return self.read_manifest()
@@ -139,10 +146,18 @@ class Run:
     Methods that say which checkpoint is meant (`at`) take a step, for the newest checkpoint of that step, a name that a
     checkpoint was given, or a checkpoint's key. Those that change the run leave this value as it is, and return the run
     as it is afterwards.
+
+    read_at: when `latest` was read, in unix seconds by the store's clock; None where that is not known.
     """
 
     store: Store
     latest: Latest
+    read_at: float | None = None
+
+    def reopened(self) -> "Run":
+        """Read the run anew, by the connections that it has. Raises NotFoundError when it is gone."""
+        body, at = read_latest_at(self.store)
+        return Run(self.store, body, at)
 
     @property
     def head(self) -> CommittedCheckpoint | None:
@@ -155,9 +170,20 @@ class Run:
         return tuple(CommittedCheckpoint(self.store, entry) for entry in self.latest.live)
 
     @property
+    def lent(self) -> dict[str, tuple[str, ...]]:
+        """Returns the checkpoints whose bytes other runs use, such as forks, by the way to each run ("../other")."""
+        own = {hold.holder: hold.directories for hold in self.latest.holds if hold.run_id != self.latest.run_id}
+        return {holder: tuple(name for name in names if "/" not in name) for holder, names in own.items()}
+
+    @property
     def borrowed(self) -> dict[str, tuple[str, ...]]:
         """Returns the checkpoints of other runs whose bytes this run uses, by the way to each run ("../base")."""
         return {loan.source: loan.directories for loan in self.latest.loans}
+
+    def _repr_html_(self) -> str:
+        from raycheck.views.notebook import run_html
+
+        return run_html(self.store.uri, self.latest)
 
     def at(self, at: int | str) -> CommittedCheckpoint:
         """Returns the committed checkpoint with this step, name or key.
@@ -174,7 +200,7 @@ class Run:
         if CheckpointName.parse(at) is not None:
             return self.checkpoint(at)
         raise NotFoundError(
-            f"{self.store.uri}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
+            f"{self.store}: {at!r} is no checkpoint's name. Names given: {names_in(self.latest)}; keys are like "
             f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
         )
 
@@ -183,7 +209,7 @@ class Run:
         found = [entry for entry in self.latest.live if entry.step == step]
         if not found:
             steps = ", ".join(str(entry.step) for entry in self.latest.live) or "none"
-            raise NotFoundError(f"{self.store.uri}: no checkpoint of step {step}; there are: {steps}")
+            raise NotFoundError(f"{self.store}: no checkpoint of step {step}; there are: {steps}")
         return CommittedCheckpoint(self.store, found[-1])
 
     def checkpoint(self, key: str) -> CommittedCheckpoint:
@@ -193,12 +219,12 @@ class Run:
             return CommittedCheckpoint(self.store, entry)
         if CheckpointName.parse(key) is None:
             raise NotFoundError(
-                f"{self.store.uri}: {key!r} is no checkpoint's name. Names are like "
+                f"{self.store}: {key!r} is no checkpoint's name. Names are like "
                 f"{self.latest.head or 'step-000000100-a1-s1'}; a step is a whole number"
             )
         is_dropped = any(item.key == key for item in self.latest.evicted)
         why = "was dropped, by retention or by hand" if is_dropped else "is not listed: never committed, or dropped"
-        raise NotFoundError(f"{self.store.uri}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
+        raise NotFoundError(f"{self.store}: checkpoint {key} {why}. 'raycheck ls' lists those that there are")
 
     def restore(
         self,
@@ -219,27 +245,30 @@ class Run:
         """Returns the checkpoint `at`, or the head for None. Raises NotFoundError when there is none."""
         checkpoint = self.head if at is None else self.at(at)
         if checkpoint is None:
-            raise NotFoundError(f"{self.store.uri}: the run has no committed checkpoint")
+            raise NotFoundError(f"{self.store}: the run has no committed checkpoint")
         return checkpoint
 
     def history(self) -> "RunHistory":
-        """Read what happened to the run until now: its attempts, why each ended, its commits, and its goodput.
-
-        Raises NotFoundError when the run was removed since it was opened.
-        """
+        """Read what happened to the run until it was opened: its attempts, why each ended, its commits, its goodput."""
         from raycheck.views.history import read_history
 
-        return read_history(self.store)
+        return read_history(self.store, self.latest, now=self._read_at())
 
-    def kept(self) -> "KeptCheckpoints":
+    def kept(self, history: "RunHistory | None" = None) -> "KeptCheckpoints":
         """Say why each checkpoint stays, by the rules that the training had at its newest commit. Changes nothing.
 
+        history: what `history` has returned, where that was asked already: it has the rules, and spares a request.
         Raises NotFoundError when the head was dropped since the run was opened.
         """
         from raycheck.views.kept import why_kept
 
-        settings = () if self.head is None else self.head.read_manifest().settings
-        return why_kept(self.latest, settings, now=self.store.get(LATEST_KEY).at)
+        settings = None if history is None else history.settings
+        if settings is None:
+            settings = () if self.head is None else self.head.read_manifest().settings
+        return why_kept(self.latest, settings, now=self._read_at())
+
+    def _read_at(self) -> float:
+        return self.store.get(LATEST_KEY).at if self.read_at is None else self.read_at
 
     def pin(self, at: int | str) -> "Run":
         """Keep a checkpoint, whatever retention says, until `unpin`. Raises NotFoundError."""
@@ -289,6 +318,17 @@ class Run:
         """
         return prune(self._register, grace_s=grace_s)
 
+    def plan_sweep(self) -> tuple[Deletion, ...]:
+        """List what `sweep` would delete: what interrupted saves of earlier attempts left. Writes nothing."""
+        return plan_sweep(self.store)
+
+    def sweep(self) -> tuple[Deletion, ...]:
+        """Delete what interrupted saves of earlier attempts left, and return it. A running training goes on.
+
+        Raises CorruptError when `latest` is older than a directory; nothing is deleted then.
+        """
+        return sweep(self.store)
+
     def score(self, at: int | str, scores: Mapping[str, float]) -> "Run":
         """Attach what was measured of a checkpoint after its commit, such as {"mmlu": 0.63}.
 
@@ -312,7 +352,8 @@ def open_run(uri: str, storage: StorageSettings | None = None) -> Run:
     is no run.
     """
     store = open_store(uri, storage)
-    return Run(store, read_latest(store))
+    body, at = read_latest_at(store)
+    return Run(store, body, at)
 
 
 def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
@@ -327,7 +368,7 @@ def open_checkpoint(pointer: Any) -> CommittedCheckpoint:
     if not is_same_place(found.uri, here):
         # What lies in a bucket must not send us, and our credentials, to another place. For the same reason the
         # settings are those the pointer was read with, not those it holds.
-        raise ConfigError(f"{pointer}: it points to {found.uri}, which is not the run that it lies in")
+        raise ConfigError(f"{pointer}: it points to {shown_uri(found.uri)}, which is not the run that it lies in")
     checkpoint = open_run(here).checkpoint(found.key)
     entry = replace(
         checkpoint.entry, metrics=checkpoint.read_manifest().metrics
@@ -363,6 +404,7 @@ def export_hf(
     dtype: "torch.dtype | str | None" = None,
     config_from: str | None = None,
     max_shard_bytes: int | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> "Exported":
     """Write the model of a checkpoint as a Hugging Face directory that `from_pretrained` loads.
 
@@ -379,11 +421,13 @@ def export_hf(
     dtype: the type that floating-point weights are converted to, such as torch.bfloat16 or "bfloat16". None: as saved.
     config_from: a folder, or its URI, with the config.json of a model that was saved without one.
     max_shard_bytes: how large a file of weights may be, in bytes. None: 5 GB, and less for a small model.
+    progress: called with the bytes of weights that are written, and all.
 
     Returns the files with their sizes in bytes. Raises NotFoundError when there is no such checkpoint, ConfigError,
     before anything was written, for what cannot be done, and CorruptError for bytes that are not those saved.
     """
     from raycheck.shards.huggingface.export import export_hf as export
+    from raycheck.shards.huggingface.export import write_all
 
     if isinstance(source, Checkpoint) and step is not None:
         raise ConfigError(f"export_hf: step={step} chooses among a run's checkpoints; give the run's URI with it")
@@ -396,4 +440,4 @@ def export_hf(
         config_from=config_from,
         max_shard_bytes=max_shard_bytes,
     )
-    return export(checkpoint, dest, options, storage=storage)
+    return export(checkpoint, dest, options, storage=storage, write=partial(write_all, progress=progress))

@@ -310,8 +310,8 @@ def _chosen(settings: "SaveSettings | ExportSettings") -> tuple[str, ...]:
             texts.append(f"{spec.name}=ExportSettings({', '.join(_chosen(value))})")
         elif callable(value):  # its repr differs between processes
             texts.append(f"{spec.name}={function_name(value)}")
-        elif spec.name == "base" and isinstance(value, str):  # settings in a query are not for others to read
-            texts.append(f"base={value.partition('?')[0]!r}")
+        elif spec.name in ("base", "to") and isinstance(value, str):  # settings in a query are not for others to read
+            texts.append(f"{spec.name}={value.partition('?')[0]!r}")
         elif value != spec.default:
             texts.append(f"{spec.name}={value!r}")
     return tuple(texts)

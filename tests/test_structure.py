@@ -15,7 +15,7 @@ from raycheck import errors
 PACKAGE = Path(raycheck.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 RINGS = (
-    ("terminal", "errors", "settings", "storage_settings"),
+    ("terminal", "errors", "settings", "storage_settings", "show_progress"),
     ("nodes", "bucket"),
     ("views",),
     ("shards",),
@@ -116,6 +116,17 @@ def test_the_command_line_prints_only_text_that_is_fit_for_a_terminal() -> None:
                 for item in node.args:
                     is_fit = ast.unparse(item).startswith(("Text(", "table", "*map(Text, ", "*(Text("))
                     assert is_fit, f"{path.name}:{node.lineno}"
+
+
+def test_messages_show_addresses_without_settings() -> None:
+    """By `shown_uri`, or by the store itself, whose text it is. A bare `uri` in a text is an address to be used."""
+    addresses = {"bucket/protocol/fork.py", "catalog/archive/unpack.py", "catalog/copy.py", "page/acts.py"}
+    addresses |= {"frameworks/transformers/trainer_run.py"}
+    for path in FILES:
+        if str(path.relative_to(PACKAGE)) not in addresses:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FormattedValue):
+                    assert not ast.unparse(node.value).endswith("uri"), f"{path.name}:{node.lineno}"
 
 
 def test_browsing_imports_neither_torch_nor_ray() -> None:

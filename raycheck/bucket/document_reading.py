@@ -29,7 +29,7 @@ def read_document(store: Store, key: str, load: Load[T], *, max_bytes: int) -> t
 
     def read() -> tuple[T, Got]:
         got = store.get(key, max_bytes)
-        return load(got.data, what=f"{store.uri}: {key}"), got
+        return load(got.data, what=f"{store}: {key}"), got
 
     return again_if_corrupt(read)
 
@@ -39,7 +39,7 @@ def read_quickly(store: Store, key: str, load: Load[T], *, max_bytes: int) -> T:
 
     Raises as read_document.
     """
-    what = f"{store.uri}: {key}"
+    what = f"{store}: {key}"
     try:
         return load(store.get_data(key, max_bytes), what=what)
     except CorruptError:

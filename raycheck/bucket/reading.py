@@ -22,7 +22,7 @@ from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.store import Got, Store
 from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
 from raycheck.bucket.verify import Finding, verify
-from raycheck.errors import CorruptError, DamagedError, NotFoundError, StoreError
+from raycheck.errors import CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,9 +90,9 @@ class Checkpoint:
     def parse_manifest(self, data: bytes) -> Manifest:
         """Parse what `read_manifest_bytes` has read. Raises CorruptError when it is another checkpoint's manifest."""
         key = object_keys.manifest_key(self.entry.key)
-        manifest = load_manifest(data, what=f"{self.store.uri}: {key}")
+        manifest = load_manifest(data, what=f"{self.store}: {key}")
         if manifest.key != self.entry.key:
-            raise CorruptError(f"{self.store.uri}: {key} is the manifest of {manifest.key}")
+            raise CorruptError(f"{self.store}: {key} is the manifest of {manifest.key}")
         return manifest
 
     def read_manifest_bytes(self) -> bytes:
@@ -111,11 +111,11 @@ class Checkpoint:
         given = self.documents.index if self.documents else None
         size, crc = manifest.index.size_bytes, manifest.index.crc32
         data = self._checked(key, given, size=size, crc=crc, said_by="the manifest")
-        index = load_index(data, what=f"{self.store.uri}: {key}", values=values)
+        index = load_index(data, what=f"{self.store}: {key}", values=values)
         known = {component.name for component in manifest.components}
         for item in index.plan.objects:
             if item.component not in known:  # no reader would know where its bytes lie
-                raise CorruptError(f"{self.store.uri}: {key} names the component {item.component[:100]!r}, and the "
+                raise CorruptError(f"{self.store}: {key} names the component {item.component[:100]!r}, and the "
                                    "manifest does not")  # fmt: skip
         return index
 
@@ -130,6 +130,7 @@ class Checkpoint:
             read_manifest=self.read_manifest,
             read_index=partial(self.read_index, values=False),
             reads=reads,
+            why_missing=partial(why_missing, self.store, self.entry.key),
         )
 
     def _checked(self, key: str, given: bytes | None, *, size: int | None, crc: int, said_by: str) -> bytes:
@@ -145,17 +146,23 @@ class Checkpoint:
             if size in (None, len(data)) and crc32(data) == crc:
                 return data
             what = "checksum" if size is None or size == len(data) else f"size ({len(data)})"
-            raise DamagedError(f"{self.store.uri}: {key} has another {what} than {said_by} says")
+            raise DamagedError(f"{self.store}: {key} has another {what} than {said_by} says")
 
         return again_if_corrupt(read)
 
 
 def read_latest(store: Store) -> Latest:
     """Read the body of `latest`. Raises NotFoundError, which says what is there instead, when there is no run."""
+    return read_latest_at(store)[0]
+
+
+def read_latest_at(store: Store) -> tuple[Latest, float]:
+    """Read the body of `latest`, and the store's time, in unix seconds. Raises as read_latest."""
     try:
-        return again_if_corrupt(lambda: get_latest(store))[0]
+        body, got = again_if_corrupt(lambda: get_latest(store))
     except NotFoundError:
         raise no_run_error(store) from None
+    return body, got.at
 
 
 def get_latest(store: Store) -> tuple[Latest, Got]:
@@ -165,7 +172,7 @@ def get_latest(store: Store) -> tuple[Latest, Got]:
     NotFoundError, and CorruptError, which no caller may act on before a second reading (again_if_corrupt).
     """
     got = store.get(object_keys.LATEST_KEY, MAX_LATEST)
-    return load_latest(got.data, what=f"{store.uri}: {object_keys.LATEST_KEY}"), got
+    return load_latest(got.data, what=f"{store}: {object_keys.LATEST_KEY}"), got
 
 
 def peek_latest(store: Store) -> Latest:
@@ -180,17 +187,17 @@ def no_run_error(store: Store) -> NotFoundError:
         if names := list_directories(store):
             return lost_run_error(store, names)
     return NotFoundError(
-        f"{store.uri}: no run here (no object named latest). Give the storage path and the run's name; the runs in a "
-        f"folder are listed by raycheck runs '{store.uri}'"
+        f"{store}: no run here (no object named latest). Give the storage path and the run's name; the runs in a "
+        f"folder are listed by raycheck runs '{store}'"
     )
 
 
 def lost_run_error(store: Store, names: Sequence[CheckpointName]) -> NotFoundError:
     """Make the error for a missing `latest` where the directories `names` lie, in the order of their saves."""
     return NotFoundError(
-        f"{store.uri}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
+        f"{store}: no run here: latest is missing, though {len(names)} checkpoints lie here, the last of them "
         f"{names[-1]}. If it was deleted, put it back (bucket versioning), or stop the run and rebuild it: "
-        f"raycheck repair '{store.uri}'"
+        f"raycheck repair '{store}'"
     )
 
 
@@ -210,8 +217,54 @@ def _get_live(store: Store, name: str, key: str, max_bytes: int) -> bytes:
         raise DamagedError(str(error)) from None
 
 
-def missing_error(store: Store, name: str, key: str) -> NotFoundError | DamagedError:
-    """Make the error for a missing object `key` of checkpoint `name`: it was dropped, or it is damaged. Step 25."""
-    if read_latest(store).entry(name) is None:
-        return NotFoundError(f"{store.uri}: checkpoint {name} was dropped by retention; open the run again")
-    return DamagedError(f"{store.uri}: {key} is missing although latest lists its checkpoint")
+def missing_error(store: Store, name: str, key: str) -> NotFoundError | CorruptError:
+    """Make the error for a missing object `key` of checkpoint `name`. Step 25.
+
+    It is a NotFoundError when the checkpoint was dropped, a CorruptError when the run whose directory it uses is not
+    where it was, and else a DamagedError. key: the object's key, or a text that has it.
+    """
+    body = read_latest(store)
+    if body.entry(name) is None:
+        return NotFoundError(f"{store}: checkpoint {name} was dropped by retention; open the run again")
+    if moved := _moved(store, body, name, key):
+        return CorruptError(moved)
+    return DamagedError(f"{store}: {key} is missing although latest lists its checkpoint")
+
+
+def why_missing(store: Store, name: str, key: str) -> str:
+    """Return what to say of a missing object `key` of checkpoint `name`: that a run was moved, if that is the reason.
+
+    It is for a report, in which what cannot be found out is left out.
+    """
+    with suppress(RaycheckError):
+        return _moved(store, read_latest(store), name, key)
+    return ""
+
+
+def _moved(store: Store, body: Latest, name: str, key: str) -> str:
+    """Return that the run of which checkpoint `name` uses `key` is not where it was; "" when that is not the reason.
+
+    Somebody has moved one of the two by hand. That is no damage, of which a mark would stay in `latest` when they are
+    put back.
+    """
+    entry = body.entry(name)
+    for directory in entry.refs if entry else ():
+        way, _ = object_keys.split_directory(directory)
+        if way and object_keys.checkpoint_prefix(directory) in key:
+            lender = store.beside(way)
+            loan = next((loan for loan in body.loans if loan.source == way), None)
+            try:
+                other = read_latest(lender)
+            except NotFoundError:
+                what = f"there is no run at {lender}"
+            else:
+                if loan is None or other.run_id == loan.run_id:
+                    return ""
+                what = f"at {lender} there is another run than it was"
+            return (
+                f"{store}: {directory}, a directory that checkpoint {name} uses, is not there: {what}. This run or "
+                "that one was moved or deleted by hand. Put it back; then 'raycheck fork --copy' makes a run in "
+                "another place that uses none. If it is gone, go back with 'raycheck rewind' to a checkpoint that does "
+                "not use it"
+            )
+    return ""

@@ -15,6 +15,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import CorruptError, NotFoundError
 
 READ_BYTES = 16 * 1024 * 1024
+MISSING = "missing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +39,12 @@ def verify(
     read_manifest: Callable[[], Manifest],
     read_index: Callable[[Manifest], Index],
     reads: bool,
+    why_missing: Callable[[str], str] = lambda _: "",
 ) -> Iterator[Finding]:
-    """Yield one finding per object of the checkpoint `name`. reads: False compares sizes only."""
+    """Yield one finding per object of the checkpoint `name`.
+
+    reads: False compares sizes only. why_missing: returns what is known of a missing object, by its key.
+    """
     key = object_keys.manifest_key(name)
     try:
         manifest = read_manifest()
@@ -54,9 +59,11 @@ def verify(
         except CorruptError as error:  # no file, or one that has shrunk meanwhile
             found, problem = None, str(error)
         except NotFoundError:  # it was deleted between two requests
-            found, problem = None, "missing"
+            found, problem = None, MISSING
         where: tuple[str, ...] = ()
-        if problem and isinstance(record, ShardRecord):
+        if problem == MISSING and (why := why_missing(key)):
+            problem = f"{MISSING}: {why}"
+        elif problem and isinstance(record, ShardRecord):
             where = _where(store, index, key, record, found or 0)
         yield Finding(key=key, size_bytes=record.size_bytes, problem=problem, where=where)
 
@@ -70,7 +77,7 @@ def _compare(store: Store, key: str, size: int, crc: int | None) -> tuple[int | 
     found = next((found for _ in range(READS - 1) if (found := _size(store, key)) == size), None)
     found = _size(store, key) if found is None else found
     if found is None:
-        return found, "missing"
+        return found, MISSING
     if found != size:
         return found, f"has {found} bytes, the manifest says {size}"
     total = crc

@@ -21,7 +21,7 @@ from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
-from raycheck.bucket.store.address import bare_uri, overlap
+from raycheck.bucket.store.address import bare_uri, overlap, shown_uri
 from raycheck.catalog.object_copy import (
     LOOK_EVERY_S,
     CopiedCheckpoint,
@@ -30,6 +30,7 @@ from raycheck.catalog.object_copy import (
     check_own_directories,
 )
 from raycheck.errors import ConfigError, ConflictError, CorruptError, DamagedError, NotFoundError
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 
 CHECKPOINTS_AT_ONCE = 8
 """How many checkpoints are copied at a time, since a small one is little but waiting for answers. object_copy.py bounds
@@ -72,14 +73,15 @@ class MirrorCopier:
         target: Store,
         *,
         stop: Event,
-        progress: Callable[[int], None] = lambda _: None,
+        progress: ShowProgress = show_nothing,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         check_places(source, target)
         self.report = RoundReport()
-        self.objects = ObjectCopier(source, target, stop=stop, progress=progress)
+        self._tally = ProgressTally(progress)
+        self.objects = ObjectCopier(source, target, stop=stop, progress=self._tally.add)
         self._source, self._target = Register(source), Register(target)
-        self._uri = bare_uri(source.uri) if "://" in source.uri else source.uri
+        self._uri = bare_uri(source.uri)
         self._stop, self._monotonic = stop, monotonic
         self._done: set[str] = set()  # keys of objects that are whole in the target
         self._begun: set[str] = set()  # directories in the target that may hold a part of a checkpoint
@@ -95,7 +97,7 @@ class MirrorCopier:
             check_own_directories(self.objects.source.uri, entry.key, entry.refs)
         if body.mirror is not None and body.is_mirror and (body.mirror.missing or body.head is None):
             raise ConfigError(
-                f"{self.objects.source.uri}: this copy of {body.mirror.source} is not complete; repeat 'raycheck cp' "
+                f"{self.objects.source}: this copy of {body.mirror.source} is not complete; repeat 'raycheck cp' "
                 "into it first, or copy from there"
             )
         return SourceBody(body=original(body), at=got.at, read_at=read_at)
@@ -123,7 +125,7 @@ class MirrorCopier:
             if shown is not None:
                 self.copy_records()
                 return shown
-        raise ConflictError(f"{self.objects.source.uri}: its head was dropped {_ROUNDS} times while it was copied")
+        raise ConflictError(f"{self.objects.source}: its head was dropped {_ROUNDS} times while it was copied")
 
     def _begin(self) -> tuple[Latest, SourceBody]:
         """Read mirror and source, and open the mirror."""
@@ -133,7 +135,7 @@ class MirrorCopier:
             check_mirror(self.objects.target.uri, mine, state.body)
             check_forward(self.objects.target.uri, mine, state.body)
         elif state.body.head is None:
-            raise NotFoundError(f"{self.objects.source.uri}: the run has no committed checkpoint to copy")
+            raise NotFoundError(f"{self.objects.source}: the run has no committed checkpoint to copy")
         self._begun |= {str(name) for name in names}
         return open_mirror(self._target, state.body, uri=self._uri), state
 
@@ -141,6 +143,7 @@ class MirrorCopier:
         """Copy what the mirror lacks of `body`. Returns the mirror's body; None when the source's head is gone."""
         listed = {entry.key for entry in mine.live}
         wanted = [entry for entry in _head_first(body) if entry.key not in listed and not self._is_bad(entry)]
+        self._tally.expect(sum(entry.size_bytes for entry in wanted))
         if wanted and wanted[0].key == body.head:
             if not self._copy_all(wanted[:1]):
                 self._refuse_damaged_head(wanted[0].key)
@@ -240,13 +243,15 @@ class MirrorCopier:
 def check_source(uri: str, body: Latest) -> None:
     """Raise ConfigError when the run at `uri`, with this body, was deleted."""
     if body.deleted_at is not None:
-        raise ConfigError(f"{uri}: this run was deleted; there is nothing to copy. Its mirrors stay as they are")
+        raise ConfigError(
+            f"{shown_uri(uri)}: this run was deleted; there is nothing to copy. Its mirrors stay as they are"
+        )
 
 
 def check_places(source: Store, target: Store) -> None:
     """Raise ConfigError when source and target are one place, or one lies inside the other."""
     if overlap(source.uri, target.uri):
-        raise ConfigError(f"{target.uri} is {source.uri} itself, or one of them lies inside the other")
+        raise ConfigError(f"{target} is {source} itself, or one of them lies inside the other")
 
 
 def _able(waiting: list[Entry], running: Collection[Entry], settled: Collection[str]) -> list[Entry]:

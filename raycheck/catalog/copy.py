@@ -5,7 +5,7 @@ until somebody trains on it (step 38). The copy of one checkpoint is a new run t
 (step 30). Either may stop anywhere, and be repeated: only what is not there is copied.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Event
 from uuid import uuid4
@@ -30,10 +30,8 @@ from raycheck.bucket.store.address import bare_uri
 from raycheck.catalog.copier import MirrorCopier, check_places, check_source
 from raycheck.catalog.object_copy import DroppedError, Job, ObjectCopier
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
-
-ShowProgress = Callable[[int, int], None]
-"""Called with the bytes that are done, and those of the whole copy, from several threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +77,7 @@ def copy_run(
     step: int | str | None = None,
     from_storage: StorageSettings | None = None,
     to_storage: StorageSettings | None = None,
-    progress: ShowProgress | None = None,
+    progress: ShowProgress = show_nothing,
     stop: Event | None = None,
 ) -> CopiedRun:
     """Copy a run, or one of its checkpoints, to another place, in any two of the stores.
@@ -99,10 +97,8 @@ def copy_run(
     one, other = open_store(source, from_storage), open_store(dest, to_storage)
     stop = Event() if stop is None else stop
     if step is not None:
-        return _copy_checkpoint(one, other, step, _Counter(progress), stop)
-    counter = _Counter(progress)
-    copier = MirrorCopier(one, other, stop=stop, progress=counter.add)
-    counter.total = sum(entry.size_bytes for entry in copier.missing()[1])
+        return _copy_checkpoint(one, other, step, ProgressTally(progress), stop)
+    copier = MirrorCopier(one, other, stop=stop, progress=progress)
     body = copier.run()
     copier.delete_dropped()
     return result_of(copier, body)
@@ -121,7 +117,7 @@ def plan_copy(
     if step is None:
         body, entries = MirrorCopier(one, other, stop=Event()).missing()
         if body.head is None:
-            raise NotFoundError(f"{one.uri}: the run has no committed checkpoint to copy")
+            raise NotFoundError(f"{one}: the run has no committed checkpoint to copy")
         return PlannedCopy(uri=other.uri, run_id=body.run_id, sizes={it.key: it.size_bytes for it in entries})
     check_places(one, other)
     entry = _chosen(one, read_latest(one), step)
@@ -137,7 +133,7 @@ def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
     report, objects = copier.report, copier.objects
     if report.damaged:
         said = "".join(f"\n  {why}" for why in report.damaged.values())
-        raise DamagedError(f"{objects.source.uri}: {len(report.damaged)} damaged checkpoints were not copied:{said}")
+        raise DamagedError(f"{objects.source}: {len(report.damaged)} damaged checkpoints were not copied:{said}")
     return CopiedRun(
         uri=objects.target.uri,
         run_id=body.run_id,
@@ -151,32 +147,19 @@ def result_of(copier: MirrorCopier, body: Latest) -> CopiedRun:
     )
 
 
-class _Counter:
-    """Adds up the bytes that are done."""
-
-    def __init__(self, show: ShowProgress | None) -> None:
-        self.total = self.done = 0
-        self._show = show
-
-    def add(self, size_bytes: int) -> None:
-        self.done += size_bytes
-        if self._show is not None:
-            self._show(self.done, max(self.done, self.total))
-
-
-def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Counter, stop: Event) -> CopiedRun:
+def _copy_checkpoint(source: Store, target: Store, step: int | str, tally: ProgressTally, stop: Event) -> CopiedRun:
     """Begin a new run at the target with a copy of one checkpoint. Step 30."""
     check_places(source, target)
     lender = read_latest(source)
     entry = _chosen(source, lender, step)
-    counter.total = entry.size_bytes
+    tally.expect(entry.size_bytes)
     checkpoint, register = Checkpoint(source, entry), Register(target)
     existing, save = look_at_place(register)
     if existing is not None:
         head = _copied_head(existing, target, source, entry)
         return CopiedRun(uri=target.uri, run_id=existing.run_id, head=head.key, present=(head.key,))
     old = checkpoint.read_manifest()
-    objects = ObjectCopier(source, target, stop=stop, progress=counter.add)
+    objects = ObjectCopier(source, target, stop=stop, progress=tally.add)
     origin = Origin(run_id="", uri=bare_uri(source.uri), source_run_id=lender.run_id, checkpoint=old.key)
     new, there = _name_for(objects, old, origin, save, restored_from=_origin(source, entry))
     pairs = zip(old.objects(), new.objects(), strict=True)
@@ -184,11 +167,11 @@ def _copy_checkpoint(source: Store, target: Store, step: int | str, counter: _Co
     try:
         objects.copy_objects(old.key, jobs, there, trusts=False)
     except DroppedError:
-        raise NotFoundError(f"{source.uri}: checkpoint {old.key} was dropped while it was copied") from None
+        raise NotFoundError(f"{source}: checkpoint {old.key} was dropped while it was copied") from None
     data = write_manifest(target, new)
     body = begin_run(register, first_entry(new, data, of=entry), new, run_id=uuid4().hex, verb="copy")
     if body.head != new.key or not _was_copied(Checkpoint(target, _head(body, target)), source, entry):
-        raise ConfigError(f"{target.uri}: another run was begun there meanwhile; give a free place")
+        raise ConfigError(f"{target}: another run was begun there meanwhile; give a free place")
     return CopiedRun(
         uri=target.uri,
         run_id=body.run_id,
@@ -224,16 +207,16 @@ def _chosen(source: Store, body: Latest, step: int | str) -> Entry:
     entries = [entry for entry in body.live if step in (entry.step, str(entry.step), entry.key, entry.name)]
     if not entries:
         known = ", ".join(str(entry.step) for entry in body.live) or "none"
-        raise NotFoundError(f"{source.uri}: no checkpoint {step}; there are those of the steps: {known}")
+        raise NotFoundError(f"{source}: no checkpoint {step}; there are those of the steps: {known}")
     if entries[-1].damaged:
-        raise DamagedError(f"{source.uri}: {entries[-1].key} is damaged: {entries[-1].damaged}")
+        raise DamagedError(f"{source}: {entries[-1].key} is damaged: {entries[-1].damaged}")
     return entries[-1]
 
 
 def _head(body: Latest, target: Store) -> Entry:
     entry = None if body.head is None else body.entry(body.head)
     if entry is None:
-        raise ConfigError(f"{target.uri}: a run has begun there, without a checkpoint. Give a free place")
+        raise ConfigError(f"{target}: a run has begun there, without a checkpoint. Give a free place")
     return entry
 
 
@@ -241,7 +224,7 @@ def _copied_head(body: Latest, target: Store, source: Store, entry: Entry) -> En
     """Return the head of the run that is at the target. Raises ConfigError when it is no copy of that checkpoint."""
     head = _head(body, target)
     if not _was_copied(Checkpoint(target, head), source, entry):
-        raise ConfigError(f"{target.uri}: there is another run already ({body.run_id}); give a free place")
+        raise ConfigError(f"{target}: there is another run already ({body.run_id}); give a free place")
     return head
 
 

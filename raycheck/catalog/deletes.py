@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 
 from raycheck.bucket.format.latest import Entry, Hold
+from raycheck.bucket.format.object_keys import EXPORTS_PREFIX
 from raycheck.bucket.protocol import delete
 from raycheck.bucket.protocol.delete import DeletedRun
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, prune
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.run import open_run
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 
@@ -24,20 +27,26 @@ class PlannedDelete:
 
 
 def delete_checkpoint(
-    uri: str, at: int | str, *, grace_s: float = GRACE_S, storage: StorageSettings | None = None
+    uri: str,
+    at: int | str,
+    *,
+    grace_s: float = GRACE_S,
+    storage: StorageSettings | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> str:
     """Delete a checkpoint of the run at `uri`, also a pinned or named one. Returns its key.
 
     It is no longer listed or restored at once. Its objects go `grace_s` seconds later, so that whoever reads it now can
     end: with the next prune of the training, or of `raycheck prune`. What other checkpoints or runs use of it stays.
-    at: a step, a name, or a key. Raises NotFoundError when there is none, ConfigError for the head.
+    at: a step, a name, or a key. progress: called with the number of objects that are deleted. Raises NotFoundError
+    when there is none, ConfigError for the head.
     """
     key = open_run(uri, storage).at(at).entry.key
     register = Register(open_store(uri, storage))
     body = delete.delete_checkpoint(register, key)
     if not grace_s:
         others = frozenset(item.key for item in body.evicted) - {key}  # whose readers keep their time
-        prune(register, grace_s=0.0, spare=others)
+        prune(register, grace_s=0.0, spare=others, tally=ProgressTally(progress))
     return key
 
 
@@ -57,14 +66,16 @@ def delete_run(
     keep_exports: bool = False,
     lost: bool = False,
     storage: StorageSettings | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> DeletedRun:
     """Delete the run at `uri`, with all that lies in its folder. May be repeated.
 
     live: also when it seems to be running; that training ends with FencedError. keep_shared: what other runs use stays
-    until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone.
-    lost: also when `latest` is missing: then nobody can say what the checkpoints there were for, and whether a training
-    goes on. Raises NotFoundError when there is no run, ConflictError when somebody starts it at this moment, and
-    ConfigError when it is refused, also since another run lies in its folder.
+    until they have dropped it; without it a run that others use is refused. keep_exports: leave `exports/` alone. lost:
+    also when `latest` is missing: then nobody can say what the checkpoints there were for, and whether a training goes
+    on. progress: called with the number of objects that are deleted. Raises NotFoundError when there is no run,
+    ConflictError when somebody starts it at this moment, and ConfigError when it is refused, also since another run
+    lies in its folder.
     """
     store = open_store(uri, storage)
     register = Register(store)
@@ -74,7 +85,11 @@ def delete_run(
     counter = register.read_existing()[0].counter  # before the question: what comes after it stops the delete
     _refuse_running(uri, store, live=live)
     return delete.delete_run(
-        register, keeps_shared=keep_shared, keeps_exports=keep_exports, only_at=None if live else counter
+        register,
+        keeps_shared=keep_shared,
+        keeps_exports=keep_exports,
+        only_at=None if live else counter,
+        tally=ProgressTally(progress),
     )
 
 
@@ -86,8 +101,12 @@ def plan_delete_run(
     keep_exports: bool = False,
     lost: bool = False,
     storage: StorageSettings | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> PlannedDelete:
-    """Say what `delete_run` would delete. Writes nothing, and raises what it would raise before its first write."""
+    """Say what `delete_run` would delete. Writes nothing, and raises what it would raise before its first write.
+
+    progress: called with the number of objects that were listed.
+    """
     store = open_store(uri, storage)
     holds: tuple[Hold, ...] = ()
     try:
@@ -100,12 +119,18 @@ def plan_delete_run(
         _refuse_running(uri, store, live=live)
         delete.check_users(store, run.latest, keeps_shared=keep_shared)
         holds = delete.users_of(store, run.latest)
-    delete.check_folder(store)
-    sizes = [item.size_bytes for item in delete.objects_of(store, keeps_exports=keep_exports)]
-    return PlannedDelete(num_objects=len(sizes), size_bytes=sum(sizes), holds=holds)
+    tally, num_objects, size_bytes = ProgressTally(progress), 0, 0
+    for item in store.list_objects(""):
+        delete.check_in_run(store, item.key)
+        tally.add(1)
+        if not (keep_exports and item.key.startswith(EXPORTS_PREFIX)):
+            num_objects, size_bytes = num_objects + 1, size_bytes + item.size_bytes
+    return PlannedDelete(num_objects=num_objects, size_bytes=size_bytes, holds=holds)
 
 
 def _refuse_running(uri: str, store: Store, *, live: bool) -> None:
     status = read_status(store)
     if status.state in ("running", "silent") and not live:
-        raise ConfigError(f"{uri}: it is {status.text}. Stop it first, or delete it all the same with --live")
+        raise ConfigError(
+            f"{shown_uri(uri)}: it is {status.text}. Stop it first, or delete it all the same with --live"
+        )

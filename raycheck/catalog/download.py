@@ -20,10 +20,11 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store.interface import Buffer
 from raycheck.catalog.local_files import PARTIAL, appear, check_room, file_crc32, opened_partial, partial_of, write_file
-from raycheck.catalog.read_ahead import Progress, Spans, no_progress, read_ahead
+from raycheck.catalog.read_ahead import Spans, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, names_in, stored_objects
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
 from raycheck.run import open_run
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 MANIFEST = "manifest.json"
@@ -52,7 +53,7 @@ def download(
     components: Collection[str] | None = None,
     format: Format = "dcp",  # noqa: A002  the option's name
     storage: StorageSettings | None = None,
-    progress: Progress = no_progress,
+    progress: ShowProgress = show_nothing,
 ) -> Downloaded:
     """Fetch a checkpoint into a folder, with several requests at a time and in bounded memory.
 
@@ -112,7 +113,7 @@ def _take_folder(root: Path, manifest: bytes, checkpoint: Checkpoint) -> None:
 
 
 def _fetch_all(
-    root: Path, wanted: dict[str, StoredObject], checkpoint: Checkpoint, progress: Progress
+    root: Path, wanted: dict[str, StoredObject], checkpoint: Checkpoint, progress: ShowProgress
 ) -> tuple[dict[str, int], int]:
     """Fetch what is not there yet. Returns the sizes of all files, and the bytes fetched."""
     total = sum(item.size_bytes for item in wanted.values())

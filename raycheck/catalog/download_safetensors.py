@@ -15,11 +15,11 @@ from raycheck.bucket.format.index import Index, Tensor
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.reading import Checkpoint
 from raycheck.catalog.local_files import appear, check_room, file_crc32, opened_partial, write_file
-from raycheck.catalog.read_ahead import Progress
 from raycheck.errors import ConfigError, CorruptError
 from raycheck.shards.huggingface.export import MAX_FILE_BYTES, safetensors_head, split, weight_map
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, json_text
 from raycheck.shards.huggingface.weight_stream import BLOCK_BYTES, Weight, WeightSource
+from raycheck.show_progress import ShowProgress
 
 RECORD, VALUES = "raycheck-download.json", "values.json"
 MAX_RECORD = 4 * 1024 * 1024
@@ -36,7 +36,7 @@ class DownloadRecord(Document):
 
 
 def fetch_safetensors(
-    root: Path, checkpoint: Checkpoint, manifest: Manifest, progress: Progress
+    root: Path, checkpoint: Checkpoint, manifest: Manifest, progress: ShowProgress
 ) -> tuple[dict[str, int], int]:
     """Fetch what is not in the folder yet. Returns the sizes of all files, and the bytes fetched."""
     index = checkpoint.read_index(manifest)

@@ -16,6 +16,7 @@ from raycheck.bucket.store import open_store
 from raycheck.catalog.copier import MirrorCopier, SourceBody
 from raycheck.catalog.object_copy import StoppedError
 from raycheck.errors import ConfigError, DamagedError, NotFoundError, StoreError
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 MAX_PAUSE_S = 300.0
@@ -46,16 +47,16 @@ def follow_run(
     from_storage: StorageSettings | None = None,
     to_storage: StorageSettings | None = None,
     news: Callable[[FollowNews], None] = lambda _: None,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: ShowProgress = show_nothing,
     stop: Event | None = None,
     grace_s: float = GRACE_S,
 ) -> Latest:
     """Copy a run to `dest`, and go on to copy what is committed and to drop what is dropped there, until `stop` is set.
 
     every_s: seconds between two looks at the source. until_finished: end when the source has come to the end of its
-    training and all of it is here. news: called with what happens. progress: called with each number of bytes that are
-    done, from several threads. grace_s: seconds that readers of the mirror have between the drop of a checkpoint and
-    the delete. The other arguments are those of copy_run.
+    training and all of it is here. news: called with what happens. progress: called with the bytes that are done, and
+    with those that there are as far as it has looked. grace_s: seconds that readers of the mirror have between the drop
+    of a checkpoint and the delete. The other arguments are those of copy_run.
 
     Returns the mirror's `latest`. Raises StoppedError when it was stopped before there was one, ConfigError when dest
     is no place for the mirror any more, CorruptError when `latest` of either was lost or rolled back.

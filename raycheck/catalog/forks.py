@@ -2,9 +2,10 @@
 
 from uuid import uuid4
 
+from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol.fork import Forked, fork
 from raycheck.bucket.store import open_store
-from raycheck.run import open_run
+from raycheck.run import Run
 from raycheck.storage_settings import StorageSettings
 
 
@@ -26,6 +27,9 @@ def fork_run(
     URIs do not say it. Raises NotFoundError when there is no such checkpoint, ConfigError when the run at `target` has
     begun without a checkpoint, CorruptError for copied bytes that differ from their checksums.
     """
-    run = open_run(source, storage)
-    key = None if at is None else run.at(at).entry.key
-    return fork(run.store, open_store(target, storage), run_id=uuid4().hex, key=key, copies=copy)
+    store = open_store(source, storage)
+
+    def chosen(body: Latest) -> str:
+        return Run(store, body).head_or(at).entry.key
+
+    return fork(store, open_store(target, storage), run_id=uuid4().hex, key=chosen, copies=copy)

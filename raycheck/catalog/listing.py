@@ -10,7 +10,6 @@ idle (the record of its attempt), and one for a fork that still has its first ch
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -28,12 +27,13 @@ from raycheck.bucket.reading import get_latest, lost_run_error, peek_latest
 from raycheck.bucket.run_status import State, Status, status_of
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import parse_uri
-from raycheck.bucket.store.subfolder import Subfolder
 from raycheck.errors import ConfigError, CorruptError, DeniedError, NotFoundError, RaycheckError
 from raycheck.storage_settings import StorageSettings
+from raycheck.views.context_pool import ContextPool
+from raycheck.views.goodput import goodput_of
 
 DEPTH = 3
-AT_ONCE = 64
+AT_ONCE = 128
 """How many requests are under way at a time."""
 MAX_FOLDERS = 100_000
 """How many folders one listing looks at: a prefix may lead into millions of them."""
@@ -65,6 +65,8 @@ class RunSummary:
         at most. The two are equal where no checkpoint refers to another's directory: `latest` has the size of each
         checkpoint with all that it refers to, and does not say how much of that several of them share. What retention
         has dropped, interrupted saves and exports are not in it: `raycheck sweep` and `raycheck prune` find them.
+    goodput: the share of the time from the run's begin to its newest commit that stands as training, between 0 and 1;
+        None where `latest` does not say it: it was written by an older raycheck, or the head was moved since.
     parent: the address of the run that this one was forked from, as the fork wrote it. None for a run that is no fork,
         and for one that has dropped the checkpoint with which it began.
     """
@@ -83,6 +85,7 @@ class RunSummary:
     num_checkpoints: int = 0
     size_bytes: int = 0
     max_size_bytes: int = 0
+    goodput: float | None = None
     parent: str | None = None
 
 
@@ -140,7 +143,7 @@ class _Folder:
         return at.prefix.rpartition("/")[2] or at.bucket
 
     def below(self, names: Iterable[str]) -> "list[_Folder]":
-        return [_Folder(Subfolder(self.store, name), (*self.path, name)) for name in names if _is_fit(name)]
+        return [_Folder(self.store.below(name), (*self.path, name)) for name in names if _is_fit(name)]
 
 
 class _Search:
@@ -158,7 +161,7 @@ class _Search:
         seen = self._look(self._top)
         folders = [] if isinstance(seen, RunSummary) else seen
         found += [seen] if isinstance(seen, RunSummary) else []
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-list") as pool:
+        with ContextPool(AT_ONCE, thread_name_prefix="raycheck-list") as pool:
             for _ in range(depth):
                 below: list[_Folder] = []
                 for seen in pool.map(self._look_and_go_on, folders):
@@ -205,7 +208,7 @@ class _Search:
         except NewerFormatError as error:
             return _unread(folder, "newer", _cut(str(error)))
         except CorruptError as error:
-            text = f"{_cut(str(error))}. Here: raycheck repair '{folder.store.uri}'"
+            text = f"{_cut(str(error))}. Here: raycheck repair '{folder.store}'"
             return _unread(folder, "damaged", text)
         status = status_of(body, None, now=now)
         if status.state in ("running", "silent"):
@@ -231,7 +234,7 @@ class _Search:
                 self._num_named += 1
             if self._num_named > MAX_FOLDERS:
                 raise ConfigError(
-                    f"{self._top.store.uri}: more than {MAX_FOLDERS} folders lie here; give a prefix that is nearer to "
+                    f"{self._top.store}: more than {MAX_FOLDERS} folders lie here; give a prefix that is nearer to "
                     "the runs, or a smaller depth="
                 )
         return names
@@ -281,8 +284,16 @@ def _summarize(folder: _Folder, body: Latest, status: Status, parent: str | None
         num_checkpoints=len(body.live),
         size_bytes=least,
         max_size_bytes=most,
+        goodput=_goodput(body, head),
         parent=None if parent is None else _cut(parent),
     )
+
+
+def _goodput(body: Latest, head: Entry | None) -> float | None:
+    said = body.trained
+    if said is None or head is None or said.key != head.key:
+        return None
+    return goodput_of(trained_s=said.trained_s, began_at=said.began_at, committed_at=head.committed_at)
 
 
 def _cut(text: str) -> str:

@@ -5,12 +5,12 @@ Bytes are compared with the manifest's checksum while they stream, and the last 
 of them were right. So an object that exists in the target has the right bytes, as far as they arrived unchanged. That
 is what the target says itself by a checksum, or what a reading of the new object shows. A manifest is written last
 here: one that is there proves that its objects are there too. Between buckets that are reached in one way, S3 copies by
-itself, and proves it by CRC-32.
+itself, and proves it by CRC-32. GCS copies by itself what was read and found right, and is not sent to it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Condition, Event, Lock
 from typing import TypeVar
@@ -23,12 +23,14 @@ from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.reading import Checkpoint, missing_error
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Buffer, Range
 from raycheck.bucket.store.part_sizes import MAX_COPIED_BYTES, MIN_PART_BYTES
 from raycheck.errors import ConfigError, CorruptError, DamagedError, NotFoundError, SaveFailedError, StoreError
 
 AT_ONCE = 4
 """How many objects of a checkpoint are copied at a time."""
+READ_BYTES = 16 * 1024 * 1024
 OBJECT_BYTES = 6 * 16 * 1024 * 1024
 """How much memory a large object takes at most while it is copied: about six parts of 16 MiB."""
 ROOM_BYTES = 4 * OBJECT_BYTES
@@ -171,52 +173,53 @@ class ObjectCopier:
         """Copy one object, unless it is there. Returns whether it was not."""
         size = job.record.size_bytes
         if size < 0:
-            raise DamagedError(f"{self.source.uri}: the manifest of {name} gives {job.key} a size of {size} bytes")
+            raise DamagedError(f"{self.source}: the manifest of {name} gives {job.key} a size of {size} bytes")
         with self._room.taken(min(size, OBJECT_BYTES), is_over):
             if size_there == size and ((trusts and self._is_proven(job)) or self.is_right(job.new_key, job.record)):
                 self._count(found=size)
                 return False
-            if size >= MIN_PART_BYTES and self._copied_in_store(job, is_over):
+            if size >= MIN_PART_BYTES and self._copied_in_store(name, job, is_over):
                 self._count(in_store=size)
                 return True
-            try:
-                again_if_corrupt(lambda: self._stream(name, job, is_over))
-            except CorruptError as error:
-                raise DamagedError(str(error)) from None
+            again_if_corrupt(lambda: self._stream(name, job, is_over))
             if not (self._is_proven(job) or self.is_right(job.new_key, job.record)):
-                raise StoreError(
-                    f"{self.target.uri}: {job.new_key} does not have the bytes that were written; try again"
-                )
+                raise StoreError(f"{self.target}: {job.new_key} does not have the bytes that were written; try again")
         with self._lock:
             self.sent_bytes += size
         return True
 
     def _stream(self, name: str, job: Job, is_over: Callable[[], bool]) -> None:
         record = job.record
-        step = self.target.part_bytes(record.size_bytes)
         if record.size_bytes == 0 and record.crc32:
-            raise CorruptError(f"{self.source.uri}: {job.key} is empty, its manifest says {record.crc32:08x}")
+            raise DamagedError(f"{self.source}: {job.key} is empty, its manifest says {record.crc32:08x}")
         shown = 0
 
         def parts() -> Iterator[memoryview]:
             nonlocal shown
-            crc = 0
-            for start in range(0, record.size_bytes, step):
-                if is_over():
-                    raise StoppedError
-                stop = min(start + step, record.size_bytes)
-                data = self._read(name, job.key, start, stop)
-                crc = crc32(data, crc)
-                if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
-                    raise CorruptError(
-                        f"{self.source.uri}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
-                    )
+            stop = 0
+            for part in self._parts(name, job, self.target.part_bytes(record.size_bytes), is_over):
+                stop += len(part)
                 if stop > shown:  # a second reading is no progress
                     self._progress(stop - shown)
                     shown = stop
-                yield memoryview(data)
+                yield part
 
         self.target.put_parts(job.new_key, parts(), record.size_bytes)
+
+    def _parts(self, name: str, job: Job, step: int, is_over: Callable[[], bool]) -> Iterator[memoryview]:
+        """Yield the bytes of an object, `step` at a time, the last ones only when all had the manifest's checksum."""
+        record, crc = job.record, 0
+        for start in range(0, record.size_bytes, step):
+            if is_over():
+                raise StoppedError
+            stop = min(start + step, record.size_bytes)
+            data = self._read(name, job.key, start, stop)
+            crc = crc32(data, crc)
+            if stop == record.size_bytes and crc != record.crc32:  # before the object can appear
+                raise DamagedError(
+                    f"{self.source}: {job.key} has checksum {crc:08x}, its manifest says {record.crc32:08x}"
+                )
+            yield memoryview(data)
 
     def _read(self, name: str, key: str, start: int, stop: int) -> Buffer:
         try:
@@ -224,8 +227,11 @@ class ObjectCopier:
         except NotFoundError:
             error = missing_error(self.source, name, key)
             raise DroppedError if isinstance(error, NotFoundError) else error from None
+        except CorruptError as error:  # shorter than it was
+            raise DamagedError(str(error)) from None
 
-    def _copied_in_store(self, job: Job, is_over: Callable[[], bool]) -> bool:
+    def _copied_in_store(self, name: str, job: Job, is_over: Callable[[], bool]) -> bool:
+        """Have the store copy an object by itself. Return whether it has, and has proven which bytes."""
         size = job.record.size_bytes
 
         def ranges() -> Iterator[Range]:
@@ -238,7 +244,12 @@ class ObjectCopier:
                 yield Range(job.key, start, stop, None)
                 start = stop
 
-        return self.target.put_assembled(job.new_key, ranges(), size, job.record.crc32, source=self.source)
+        if self.target.put_assembled(job.new_key, ranges(), size, job.record.crc32, source=self.source):
+            return True
+        with suppress(CorruptError):  # the bytes are read once more before they count as damaged
+            parts = self._parts(name, job, READ_BYTES, is_over)
+            return self.target.put_copied(job.new_key, parts, size, source=self.source, source_key=job.key)
+        return False
 
     def _is_proven(self, job: Job) -> bool:
         try:
@@ -286,7 +297,7 @@ def check_own_directories(uri: str, name: str, directories: Iterable[str]) -> No
     foreign = [directory for directory in directories if CheckpointName.parse(directory) is None]
     if foreign:
         raise ConfigError(
-            f"{uri}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
+            f"{shown_uri(uri)}: {name} uses {foreign[0]}, which belongs to another run, and cannot be copied as it is. "
             f"'raycheck cp --step {name}' makes a run of its own from it, in any place"
         )
 

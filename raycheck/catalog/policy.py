@@ -18,6 +18,7 @@ from raycheck.bucket.store import open_store
 from raycheck.catalog.listing import DEPTH, RunState, RunSummary, find_runs, list_runs
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError
 from raycheck.settings import Retention
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 DAY_S = 86400.0
@@ -114,19 +115,24 @@ def prune_runs(
     depth: int = DEPTH,
     grace_s: float = GRACE_S,
     storage: StorageSettings | None = None,
+    progress: ShowProgress = show_nothing,
 ) -> tuple[PrunedRun, ...]:
     """Prune every run below `prefix` by the first rule of a policy that fits it.
 
     policy: see parse_policy. dry_run: only say what would go. depth: how many folders deep runs may lie. grace_s:
-    seconds that readers get before what was dropped is deleted. storage: how the bucket is reached. A run that cannot
-    be pruned is in the result with its problem, and the others are pruned all the same. A run that others use is not
-    deleted. Raises ConfigError for a policy that makes no sense, before anything is read.
+    seconds that readers get before what was dropped is deleted. storage: how the bucket is reached. progress: called
+    with the number of runs that are done, and of all. A run that cannot be pruned is in the result with its problem,
+    and the others are pruned all the same. A run that others use is not deleted. Raises ConfigError for a policy that
+    makes no sense, before anything is read.
     """
     rules = parse_policy(policy)
-    return tuple(
-        _pruned(run, rules, dry_run=dry_run, grace_s=grace_s, storage=storage)
-        for run in list_runs(prefix, storage, depth=depth, sort="name")
-    )
+    progress(0, 0)
+    found = list_runs(prefix, storage, depth=depth, sort="name")
+    tally, done = ProgressTally(progress, total=len(found)), []
+    for run in found:
+        done.append(_pruned(run, rules, dry_run=dry_run, grace_s=grace_s, storage=storage))
+        tally.add(1)
+    return tuple(done)
 
 
 def _pruned(
@@ -142,7 +148,7 @@ def _pruned(
         body = register.read_existing()[0]  # before the question: a delete is refused when somebody has written since
         looked = find_runs(store, depth=0)
         if not looked:
-            raise NotFoundError(f"{store.uri}: somebody has deleted the run just now")
+            raise NotFoundError(f"{store}: somebody has deleted the run just now")
         run = replace(looked[0], name=run.name)
         number = _rule_for(run, rules)
         done = replace(done, state=run.state, rule=number)

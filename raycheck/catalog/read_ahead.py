@@ -5,7 +5,7 @@ that an object never appears when the check at the stream's end fails.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,12 +16,6 @@ from raycheck.errors import CorruptError, RaycheckError
 
 SPAN_BYTES = 8 * 1024 * 1024
 SPANS_IN_FLIGHT = 8
-Progress = Callable[[int, int], None]
-"""Is told how many bytes are done, and how many there are in all."""
-
-
-def no_progress(done: int, total: int) -> None:
-    """Ignores what it is told."""
 
 
 @dataclass(frozen=True, slots=True)

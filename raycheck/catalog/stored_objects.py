@@ -22,7 +22,7 @@ class StoredObject:
     crc32: int
 
     def __str__(self) -> str:
-        return f"{self.store.uri}: {self.key}"
+        return f"{self.store}: {self.key}"
 
 
 def checkpoint_at(run: Run, step: int | str | None) -> Checkpoint:

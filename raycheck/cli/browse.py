@@ -12,6 +12,7 @@ from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.run_status import read_status
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.verify import Finding
 from raycheck.catalog.listing import list_runs
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
@@ -73,7 +74,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
     if as_json:
         print_json(facts)
         return
-    out.print(Text(f"run {uri}"))
+    out.print(Text(f"run {shown_uri(uri)}"))
     out.print(Text(f"id {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
     out.print(Text(f"{status.text}\n"))
     for way, names in run.borrowed.items():
@@ -103,7 +104,7 @@ def verify(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage 
     run = open_run(uri, settings_of(storage))
     checkpoints = run.checkpoints if step is None else (run.at(step),)
     if not checkpoints:
-        raise NotFoundError(f"{uri}: the run has no committed checkpoint to verify")
+        raise NotFoundError(f"{shown_uri(uri)}: the run has no committed checkpoint to verify")
     found = _verified(checkpoints)
     bad = [finding for _, finding in found if finding.problem]
     if as_json:
@@ -228,7 +229,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
         "samples": manifest.samples,
         "attempt": manifest.attempt,
         "world_size": manifest.world_size,
-        "restored_from": manifest.restored_from,
+        "restored_from": _without_settings(manifest.restored_from),
         "trained_s": manifest.trained_s,
         "tensors": len(index.tensors),
         "entries": sorted(_entries(index)),
@@ -237,6 +238,11 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
         "blocked_s": max((rank.blocked_s for rank in manifest.ranks), default=0.0),
         "upload_s": max((rank.upload_s for rank in manifest.ranks), default=0.0),
     }
+
+
+def _without_settings(origin: str | None) -> str | None:
+    """Returns where a checkpoint comes from as messages show it: older forks wrote the settings of the address too."""
+    return origin and " ".join(map(shown_uri, origin.split(" ")))
 
 
 def _entries(index: Index) -> set[str]:

@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Step, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.views.in_words import size
 
 
@@ -36,17 +38,19 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     from raycheck.run import export_hf as export
 
     began = time.monotonic()
-    written = export(
-        uri,
-        dest,
-        storage=settings_of(storage),
-        step=step,
-        entry=entry,
-        files=files or None,
-        merge_lora=merge_lora,
-        dtype=dtype,
-        config_from=config_from,
-    )
+    with progress_bar() as progress:
+        written = export(
+            uri,
+            dest,
+            storage=settings_of(storage),
+            step=step,
+            entry=entry,
+            files=files or None,
+            merge_lora=merge_lora,
+            dtype=dtype,
+            config_from=config_from,
+            progress=progress,
+        )
     seconds = time.monotonic() - began
     if as_json:
         print_json({"dest": written.uri, "files": dict(written.files), "bytes": written.size_bytes, "seconds": seconds})
@@ -55,7 +59,9 @@ def export_hf(  # noqa: PLR0917  typer makes options of them
     for name, count in written.files.items():
         table.add_row(Text(name), Text(size(count)))
     out.print(table)
-    out.print(Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {written.uri}"))
+    out.print(
+        Text(f"{len(written.files)} files, {size(written.size_bytes)}, {seconds:.1f} s in {shown_uri(written.uri)}")
+    )
 
 
 COMMANDS = (export_hf,)

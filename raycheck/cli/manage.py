@@ -17,11 +17,13 @@ from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri, kind_of
+from raycheck.bucket.store.address import join_uri, kind_of, shown_uri
 from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
 from raycheck.run import open_run
 from raycheck.settings import Retention
+from raycheck.show_progress import ProgressTally
 from raycheck.views.in_words import size
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted, and why.")]
@@ -63,8 +65,10 @@ def prune(  # noqa: PLR0917  typer makes options of them
     kept = {
         verdict.entry.key: verdict.reason for verdict in decide_retention(body, rules, now=got.at) if verdict.is_kept
     }
-    found = deletes.plan_prune(register, rules, grace_s=grace)
-    gone = () if dry_run else deletes.prune(register, rules, grace_s=grace)
+    with progress_bar("objects") as progress:
+        found = deletes.plan_prune(register, rules, grace_s=grace, tally=ProgressTally(progress))
+        tally = ProgressTally(progress, total=sum(item.num_objects for item in found if not item.wait_s))
+        gone = () if dry_run else deletes.prune(register, rules, grace_s=grace, tally=tally)
     _print_deletions(found, gone, kept, dry_run=dry_run, as_json=as_json)
 
 
@@ -92,7 +96,7 @@ def prune_exports(  # noqa: PLR0917  typer makes options of them
         exported_directories.find_exports(place, prefix), body, keep_last=keep_last
     )
     if not verdicts and not as_json:
-        out.print(Text(f"{to or join_uri(uri, object_keys.EXPORTS_PREFIX.rstrip('/'))}: no exports here"))
+        out.print(Text(f"{shown_uri(to or join_uri(uri, object_keys.EXPORTS_PREFIX.rstrip('/')))}: no exports here"))
         return
     gone = () if dry_run else exported_directories.prune_exports(place, prefix, body, keep_last=keep_last)
     kept = {verdict.directory.place: verdict.reason for verdict in verdicts if verdict.is_kept}

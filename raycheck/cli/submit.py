@@ -26,6 +26,7 @@ from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Storage, settings_of, yaml_of
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
 from raycheck.storage_settings import StorageSettings
@@ -109,7 +110,7 @@ def submit_until_done(
     request = {
         "entrypoint": entrypoint,
         "runtime_env": dict(runtime_env or {}),
-        "metadata": {METADATA_KEY: uri.partition("?")[0]},
+        "metadata": {METADATA_KEY: shown_uri(uri)},
     }
     for number in range(retries + 1):
         before = _patiently(lambda: _attempt(store), "the bucket")

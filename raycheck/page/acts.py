@@ -230,8 +230,32 @@ class Prune(Act):
         return f"{len(target.run().prune())} checkpoints were deleted."
 
 
+class Sweep(Act):
+    label = "Sweep"
+    is_long = True
+
+    def preview(self, target: Target) -> str:
+        found = target.run().plan_sweep()
+        if not found:
+            return "No interrupted save of an earlier attempt has left anything: nothing would be deleted."
+        return (
+            f"{len(found)} interrupted saves and uploads of earlier attempts would be deleted, "
+            f"{size(sum(item.size_bytes for item in found))}. No checkpoint is among them."
+        )
+
+    def words(self, target: Target) -> list[str]:
+        return ["sweep", target.uri]
+
+    def do(self, target: Target, told: Told) -> str:
+        told("deleting")
+        found = target.run().sweep()
+        return (
+            f"{len(found)} interrupted saves and uploads were deleted, {size(sum(item.size_bytes for item in found))}."
+        )
+
+
 ACTS: Mapping[str, Act] = {type(act).__name__.lower(): act for act in (
-    Pin(), Unpin(), Name(), Rewind(), Delete(), Verify(), Export(), Prune()
+    Pin(), Unpin(), Name(), Rewind(), Delete(), Verify(), Export(), Prune(), Sweep()
 )}  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 COOKIE = "raycheck-token"
+"""What the cookie's name begins with. Browsers do not tell ports apart, so the name ends with the server's."""
 HEALTH = "/health"
 """What a probe asks for, by the pod's address and without a token."""
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -89,7 +90,7 @@ class Guard:
         return None
 
     def _has_token(self, request: web.Request) -> bool:
-        shown = request.query.get("token") or request.cookies.get(COOKIE) or ""
+        shown = request.query.get("token") or request.cookies.get(cookie_name(request)) or ""
         return not self._token or hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._token.encode())
 
     def _signed_in(self, request: web.Request) -> web.Response:
@@ -98,8 +99,14 @@ class Guard:
         here = request.path.rpartition("/")[2] or "./"
         response = web.Response(status=303, headers={"Location": str(request.url.with_query(rest).relative())})
         response.headers["Location"] = here + (f"?{request.url.with_query(rest).query_string}" if rest else "")
-        response.set_cookie(COOKIE, self._token, httponly=True, samesite="Lax", path="/")
+        response.set_cookie(cookie_name(request), self._token, httponly=True, samesite="Lax", path="/")
         return response
+
+
+def cookie_name(request: web.Request) -> str:
+    """Returns the name of this server's cookie: two pages on one host must not overwrite each other's."""
+    address = request.transport.get_extra_info("sockname") if request.transport is not None else None
+    return f"{COOKIE}-{address[1]}" if address else COOKIE
 
 
 def _host_name(host: str) -> str:

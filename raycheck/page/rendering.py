@@ -13,9 +13,9 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from raycheck.page.charts import CHART_HEIGHT, LEFT, ROW, WIDTH
 from raycheck.page.pages import PageScope, version
 from raycheck.terminal import printable_lines
+from raycheck.views.drawing import curve_svg, heat_svg, histogram_svg, timeline_svg
 from raycheck.views.in_words import age, short_number, size, time_of
 
 _SETTINGS = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*?(?=[:,.;)]*(?:[\s'\"]|$))")
@@ -37,7 +37,7 @@ def _environment() -> Environment:
     env.globals |= {
         "age": age,
         "link": _link,
-        "chart": {"width": WIDTH, "height": CHART_HEIGHT, "left": LEFT, "row": ROW},
+        "drawing": {"timeline": timeline_svg, "curve": curve_svg, "histogram": histogram_svg, "heat": heat_svg},
         "version": version(),
     }
     return env
@@ -61,4 +61,5 @@ def _link(page: str, **arguments: object) -> str:
 
 def render(template: str, place: PageScope, **values: Any) -> str:
     """Returns the HTML of a view."""
-    return _environment().get_template(template).render(place=place, prefix=place.prefix.partition("?")[0], **values)
+    known = {"place": place, "prefix": place.prefix.partition("?")[0], "has_links": True}
+    return _environment().get_template(template).render(known | values)

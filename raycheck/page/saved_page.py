@@ -12,5 +12,5 @@ def save_run(place: PageScope, path: Path) -> None:
 
     Raises NotFoundError when no run lies there.
     """
-    html = render("saved_run.html", place, style=static_text("page.css"), **run_view(place, ""))
+    html = render("saved_run.html", place, style=static_text("page.css"), has_links=False, **run_view(place, ""))
     path.write_text(html, encoding="utf-8")

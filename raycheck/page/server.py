@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -16,6 +16,7 @@ from raycheck.page.background_acts import BackgroundActs
 from raycheck.page.guard import HEALTH, Guard, is_local
 from raycheck.page.pages import PageScope
 from raycheck.page.rendering import render, without_settings
+from raycheck.page.view_threads import AT_ONCE, BusyError, LiveAnswers, ViewThreads
 
 TIMEOUT_S = 60.0
 """How long one view may read from the bucket."""
@@ -26,8 +27,10 @@ def make_app(place: PageScope, *, token: str, allow_hosts: Collection[str] = ())
     """Returns the application that serves the page. token: see Guard."""
     app = web.Application(middlewares=[Guard(token, allow_hosts).middleware()])
     views = _Views(place)
+    app.on_cleanup.append(views.close)
     app.router.add_get("/", views.runs)
     app.router.add_get("/run", views.run)
+    app.router.add_get("/freed", views.freed)
     app.router.add_get("/live", views.live)
     app.router.add_get("/of", views.of)
     app.router.add_get(HEALTH, _health)
@@ -87,6 +90,12 @@ class _Views:
     def __init__(self, place: PageScope) -> None:
         self._place = place
         self._acts = BackgroundActs()
+        self._threads = ViewThreads(timeout_s=TIMEOUT_S)
+        self._live = LiveAnswers(lambda name: self._read(pages.live_version, name))
+
+    async def close(self, app: web.Application) -> None:
+        del app
+        self._threads.close()
 
     async def runs(self, request: web.Request) -> web.Response:
         del request
@@ -95,9 +104,12 @@ class _Views:
     async def run(self, request: web.Request) -> web.Response:
         return await self._shown("run.html", pages.run_view, _asked(request, "name"))
 
+    async def freed(self, request: web.Request) -> web.Response:
+        return await self._shown("freed.html", pages.freed_view, _asked(request, "name"))
+
     async def live(self, request: web.Request) -> web.Response:
         """Answers with the number of writes of `latest`, for a page that asks whether it is out of date."""
-        status, found = await self._read(pages.live_version, _asked(request, "name"))
+        status, found = await self._live.get(_asked(request, "name"))
         return web.json_response({"version": found} if status == 200 else {"error": found}, status=status)
 
     async def of(self, request: web.Request) -> web.Response:
@@ -141,7 +153,7 @@ class _Views:
                 return {"id": self._acts.start(partial(act.do, target))}
             return {"text": act.do(target, lambda _: None)}
 
-        status, found = await self._read(do)
+        status, found = await self._answered(self._threads.do(partial(do, self._place)))
         if status == 504:
             found = f"{found}; it may be done all the same, so look at the run before you try again"
         return web.json_response(found if status == 200 else {"error": found}, status=status)
@@ -165,14 +177,19 @@ class _Views:
 
     async def _read(self, view: Callable[..., Any], *arguments: str) -> tuple[int, Any]:
         """Reads from the bucket in a thread. Returns 200 and what `view` returns, or another status and an error."""
+        return await self._answered(self._threads.read(partial(view, self._place, *arguments)))
+
+    async def _answered(self, told: Awaitable[Any]) -> tuple[int, Any]:
         try:
-            return 200, await asyncio.wait_for(asyncio.to_thread(view, self._place, *arguments), TIMEOUT_S)
+            return 200, await told
         except NotFoundError as error:
             return 404, without_settings(str(error))
         except RaycheckError as error:
             return 502, without_settings(str(error))
         except TimeoutError:
             return 504, f"the bucket did not answer within {TIMEOUT_S:.0f} s"
+        except BusyError:
+            return 503, f"{AT_ONCE} views are waiting for the bucket already; try again later"
 
 
 def _asked(request: web.Request, name: str) -> str:

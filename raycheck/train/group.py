@@ -20,6 +20,7 @@ from raycheck.bucket.format.object_keys import LATEST_KEY
 from raycheck.bucket.protocol.preflight import probe_node
 from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
 from raycheck.bucket.store import Store, open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
 from raycheck.train.coordinator.actor import Coordinator
 from raycheck.train.coordinator.messages import Pending
@@ -113,8 +114,8 @@ class Group:
             self.store.head(LATEST_KEY)
         except NotFoundError:
             raise ConfigError(
-                f"node {socket.gethostname()}: {self.uri} is another place than the driver's: the object that the "
-                "driver wrote is not there. Use a bucket, or a folder that all nodes share"
+                f"node {socket.gethostname()}: {shown_uri(self.uri)} is another place than the driver's: the object "
+                "that the driver wrote is not there. Use a bucket, or a folder that all nodes share"
             ) from None
 
     @property

@@ -5,6 +5,7 @@ The coordinator and rank 0 write an INFO line for each save, restore and commit;
 
 import logging
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.terminal import PrintableFilter
 
 logger = logging.getLogger("raycheck")
@@ -21,7 +22,7 @@ def event(what: str, *, run: str | None = None, **fields: object) -> str:
         committed step=120 attempt=3 blocked_s=0.012 run=s3://bucket/run
     """
     if run is not None:
-        fields["run"] = run.partition("?")[0]
+        fields["run"] = shown_uri(run)
     return " ".join([what, *(f"{name}={_shown(value)}" for name, value in fields.items() if value is not None)])
 
 

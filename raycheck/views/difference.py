@@ -14,6 +14,8 @@ from typing import Literal
 
 from raycheck.bucket.format.checksum import SUB_BLOCK, combined, sub_block_lengths
 from raycheck.bucket.format.index import Chunk, Index, Tensor
+from raycheck.views.in_words import size
+from raycheck.views.notebook import table, words
 from raycheck.views.tensors import Box, boxes_of
 
 Change = Literal["equal", "changed", "added", "removed", "reformed", "unknown"]
@@ -57,6 +59,20 @@ class CheckpointDifference:
     def counts(self) -> Mapping[Change, int]:
         """Returns how many tensors there are of each kind of change, kinds without any left out."""
         return Counter(item.change for item in self.tensors)
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the tensors that are not equal, and the values that are not."""
+        counts = ", ".join(f"{count} {change}" for change, count in sorted(self.counts.items())) or "no tensors"
+        values = (("changed", self.values_changed), ("added", self.values_added), ("removed", self.values_removed))
+        told = [f"values {what}: {', '.join(names)}" for what, names in values if names]
+        rows = [
+            (item.name, item.change, item.after or item.before, size(item.size_bytes),
+             None if item.changed_bytes is None else size(item.changed_bytes))
+            for item in self.tensors
+            if item.change != "equal"
+        ]  # fmt: skip
+        columns = ("tensor", "change", "form", "size", "in blocks that changed")
+        return words(f"from {self.before} to {self.after}", counts, *told) + (table(columns, rows) if rows else "")
 
 
 def compare_indexes(before: Index, after: Index, *, names: tuple[str, str]) -> CheckpointDifference:

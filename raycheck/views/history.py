@@ -5,72 +5,26 @@ dropped is not in it: a commit is shown as long as its checkpoint is there.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
 from raycheck.bucket.attempt_records import AttemptRecord, ResumeRecord, read_record, read_resumes
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.latest import Attempt, Entry, Latest
+from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import CheckpointName
+from raycheck.bucket.protocol.fork import origin_in, origin_of
 from raycheck.bucket.reading import Checkpoint, get_latest
 from raycheck.bucket.run_status import Status, status_of
 from raycheck.bucket.store import Store
-from raycheck.errors import CorruptError, DeniedError, NotFoundError
+from raycheck.errors import CorruptError, DamagedError, DeniedError, NotFoundError
+from raycheck.views.attempts import AttemptHistory, Commit, Ending
+from raycheck.views.context_pool import ContextPool
+from raycheck.views.goodput import goodput_limit, goodput_of
+from raycheck.views.in_words import goodput_text
+from raycheck.views.notebook import Picture, history_html, steps_html
 
-Ending = Literal[
-    "live", "finished", "preempted", "failed", "resized", "restarted", "driver lost", "gave up", "by hand", "unknown"
-]
 AT_ONCE = 32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
-    """Describes one commit of a run whose checkpoint is still there.
-
-    key: the checkpoint's name. at: the time of the commit in unix seconds, by the bucket's clock. is_head: the next
-    start restores it. is_rolling, is_pinned, name, damaged, metrics, scores: as its entry in `latest` has them.
-    """
-
-    key: str
-    step: int
-    at: float
-    size_bytes: int
-    is_head: bool
-    is_rolling: bool
-    is_pinned: bool
-    name: str | None
-    damaged: str | None
-    metrics: Mapping[str, float]
-    scores: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptHistory:
-    """Describes one life of the worker group.
-
-    number: its fencing token. world_size: its ranks; 0 for a change by hand (a rewind, a repair). began_at, ended_at:
-    unix seconds by the bucket's clock; ended_at is None while nothing says that it has ended. ending: why it ended, in
-    a word or two ("driver lost": killed, or replaced by another driver); cause: in the words of its record. restored:
-    the checkpoint with which it began, None for a fresh start. restore_s: seconds that its slowest rank took to
-    restore. start_step: the step with which it went on. lost_steps, lost_s: steps and seconds of training that the end
-    of the attempt before lost. These four are None where they are not known. commits: those of its commits that are
-    still there, in their order.
-    """
-
-    number: int
-    world_size: int
-    began_at: float
-    ended_at: float | None
-    ending: Ending
-    cause: str
-    restored: str | None
-    restore_s: float | None
-    start_step: int | None
-    lost_steps: int | None
-    lost_s: float | None
-    commits: tuple[Commit, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +34,10 @@ class RunHistory:
     status: whether it runs, as far as the bucket tells. attempts: the newest 50, the live one last. began_at: when the
     first attempt began, None where that is not known. trained_s: seconds of training in the head's state, without lost
     work and the time of saves. goodput: trained_s by the seconds from began_at to the head's commit, between 0 and 1;
-    None without a commit.
+    None without a commit. goodput_limit: what it could be at best, see raycheck/views/goodput.py; None for fewer than
+    two failures, or where a cost is not known. parent: the address of the run that this one was forked from; None for
+    no fork, and for one that has dropped the checkpoint with which it began. settings: those of the training at its
+    newest commit, in words; None where its manifest cannot be read.
     """
 
     uri: str
@@ -90,35 +47,70 @@ class RunHistory:
     began_at: float | None
     trained_s: float | None
     goodput: float | None
+    goodput_limit: float | None = None
+    parent: str | None = None
+    settings: tuple[str, ...] | None = None
 
     @property
     def commits(self) -> tuple[Commit, ...]:
         """Returns the commits of all attempts, in their order."""
         return tuple(commit for attempt in self.attempts for commit in attempt.commits)
 
+    @property
+    def until(self) -> float:
+        """Returns up to when something is known of the run, in unix seconds: for a run that goes on, up to now."""
+        if self.status.state == "running":
+            return self.status.now
+        ends = [item.ended_at for item in self.attempts if item.ended_at is not None]
+        return max(self.status.at, *ends, *(commit.at for commit in self.commits), self.attempts[0].began_at)
 
-def read_history(store: Store) -> RunHistory:
-    """Read the history of the run in `store`. Raises NotFoundError when there is none."""
-    body, got = again_if_corrupt(lambda: get_latest(store))
+    @property
+    def over_steps(self) -> Picture:
+        """Returns a picture for a notebook: the attempts over steps instead of time, and what was trained and lost."""
+        return Picture(steps_html(self.attempts))
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the attempts over time, why each ended, and the metrics at commits."""
+        goodput = f"goodput {goodput_text(self.goodput, self.goodput_limit)}"
+        facts = (self.uri.partition("?")[0], self.status.text, goodput)
+        return history_html(facts, self.attempts, until=self.until)
+
+
+def read_history(store: Store, body: Latest | None = None, *, now: float | None = None) -> RunHistory:
+    """Read the history of the run in `store`. Raises NotFoundError when there is none.
+
+    body, now: the run's `latest` and the store's time, when the caller has just read them; then they are not read
+    again. Requests: two per attempt and one for the head's manifest, and one more for some forks.
+    """
+    if body is None or now is None:
+        body, got = again_if_corrupt(lambda: get_latest(store))
+        now = got.at
     numbers = [attempt.number for attempt in body.attempts]
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-history") as pool:
+    with ContextPool(AT_ONCE, thread_name_prefix="raycheck-history") as pool:
+        read_head = pool.submit(_head, store, body)
         ends = pool.map(lambda number: _record(store, number), numbers)
         begins = pool.map(lambda number: _resume(store, number), numbers)
-        head = pool.submit(_head_times, store, body)
         records = dict(zip(numbers, ends, strict=True))
         resumes = dict(zip(numbers, begins, strict=True))
-        began_at, trained_s, committed_at = head.result()
-    goodput = None
-    if began_at is not None and trained_s is not None and committed_at is not None and committed_at > began_at:
-        goodput = min(1.0, max(0.0, trained_s / (committed_at - began_at)))
+        head = read_head.result()
+    attempts = tuple(_attempts(body, records, resumes))
+    entry = None if body.head is None else body.entry(body.head)
+    status = status_of(body, records[body.attempt.number], now=now)
+    until = now if status.state == "running" else max(status.at, 0.0 if entry is None else entry.committed_at)
+    blocked_s = max((rank.blocked_s for rank in head.ranks), default=None) if head is not None else None
     return RunHistory(
         uri=store.uri,
         run_id=body.run_id,
-        status=status_of(body, records[body.attempt.number], now=got.at),
-        attempts=tuple(_attempts(body, records, resumes)),
-        began_at=began_at,
-        trained_s=trained_s,
-        goodput=goodput,
+        status=status,
+        attempts=attempts,
+        began_at=None if head is None else head.began_at,
+        trained_s=None if head is None else head.trained_s,
+        goodput=None
+        if head is None or entry is None
+        else goodput_of(trained_s=head.trained_s, began_at=head.began_at, committed_at=entry.committed_at),
+        goodput_limit=goodput_limit(attempts, blocked_s=blocked_s, until=until),
+        parent=_parent(store, body, head),
+        settings=None if head is None else head.settings,
     )
 
 
@@ -135,15 +127,22 @@ def _resume(store: Store, number: int) -> ResumeRecord | None:
     return None
 
 
-def _head_times(store: Store, body: Latest) -> tuple[float | None, float | None, float | None]:
-    """Returns when the run began, its seconds of training, and the time of the head's commit."""
+def _head(store: Store, body: Latest) -> Manifest | None:
+    """Returns the head's manifest; None without a head, and where it cannot be read."""
     entry = None if body.head is None else body.entry(body.head)
-    if entry is None:
-        return None, None, None
-    with suppress(NotFoundError, CorruptError, DeniedError):
-        manifest = Checkpoint(store, entry).read_manifest()
-        return manifest.began_at, manifest.trained_s, entry.committed_at
-    return None, None, None
+    if entry is not None:
+        with suppress(NotFoundError, CorruptError, DeniedError, DamagedError):
+            return Checkpoint(store, entry).read_manifest()
+    return None
+
+
+def _parent(store: Store, body: Latest, head: Manifest | None) -> str | None:
+    """Returns the address of the run that this one was forked from. The head's manifest may be the one that says it."""
+    if head is not None and head.attempt == 0:
+        return origin_in(body, head)
+    with suppress(DeniedError):
+        return origin_of(store, body)
+    return None
 
 
 def _attempts(
@@ -185,6 +184,7 @@ def _commit(entry: Entry, *, is_head: bool) -> Commit:
         at=entry.committed_at,
         size_bytes=entry.size_bytes,
         is_head=is_head,
+        is_by_notice=entry.by_notice,
         is_rolling=entry.rolling,
         is_pinned=entry.pinned,
         name=entry.name,

@@ -33,3 +33,9 @@ def age(at: float, now: float) -> str:
 def short_number(value: float) -> str:
     """Returns a number with at most six significant digits, and a whole number unchanged."""
     return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def goodput_text(goodput: float | None, limit: float | None) -> str:
+    """Returns a goodput, and what it could be at best where that is known: "93.1 %, of 96.4 % at best"."""
+    said = "unknown" if goodput is None else f"{100 * goodput:.1f} %"
+    return said if goodput is None or limit is None else f"{said}, of {100 * limit:.1f} % at best"

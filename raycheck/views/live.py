@@ -72,7 +72,7 @@ class RunWatch:
         """Returns the run as it is now."""
         body, got = again_if_corrupt(lambda: get_latest(self._store))
         if self._history is None or got.version != self._version:
-            self._history = read_history(self._store)
+            self._history = read_history(self._store, body, now=got.at)
             self._version = got.version
         elif self._history.status.state in ("running", "silent"):
             with suppress(DeniedError):

@@ -5,7 +5,6 @@ spread evenly over its bytes; a run is shorter than the 4 MiB under one checksum
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,11 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, DamagedError, NotFoundError
+from raycheck.views.context_pool import ContextPool
+from raycheck.views.drawing import heat_svg, histogram_svg
 from raycheck.views.element_types import decode, item_bytes
+from raycheck.views.in_words import short_number, size
+from raycheck.views.notebook import table, words
 from raycheck.views.tensors import boxes_of
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -57,6 +60,21 @@ class TensorSample:
     counts: tuple[int, ...]
     heat: tuple[tuple[float | None, ...], ...]
 
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: statistics, a histogram, and a map of magnitudes."""
+        proof = "checksums compared" if self.is_verified else "checksums not compared"
+        facts = (
+            f"{self.name} {self.dtype} {list(self.shape)}",
+            f"{self.sampled} of {self.count} values",
+            f"{size(self.bytes_read)} read, {proof}",
+        )
+        numbers = (self.minimum, self.maximum, self.mean, self.std)
+        told = [*("-" if value is None else short_number(value) for value in numbers)]
+        columns = ("minimum", "maximum", "mean", "std", "zeros", "NaN", "infinite")
+        pictures = histogram_svg(self.name, self.edges, self.counts) if self.counts else ""
+        pictures += heat_svg(self.name, self.heat) if self.heat else ""
+        return words(*facts) + table(columns, [[*told, self.zeros, self.nans, self.infinities]]) + pictures
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -77,7 +95,7 @@ def sample_tensor(
     """
     number = next((n for n, tensor in enumerate(index.tensors) if tensor.name == name), None)
     if number is None:
-        raise NotFoundError(f"{store.uri}: {manifest.key} has no tensor {name!r}; see raycheck tensors '{store.uri}'")
+        raise NotFoundError(f"{store}: {manifest.key} has no tensor {name!r}; see raycheck tensors '{store}'")
     if max_bytes < 1:
         raise ConfigError(f"max_bytes={max_bytes}: give at least 1")
     tensor = index.tensors[number]
@@ -93,10 +111,10 @@ def sample_tensor(
         at = run.chunk.payload_offset
         data = bytes(store.get_range(key, at + run.start * width, at + run.stop * width))
         if is_whole and tuple(sub_block_crcs(memoryview(data))) != run.chunk.crcs:
-            raise DamagedError(f"{store.uri}: {name} in {key} has another checksum than the index says")
+            raise DamagedError(f"{store}: {name} in {key} has another checksum than the index says")
         return data
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:
+    with ContextPool(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:
         parts = list(pool.map(read, runs))
     values = [decode(part, tensor.dtype) for part in parts]
     flat = np.concatenate(values) if values else np.zeros(0)

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.bench import views
+from tests.bench.catalog_verbs import VERBS, measured
 from tests.bench.goals import GOALS
 from tests.bench.measures import MEASURES
 from tests.bench.peers import EXPECTED_WARNINGS
@@ -13,6 +15,7 @@ from tests.bench.sampling import interleaved
 from tests.bench.scale import QUICK, Bench
 from tests.bench.servers import Server
 from tests.bench.states import STATES, make_state, size_of
+from tests.support.distant_bucket import distant_bucket
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in EXPECTED_WARNINGS]
 TINY = replace(
@@ -93,3 +96,35 @@ def test_ratios_are_taken_within_rounds() -> None:
 
     assert samples.of("slow", "s") == [2.0, 20.0, 200.0]
     assert samples.ratio("slow", "slow", "s").median == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_every_verb_is_counted(tmp_path) -> None:
+    found, size_bytes = measured(tmp_path, checkpoints=6)
+
+    rows = {row.label: row for row in found}
+    assert [row.label for row in found] == [label for label, _ in VERBS]
+    assert all(sum(row.requests.values()) > 0 for row in found)
+    assert rows["ls"].sent_bytes == rows["verify, all 20"].sent_bytes == 0
+    assert rows["verify, all 20"].answered_bytes > 6 * size_bytes
+    assert rows["cp to another store, first"].sent_bytes > 6 * size_bytes > rows["fork"].sent_bytes
+    assert rows["cp to another store, repeated"].sent_bytes == 0
+
+
+def test_the_views_of_a_run_with_many_checkpoints_ask_what_those_of_a_small_one_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to the records of its attempts, of which there are ten at most."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "demo")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "demo")
+    asked = {}
+    for count in (20, 200):
+        objects = views.a_run(count)
+        keys = sorted(key.split("/")[1] for key in objects if key.endswith("/manifest.json"))
+        with distant_bucket({f"run/{name}": data for name, data in objects.items()}, delay_s=0.0) as uri:
+            found = views.views(keys[-1], keys[0])
+            asked[count] = {name: views.measured(uri, view)[0] for name, view in found.items()}
+
+    assert asked[20] == asked[200]
+    assert asked[200] == {"a run": 22, "a checkpoint": 3, "what a live run's page asks": 1, "a comparison": 5}

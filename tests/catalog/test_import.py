@@ -23,6 +23,7 @@ from raycheck.catalog.importing.model_order import parameters_in_order
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StoreError
 from raycheck.run import export_hf, open_run
 from tests.support import hf_models
+from tests.support.command_line import raycheck
 from tests.support.invariants import assert_invariants
 
 
@@ -196,6 +197,55 @@ def test_names_lose_one_module_of_ddp_and_a_note_says_so(tmp_path: Path) -> None
         ]
     with pytest.raises(RaycheckError, match="weight"):  # never quietly another model
         checked(done[0].uri).restore(into={"model": torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)})})
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_names_that_begin_with_module_are_kept_on_request_in_the_optimizer_too(tmp_path: Path, has_model: bool) -> None:
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["module"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    by_name = {
+        "state": {names[number]: slots for number, slots in state["state"].items()},
+        "param_groups": [{**group, "params": [names[at] for at in group["params"]]} for group in state["param_groups"]],
+    }
+    parts = {"optimizer": by_name} | ({"model": model.state_dict()} if has_model else {})
+    torch.save(parts, tmp_path / "last.pt")
+
+    done = raycheck("import", f"{tmp_path}/last.pt", f"{tmp_path}/runs/kept", "--keep-names")
+    bare = import_checkpoint(f"{tmp_path}/last.pt", f"{tmp_path}/runs/bare", keep_names=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "without it" not in done.stdout
+    assert ("import with --keep-names" in "".join(bare.notes)) == has_model
+    head = checked(f"{tmp_path}/runs/kept")
+    moments = {tensor.name for tensor in head.index(head.manifest()).tensors if "exp_avg." in f"{tensor.name}."}
+    assert len(moments) == 2
+    assert all(".module." in name for name in moments)
+    if has_model:
+        live = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)})
+        live_optimizer = torch.optim.AdamW(live.parameters())
+        head.restore(into={"model": live, "optimizer": live_optimizer})
+        assert_equal(live_optimizer.state_dict(), state)
+        assert_equal(live.state_dict(), model.state_dict())
+
+
+def test_a_note_says_what_wrappers_had_put_into_the_names(tmp_path: Path) -> None:
+    steps = "_orig_mod.module.layers.0._checkpoint_wrapped_module.weight"
+    torch.save({"model": {steps: torch.ones(2)}, "other": {"weight": torch.ones(2)}}, tmp_path / "last.pt")
+
+    plain = import_checkpoint(f"{tmp_path}/last.pt", f"{tmp_path}/runs/plain", dry_run=True)
+    kept = import_checkpoint(f"{tmp_path}/last.pt", f"{tmp_path}/runs/plain", dry_run=True, keep_names=True)
+
+    wrappers = (
+        "model: names are kept without '_orig_mod' and '_checkpoint_wrapped_module', which wrappers had put into them"
+    )
+    assert [note for note in kept.notes if note.startswith("model")] == [wrappers]
+    assert wrappers in plain.notes
+    assert "as 'layers.0.weight'" in plain.notes[0]
+    assert not any(note.startswith("other") for note in plain.notes)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "bin"])

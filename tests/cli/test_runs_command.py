@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, shown_uri
 from raycheck.terminal import printable
 from tests.catalog.test_listing import HOSTILE_NAMES, STATES
 from tests.cli.test_terminal import is_fit
@@ -159,4 +159,4 @@ def test_ls_of_a_folder_of_runs_names_the_command_that_lists_them(bucket: str) -
     done = raycheck("ls", join_uri(bucket, "ann"))
 
     assert done.returncode == 2
-    assert f"raycheck runs '{join_uri(bucket, 'ann')}'" in done.stderr
+    assert f"raycheck runs '{shown_uri(join_uri(bucket, 'ann'))}'" in done.stderr

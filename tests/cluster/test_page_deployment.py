@@ -137,7 +137,7 @@ def test_the_pods_command_serves_with_a_readers_rights(wire: FaultProxy, tmp_pat
         try:
             for probe in PROBES:
                 wait_until_up(process, port, PAGE_CONTAINER[probe]["httpGet"]["path"])
-            cookie = f"raycheck-token={TOKEN}"
+            cookie = f"raycheck-token-{port}={TOKEN}"
             assert ask(port, "/") == 401
             views = ("/", "/run?name=my-run", "/live?name=my-run", f"/checkpoint?name=my-run&at={key}")
             for path in (*views, f"/diff?name=my-run&before={key}&after={other}"):

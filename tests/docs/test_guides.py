@@ -145,7 +145,7 @@ def exported(bucket: str) -> str:
 @each_guide
 def test_the_python_of_a_guide_runs(path: Path, bucket: str, request: pytest.FixtureRequest) -> None:
     """Its blocks one after the other, as a reader would type them."""
-    if path.stem in ("huggingface", "command-line"):
+    if path.stem in ("huggingface", "command-line", "page"):
         request.getfixturevalue("exported")
     Path("storage.yaml").write_text("endpoint: https://s3.example.org\nregion: eu-west-1\n")
     names: dict[str, Any] = {"__name__": "__main__"}

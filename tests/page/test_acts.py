@@ -114,6 +114,7 @@ def test_each_act_asks_first_with_its_command_line_and_changes_nothing_by_that(r
         assert first in text
         assert f"raycheck {'export-hf' if kind == 'export' else kind} file://{run}" in text
     assert "Nothing is dropped or expired" in editor.question("prune")
+    assert "nothing would be deleted" in editor.question("sweep")
     assert "2 checkpoints of later steps" in editor.question("rewind", first)
     assert raycheck.open_run(str(run)).latest == before
 
@@ -144,6 +145,7 @@ def test_long_acts_go_on_in_the_background_and_say_what_came_of_them(run: Path, 
     assert re.fullmatch(rf"All \d+ objects of {first} are right \(.*\)\.", editor.done("verify", first)["text"])
     assert "DAMAGED, 1 of" in editor.done("verify", second)["text"]
     assert editor.done("prune") == {"text": "0 checkpoints were deleted.", "is_done": True, "has_failed": False}
+    assert editor.done("sweep")["text"] == "0 interrupted saves and uploads were deleted, 0 B."
     failed = editor.done("export", first)
     assert failed["has_failed"], "the model has no configuration"
     assert "config" in failed["text"]
@@ -168,7 +170,7 @@ def test_a_refusal_is_a_sentence_and_changes_nothing(run: Path, editor: Editor) 
     assert editor.act("pin", first, Origin="http://evil.example")[0] == 403
     assert editor.act("pin", first, Origin="")[0] == 403
     assert editor.act("pin", first, X_Raycheck_Act="")[0] == 403
-    assert editor.act("pin", first, Cookie="raycheck-token=wrong")[0] == 401
+    assert editor.act("pin", first, Cookie=f"raycheck-token-{editor.port}=wrong")[0] == 401
     assert editor.act("pin", first, Host="evil.example")[0] == 403
     assert raycheck.open_run(str(run)).latest == before
 

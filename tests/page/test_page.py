@@ -4,6 +4,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from http.client import HTTPConnection, HTTPResponse
@@ -13,12 +14,16 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from raycheck import fork_run
+from raycheck.bucket.format.object_keys import checkpoint_prefix, manifest_key
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
-from raycheck.page.pages import PageScope
+from raycheck.page.pages import PageScope, freed_view, run_view, runs_view
+from raycheck.page.rendering import render
 from raycheck.page.server import serve
 from tests.support.command_line import raycheck
 from tests.support.many_runs import MIXED, place
+from tests.support.sample_checkpoints import Driver, write_checkpoint
 from tests.support.save_without_ray import save_state
 
 TOKEN = "a-token-of-this-test"
@@ -50,7 +55,7 @@ class Browser:
     def __init__(self, port: int) -> None:
         self.port = port
         self.host = f"127.0.0.1:{port}"
-        self.cookie = f"raycheck-token={TOKEN}"
+        self.cookie = f"raycheck-token-{port}={TOKEN}"
 
     def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[HTTPResponse, str]:
         link = HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -173,13 +178,14 @@ def test_a_name_that_leads_out_is_no_run(browser: Browser, name: str) -> None:
 
 def test_only_who_has_the_token_sees_anything(browser: Browser) -> None:
     assert browser.ask("/", Cookie="")[0].status == 401
-    assert browser.ask("/", Cookie="raycheck-token=another")[0].status == 401
+    assert browser.ask("/", Cookie=f"raycheck-token-{browser.port}=another")[0].status == 401
     assert browser.ask("/static/page.css", Cookie="")[0].status == 401
 
     answer, _ = browser.ask(f"/run?name=real&token={TOKEN}", Cookie="")
 
     assert (answer.status, answer.headers["Location"]) == (303, "run?name=real")
     cookie = answer.headers["Set-Cookie"]
+    assert cookie.startswith(f"raycheck-token-{browser.port}={TOKEN};"), "another page's on this host stays"
     assert "HttpOnly" in cookie
     assert "SameSite=Lax" in cookie
 
@@ -260,3 +266,67 @@ def test_a_saved_run_is_one_file_that_asks_for_nothing(folder: Path, tmp_path: P
     assert "script" not in page.tags
     assert "<style>" in text
     assert "step-000000002-a1-s2" in text
+
+
+def test_forks_are_told_both_ways_and_the_list_has_goodput(tmp_path: Path) -> None:
+    source = Driver(open_store(f"file://{tmp_path}/runs/source"))
+    source.claim("g")
+    now = time.time()
+    source.save(1, 1, began_at=now - 100.0, trained_s=60.0)
+    fork_run(f"file://{tmp_path}/runs/source", f"file://{tmp_path}/runs/deep/fork")
+    fork_run(f"file://{tmp_path}/runs/source", f"file://{tmp_path}/elsewhere", copy=True)
+    place_of_all = PageScope(prefix=f"file://{tmp_path}/runs")
+
+    rows = {row["run"].name: row for row in runs_view(place_of_all)["rows"]}
+    parent, fork = run_view(place_of_all, "source"), run_view(place_of_all, "deep/fork")
+
+    assert rows["source"]["forks"] == [("deep/fork", "deep/fork")]
+    assert rows["deep/fork"]["parent"] == ("source", "source")
+    assert rows["source"]["run"].goodput == pytest.approx(0.6, abs=0.02)
+    assert rows["deep/fork"]["run"].goodput is None
+    assert (parent["parent"], parent["users"]) == (None, [("deep/fork", "deep/fork")])
+    assert (fork["parent"], fork["users"]) == (("source", "source"), [])
+    outside = run_view(PageScope(prefix=f"file://{tmp_path}/elsewhere"), "")["parent"]
+    assert outside == (f"file://{tmp_path}/runs/source", None), "what the page does not have is no link"
+    html = render("run.html", place_of_all, **fork)
+    assert "Forked from" in html
+    assert 'href="run?name=source"' in html
+    assert "60.0 %" in render("run.html", place_of_all, **parent) or "59." in render("run.html", place_of_all, **parent)
+
+
+def test_a_save_by_notice_is_a_diamond_on_the_timeline(tmp_path: Path) -> None:
+    driver = Driver(open_store(f"file://{tmp_path}/run"))
+    driver.claim("g")
+    driver.save(1, 1)
+    driver.save(1, 2, by_notice=True)
+
+    html = render(
+        "run.html", PageScope(prefix=f"file://{tmp_path}"), **run_view(PageScope(prefix=f"file://{tmp_path}"), "run")
+    )
+
+    assert re.findall(r'<(circle|rect) class="commit([^"]*)"', html) == [("circle", ""), ("rect", " head notice")]
+    assert html.count("saved because a node was about to go") == 1
+
+
+def test_what_a_prune_and_a_sweep_would_free_is_told_in_bytes_and_nothing_is_deleted(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/run")
+    driver = Driver(store)
+    driver.claim("g1")
+    driver.save(1, 1)
+    driver.save(1, 2, keep_last=1)
+    torn = write_checkpoint(store, attempt=1, save=3)
+    store.delete(manifest_key(torn.key))
+    driver.claim("g2")
+    before = sorted(item.key for item in store.list_objects(""))
+    scope = PageScope(prefix=f"file://{tmp_path}")
+
+    view = freed_view(scope, "run")
+    html = render("freed.html", scope, **view)
+
+    left = sum(item.size_bytes for item in store.list_objects(checkpoint_prefix(torn.key)))
+    assert [item.name for item in view["plans"]["sweep"]] == [torn.key]
+    assert view["totals"]["sweep"] == left > 0
+    assert [item.name for item in view["plans"]["prune"]] == ["step-000000010-a1-s1"]
+    assert torn.key in html
+    assert "raycheck sweep" in html
+    assert sorted(item.key for item in store.list_objects("")) == before

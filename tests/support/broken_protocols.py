@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         lacks="a failed save is cleaned up",
         where="commit:commit",
-        old='register.swap(decide, what=f"commit of {manifest.key}", at=at)',
+        old='return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)',
         new=(
             "from raycheck.errors import StoreError\n"
             "        found = register.read()\n"
@@ -125,7 +125,8 @@ MUTANTS = (
             "        except StoreError:\n"
             "            for key, _ in manifest.objects():\n"
             "                register.store.delete(key)\n"
-            "            raise"
+            "            raise\n"
+            "        return new and new.entry(manifest.key)"
         ),
     ),
     Mutant(

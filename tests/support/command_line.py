@@ -13,9 +13,9 @@ from unittest import mock
 from raycheck.cli import main
 
 
-def raycheck(*args: str) -> "subprocess.CompletedProcess[str]":
-    """Runs one command. Returns its exit code and what it printed."""
-    stdout, stderr = io.StringIO(), io.StringIO()
+def raycheck(*args: str, stderr: io.StringIO | None = None) -> "subprocess.CompletedProcess[str]":
+    """Runs one command. Returns its exit code and what it printed. stderr: where it prints its errors."""
+    stdout, stderr = io.StringIO(), stderr or io.StringIO()
     code: object = 0
     with mock.patch.object(sys, "argv", ["raycheck", *args]), redirect_stdout(stdout), redirect_stderr(stderr):
         try:

@@ -172,6 +172,18 @@ class Gcs:
             data += self.object(bucket, source["name"]).data
         return self.insert(bucket, name, data, order.get("destination", {}), conditions)
 
+    def rewrite(self, source: tuple[str, str], target: tuple[str, str], about: dict, query: dict[str, str]) -> dict:
+        """A copy of more than 8 MiB takes two requests, the second of which has the token that the first answered."""
+        found = self.object(*source)
+        wanted = query.get("ifSourceGenerationMatch")
+        if wanted is not None and int(wanted) != found.generation:
+            raise RefusedError(412, "At least one of the pre-conditions you specified did not hold.", "conditionNotMet")
+        token = f"{source} {target} {found.generation}"
+        if len(found.data) > 8 << 20 and query.get("rewriteToken") != token:
+            return {"kind": "storage#rewriteResponse", "done": False, "rewriteToken": token}
+        stored = self.insert(*target, found.data, about, query)
+        return {"kind": "storage#rewriteResponse", "done": True, "resource": stored.resource(*target)}
+
     def list(self, bucket: str, query: dict[str, str]) -> dict:
         """A page is so many items and prefixes together; its token is the last name seen."""
         prefix, delimiter, after = query.get("prefix", ""), query.get("delimiter"), query.get("pageToken", "")
@@ -227,6 +239,7 @@ class Server:
                 web.get(f"/download{one}", self._media, allow_head=False),
                 web.delete(one, self._delete),
                 web.post(f"{one}/compose", self._compose),
+                web.post(f"{one}/rewriteTo/b/{{bucket2}}/o/{{name2}}", self._rewrite),
             ]
         )
 
@@ -306,6 +319,11 @@ class Server:
         if found is None:
             raise RefusedError(404, "no such upload", "notFound")
         return found
+
+    async def _rewrite(self, request: web.Request) -> web.Response:
+        at = request.match_info
+        places = (at["bucket"], at["name"]), (at["bucket2"], at["name2"])
+        return web.json_response(self.gcs.rewrite(*places, await request.json(), dict(request.query)))
 
     async def _look(self, request: web.Request) -> web.Response:
         name = request.match_info["bucket"]

@@ -87,7 +87,8 @@ class Rule:
 
 
 class FaultProxy:
-    """`uri` is the store behind it, through the proxy; `requests` is every request line it saw, `heads` more of it.
+    """`uri` is the store behind it, through the proxy; `requests` is every request line it saw, `heads` more of it, and
+    `answered_bytes` what the store answered, with the heads of the answers.
 
     With `tls` it speaks HTTPS. A host name that begins with a bucket's is taken for that bucket, so that both ways of
     addressing, and clients that take it for their HTTP proxy, end at the store.
@@ -101,6 +102,7 @@ class FaultProxy:
         self._tls = tls
         self.requests: list[str] = []
         self.heads: list[Head] = []
+        self.answered_bytes = 0
         self._rules: list[Rule] = []
         self._chaos: Callable[[], Kind | None] = lambda: None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -214,11 +216,14 @@ class FaultProxy:
                 else:
                     _reset(writer)
             else:
-                await _pump(up_reader, writer)
+                await _pump(up_reader, writer, told=self._count)
         finally:
             up_writer.transport.abort()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+
+    def _count(self, size_bytes: int) -> None:
+        self.answered_bytes += size_bytes
 
     def _for_upstream(self, request: Head, head: bytes) -> bytes:
         """As an origin server that knows path style only wants it."""
@@ -256,13 +261,19 @@ def _edited(rule: Rule, request: Head, answer: bytes) -> bytes:
     return head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flip: int | None = None) -> None:
-    """flip: the place of a byte that arrives as another."""
+async def _pump(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    flip: int | None = None,
+    told: Callable[[int], None] = lambda _: None,
+) -> None:
+    """flip: the place of a byte that arrives as another. told: is told the length of each piece."""
     at = 0
     while data := await reader.read(65536):
         if flip is not None and at <= flip < at + len(data):
             data = data[: flip - at] + bytes([data[flip - at] ^ 1]) + data[flip - at + 1 :]
         at += len(data)
+        told(len(data))
         writer.write(data)
         await writer.drain()
 

@@ -41,12 +41,15 @@ def write_checkpoint(
     world_size: int = 1,
     base: Manifest | None = None,
     rolling: bool = False,
+    by_notice: bool = False,
     began_at: float | None = None,
     trained_s: float = 0.0,
     name: str | None = None,
     expire_after_s: float | None = None,
+    index: Index | None = None,
 ) -> Manifest:
     """Write every object of one save, steps 13 to 16, and commit nothing. base: refer to the components of this one.
+    index: another one than tiny_index.
 
     name, expire_after_s: those that the save gives its checkpoint.
     """
@@ -75,12 +78,13 @@ def write_checkpoint(
         world_size=world_size,
         restored_from=None,
         rolling=rolling,
+        by_notice=by_notice,
         began_at=began_at,
         trained_s=trained_s,
         name=name,
         expire_after_s=expire_after_s,
         metrics={"loss": 1.0 / (1 + step)},
-        index=_put(store, object_keys.index_key(key), dump_index(tiny_index(component, world_size))),
+        index=_put(store, object_keys.index_key(key), dump_index(index or tiny_index(component, world_size))),
         components=(own, *(base.components if base else ())),
         ranks=tuple(
             RankRecord(rank=rank, blocked_s=0.1, upload_s=0.2, size_bytes=SHARD_BYTES) for rank in range(world_size)

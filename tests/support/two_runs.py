@@ -25,7 +25,8 @@ class Placed(Store):
     def root_path(self) -> str:
         return self.place
 
-    def beside(self, way: str) -> "Placed":
+    def _rerooted(self, way: str, uri: str) -> "Placed":
+        del uri
         return Placed(self.inner, located(f"{self.place}/", way))
 
     def full(self, key: str) -> str:

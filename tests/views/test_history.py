@@ -10,7 +10,8 @@ from raycheck.bucket.format.latest import Attempt
 from raycheck.bucket.protocol.rewind import rewind
 from raycheck.errors import DeniedError
 from raycheck.train.coordinator.lost_work import LostWork
-from raycheck.views.history import AttemptHistory, read_history
+from raycheck.views.attempts import AttemptHistory
+from raycheck.views.history import read_history
 from tests.support.many_runs import a_run
 from tests.support.memory_store import DictStore
 from tests.support.sample_checkpoints import Around, Driver

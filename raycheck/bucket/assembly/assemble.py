@@ -77,6 +77,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
         trained_s=first.trained_s,
         began_at=first.began_at,
         rolling=first.is_rolling,
+        by_notice=first.is_by_notice,
         settings=first.settings,
         name=first.label.name,
         note=dict(first.label.note),

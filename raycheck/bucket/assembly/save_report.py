@@ -21,7 +21,7 @@ class Report:
     references: the components of which no rank uploads anything; rank 0 has their rows in its section. section: the
     rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. exports: how to export the checkpoint, None
     for no export. node: the node on which the rank runs. restored_from, partial, trained_s, began_at, is_rolling,
-    settings: see Manifest. label: the name, the note and the expiry that the save gives its checkpoint.
+    is_by_notice, settings: see Manifest. label: the name, the note and the expiry that the save gives its checkpoint.
     """
 
     group: str
@@ -40,6 +40,7 @@ class Report:
     trained_s: float = 0.0
     began_at: float | None = None
     is_rolling: bool = False
+    is_by_notice: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     blocked_s: float = 0.0
     staged_s: float = 0.0

@@ -138,12 +138,9 @@ def _names(cls: Any) -> frozenset[str]:
     return frozenset(spec.name for spec in fields(cls)) - {"unknown"}
 
 
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
 def _parse(expected: Any, value: object, path: str) -> Any:
+    if type(value) is expected and expected in _NUMBERS_AND_TEXT:  # most fields, so it comes first
+        return _checked(value, path)
     origin = get_origin(expected)
     if origin in (Union, UnionType):
         arms = get_args(expected)
@@ -163,26 +160,40 @@ def _parse(expected: Any, value: object, path: str) -> Any:
         return _parse_document(expected, value, path)
     if expected is float and type(value) is int and abs(value) < 1 << 1023:
         return float(value)
-    if expected in (int, float, str, bool) and type(value) is expected:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise CorruptError(f"{path} is not a finite number")
-        if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
-            raise CorruptError(f"{path} is a number of more than 64 bits")
-        return value
     raise CorruptError(f"{path} is not {getattr(expected, '__name__', expected)}: {str(value)[:80]!r}")
 
 
+_NUMBERS_AND_TEXT = frozenset((int, float, str, bool))
+
+
+def _checked(value: object, path: str) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CorruptError(f"{path} is not a finite number")
+    if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
+        raise CorruptError(f"{path} is a number of more than 64 bits")
+    return value
+
+
 def _parse_document(cls: type[D], value: dict[str, object], path: str) -> D:
-    hints = _hints(cast("Any", cls))
     known: dict[str, Any] = {}
-    for spec in fields(cls):
-        if spec.name == "unknown":
-            continue
-        if spec.name in value:
-            known[spec.name] = _parse(hints[spec.name], value[spec.name], f"{path}.{spec.name}")
-        elif spec.default is MISSING and spec.default_factory is MISSING:
-            raise CorruptError(f"{path} lacks the field {spec.name!r}")
-    return cls(unknown={key: item for key, item in value.items() if key not in _names(cast("Any", cls))}, **known)
+    for name, expected, is_required in _expected(cast("Any", cls)):
+        if name in value:
+            known[name] = _parse(expected, value[name], f"{path}.{name}")
+        elif is_required:
+            raise CorruptError(f"{path} lacks the field {name!r}")
+    names = _names(cast("Any", cls))
+    return cls(unknown={key: item for key, item in value.items() if key not in names}, **known)
+
+
+@cache
+def _expected(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """Return each field that this raycheck knows: its name, its type, and whether a document must have it."""
+    hints = get_type_hints(cls)
+    return tuple(
+        (spec.name, hints[spec.name], spec.default is MISSING and spec.default_factory is MISSING)
+        for spec in fields(cls)
+        if spec.name != "unknown"
+    )
 
 
 def _finite(text: str) -> float:

@@ -30,10 +30,10 @@ class Entry(Document):
     when `latest` grows full. damaged: what a restore found wrong with it, None for nothing; a damaged entry is neither
     restored nor counted by retention. rolling: see Retention. name: what a user calls it; no other live entry of the
     run has this name. scores: what was measured of it after its commit, at most 32; retention prefers a score to a
-    metric of that name.
+    metric of that name. by_notice: it was saved because a node was about to go.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores", "by_notice"})
 
     key: str
     refs: tuple[str, ...] = ()
@@ -48,6 +48,7 @@ class Entry(Document):
     rolling: bool = False
     name: str | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
+    by_notice: bool = False
 
     def is_kept_by_name(self, now: float) -> bool:
         """Returns whether it has a name, and its time has not run out. now: the bucket's time."""
@@ -149,6 +150,19 @@ class Mirror(Document):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Trained(Document):
+    """Says how much training is in checkpoint `key`, as its manifest does, for listings of many runs.
+
+    trained_s, began_at: see Manifest. It tells nothing of any other checkpoint: an older raycheck and a rewind move
+    head without it.
+    """
+
+    key: str
+    trained_s: float
+    began_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Latest(Document):
     """Holds the body of `latest`.
 
@@ -157,10 +171,10 @@ class Latest(Document):
     only after that answer, so a directory of a higher attempt means that `latest` was lost (step 10). finished: the end
     of training, until the run goes on or back (step 33). holds, loans: what other runs use of this one, and what this
     one uses of others (step 30). deleted_at: when somebody deleted the run, whose objects may still be there (step 37).
-    mirror: what the run is a copy of; see is_mirror.
+    mirror: what the run is a copy of; see is_mirror. trained: of the newest commit, None when it is not known.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at", "mirror"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"finished", "holds", "loans", "deleted_at", "mirror", "trained"})
 
     format_version: int = FORMAT_VERSION
     run_id: str
@@ -176,6 +190,7 @@ class Latest(Document):
     loans: tuple[Loan, ...] = ()
     deleted_at: float | None = None
     mirror: Mirror | None = None
+    trained: Trained | None = None
 
     def __post_init__(self) -> None:
         keys = [entry.key for entry in self.live]

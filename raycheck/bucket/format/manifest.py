@@ -71,13 +71,14 @@ class Manifest(Document):
     partial: the partial restores (restore(only=..., skip=...)) that this checkpoint descends from. Such a restore is
     not repeated, so that a restart does not throw away what was trained since. trained_s: the seconds of training in
     this state, over all attempts, without lost work and the time of saves. began_at: the time at which the run's first
-    attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. settings:
-    the user's choices, in words, to tell at a restart what has changed. name, note, expire_after_s: see Label; the
+    attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. by_notice:
+    it was saved because a node was about to go. settings: the user's choices, in words, to tell at a restart what has
+    changed. name, note, expire_after_s: see Label; the
     checkpoint's entry in `latest` says which name it has now, and when it expires.
     """
 
     is_long: ClassVar[bool] = True
-    when_true: ClassVar[frozenset[str]] = frozenset({"name", "note", "expire_after_s"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"name", "note", "expire_after_s", "by_notice"})
 
     format_version: int = FORMAT_VERSION
     key: str
@@ -92,6 +93,7 @@ class Manifest(Document):
     trained_s: float = 0.0
     began_at: float | None = None
     rolling: bool = False
+    by_notice: bool = False
     settings: tuple[str, ...] = ()
     name: str | None = None
     note: Mapping[str, NoteValue] = field(default_factory=dict)

@@ -53,11 +53,11 @@ class BaseOffer:
 def way_to_base(store: Store, base: Store) -> str:
     """Return the way from the run at `store` to its base. Raises ConfigError when it cannot be a base."""
     if base.bucket_id == store.bucket_id and base.root_path == store.root_path:
-        raise ConfigError(f"SaveSettings(base=...): {base.uri} is the run itself; give another run")
+        raise ConfigError(f"SaveSettings(base=...): {base} is the run itself; give another run")
     way = store.way_to(base)
     if way is None:
         raise ConfigError(
-            f"SaveSettings(base=...): {base.uri} and {store.uri} are not two runs in one bucket, reached in one way; "
+            f"SaveSettings(base=...): {base} and {store} are not two runs in one bucket, reached in one way; "
             "import or fork the base into this bucket, or leave base out"
         )
     return way
@@ -81,8 +81,8 @@ def offer(store: Store, base: Store, wanted: Wanted, *, run_id: str) -> BaseOffe
             loans = borrow(store, way, directories, run_id=run_id, renews=True)
             here = (replace(part, checkpoint=directory_from(store, way, part.checkpoint)) for part in found)
             return BaseOffer(way=way, entry=checkpoint.entry, components=tuple(here), loans=loans)
-        problem = next(iter(problems.values()))
-    raise NotFoundError(f"{base.uri}: {problem}")
+        problem = next(iter(problems.values()), "nothing is wanted of it")
+    raise NotFoundError(f"{base}: {problem}")
 
 
 def _candidates(base: Store, body: Latest, wanted: Wanted) -> Iterator[tuple[Checkpoint, Manifest]]:

@@ -15,6 +15,7 @@ from raycheck.bucket.protocol.resume import Resume, key_to_restore
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
 from raycheck.bucket.store import Got
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, FencedError, SupersededError
 
 
@@ -117,8 +118,8 @@ def _refuse_deleted(uri: str, body: Latest) -> None:
     """Raise ConfigError for a run that was deleted, of which something is still there. Step 37."""
     if body.deleted_at is not None:
         raise ConfigError(
-            f"{uri}: this run was deleted. 'raycheck delete-run {uri}' deletes what is left, or says who uses it; "
-            "give the new run another name"
+            f"{shown_uri(uri)}: this run was deleted. 'raycheck delete-run {shown_uri(uri)}' deletes what is left, or "
+            "says who uses it; give the new run another name"
         )
 
 
@@ -126,8 +127,8 @@ def refuse_unfinished_copy(uri: str, body: Latest) -> None:
     """Raise ConfigError for a mirror that has no checkpoint yet: to begin with it would be to start from zero (I7)."""
     if body.is_mirror and body.head is None:
         raise ConfigError(
-            f"{uri}: 'raycheck cp' has begun to copy a run to this place, and no checkpoint is whole here yet. Let it "
-            "come to its end, or give another run name"
+            f"{shown_uri(uri)}: 'raycheck cp' has begun to copy a run to this place, and no checkpoint is whole here "
+            "yet. Let it come to its end, or give another run name"
         )
 
 
@@ -152,7 +153,7 @@ def check_owner(register: Register, body: Latest, me: Identity) -> None:
     """Refuse an owner that is listed but not current: it is fenced for good. Step 9. Raises FencedError."""
     if body.attempt.owner != me.owner and me.owner in body.owners:
         raise FencedError(
-            f"{register.store.uri}: another driver ({body.attempt.owner}) has taken over this run with attempt "
+            f"{register.store}: another driver ({body.attempt.owner}) has taken over this run with attempt "
             f"{body.attempt.number}. This driver commits nothing more; stop it, or give it another run name"
         )
 
@@ -161,7 +162,7 @@ def check_current(register: Register, body: Latest, me: Identity) -> None:
     """Raise FencedError when another driver owns the run, SupersededError when another coordinator does. Step 28."""
     check_owner(register, body, me)
     if body.attempt.owner != me.owner or body.attempt.coordinator != me.coordinator:
-        raise SupersededError(f"{register.store.uri}: attempt {body.attempt.number} belongs to another coordinator")
+        raise SupersededError(f"{register.store}: attempt {body.attempt.number} belongs to another coordinator")
 
 
 def claimed_body(register: Register, body: Latest | None) -> Latest:

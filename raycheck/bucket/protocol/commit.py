@@ -11,7 +11,7 @@ from dataclasses import replace
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
-from raycheck.bucket.format.latest import Entry, Finished, Latest, listed_metrics, shrink_metrics
+from raycheck.bucket.format.latest import Entry, Finished, Latest, Trained, listed_metrics, shrink_metrics
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.protocol.base_run import without_reservation
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
@@ -75,6 +75,7 @@ def commit(
             finished=None,
             live=(*body.live, _entry(manifest, data, rules, now)),
             attempts=(*body.attempts[:-1], replace(current, last_save=manifest.save)),
+            trained=_trained(manifest),
         )
         new = without_reservation(register.store, new, manifest.refs)
         if manifest.name is not None:
@@ -99,7 +100,15 @@ def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Ent
         manifest_crc32=crc32(data),
         expires_at=_expires_at(manifest, rules, now),
         rolling=manifest.rolling,
+        by_notice=manifest.by_notice,
     )
+
+
+def _trained(manifest: Manifest) -> Trained | None:
+    """Return what `latest` repeats of a manifest's training; None when it is not known when the run began."""
+    if manifest.began_at is None:
+        return None
+    return Trained(key=manifest.key, trained_s=manifest.trained_s, began_at=manifest.began_at)
 
 
 def _expires_at(manifest: Manifest, rules: Retention, now: float) -> float | None:

@@ -32,13 +32,13 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
         check_current(register, body, me)
         current = body.attempt
         if current.group != group or current.last_save:
-            raise SupersededError(f"{register.store.uri}: attempt {current.number} no longer restores {key}")
+            raise SupersededError(f"{register.store}: attempt {current.number} no longer restores {key}")
         if current.restore_key != key:
             return None
         before = next(ancestors(body, key), None)
         if before is None:
             raise DamagedError(
-                f"{register.store.uri}: {key} is damaged, and there is no earlier checkpoint that it came from to go "
+                f"{register.store}: {key} is damaged, and there is no earlier checkpoint that it came from to go "
                 f"back to: {problem}. 'raycheck verify' says what is whole, 'raycheck rewind' makes it the head"
             )
         attempts = (*body.attempts[:-1], replace(current, restore_key=before.key))
@@ -49,7 +49,7 @@ def go_back(register: Register, me: Identity, *, group: str, key: str, problem: 
     body = register.swap(decide, what=f"going back from {key}")
     entry = body.entry(body.attempt.restore_key or "")
     if entry is None:
-        raise SupersededError(f"{register.store.uri}: attempt {body.attempt.number} no longer restores {key}")
+        raise SupersededError(f"{register.store}: attempt {body.attempt.number} no longer restores {key}")
     return entry
 
 

@@ -17,8 +17,10 @@ from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
 from raycheck.bucket.reading import list_directories, no_run_error
 from raycheck.bucket.store import Store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Listed
 from raycheck.errors import ConfigError, ConflictError, NotFoundError
+from raycheck.show_progress import ProgressTally
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,23 +53,29 @@ def check_checkpoint(uri: str, body: Latest, key: str) -> None:
     """Raise ConfigError for a checkpoint that cannot be deleted, and NotFoundError for one that is not live."""
     refuse_mirror(uri, body, "delete the checkpoint")
     if body.entry(key) is None:
-        raise NotFoundError(f"{uri}: checkpoint {key} is no longer live")
+        raise NotFoundError(f"{shown_uri(uri)}: checkpoint {key} is no longer live")
     if body.head == key:
         raise ConfigError(
-            f"{uri}: {key} is what the next start restores. First go back to another checkpoint, with "
+            f"{shown_uri(uri)}: {key} is what the next start restores. First go back to another checkpoint, with "
             "'raycheck rewind', or delete the run, with 'raycheck delete-run'"
         )
 
 
 def delete_run(
-    register: Register, *, keeps_shared: bool = False, keeps_exports: bool = False, only_at: int | None = None
+    register: Register,
+    *,
+    keeps_shared: bool = False,
+    keeps_exports: bool = False,
+    only_at: int | None = None,
+    tally: ProgressTally | None = None,
 ) -> DeletedRun:
     """Delete a run: mark it, delete its checkpoints, then everything else, and `latest` last.
 
     keeps_shared: what other runs use stays, with `latest`, until they have given it back; else a run that others use is
     refused. keeps_exports: leave its exported directories alone. only_at: the counter of the body by which somebody has
-    judged that the run may go. Raises NotFoundError without a run; ConflictError when `latest` has been written since
-    `only_at`; and ConfigError when others use it or another run lies inside its folder. Then nothing was changed.
+    judged that the run may go. tally: counts the objects. Raises NotFoundError without a run; ConflictError when
+    `latest` has been written since `only_at`; and ConfigError when others use it or another run lies inside its folder.
+    Then nothing was changed.
     """
     store = register.store
     check_folder(store)
@@ -79,7 +87,7 @@ def delete_run(
         if body.deleted_at is not None:
             return None
         if only_at is not None and body.counter != only_at:
-            raise ConflictError(f"{store.uri}: somebody has changed the run just now; nothing was deleted")
+            raise ConflictError(f"{store}: somebody has changed the run just now; nothing was deleted")
         mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=None, now=now)
         marked = replace(
             body,
@@ -93,12 +101,12 @@ def delete_run(
         return with_evicted(marked, tuple(entry.key for entry in body.live), now=now)
 
     register.edit(change, what="delete of the run")
-    prune(register, grace_s=0.0)
+    prune(register, grace_s=0.0, tally=tally)
     body = register.read_existing()[0]
     if body.holds:
         return DeletedRun(is_gone=False, holds=body.holds)
     keys = [item.key for item in objects_of(store, keeps_exports=keeps_exports)]
-    delete_objects(store, [key for key in keys if key != object_keys.LATEST_KEY])
+    delete_objects(store, [key for key in keys if key != object_keys.LATEST_KEY], tally=tally)
     for upload in list(store.list_uploads(object_keys.CHECKPOINTS_PREFIX)):
         store.abort_upload(upload)
     store.delete(object_keys.LATEST_KEY)
@@ -140,7 +148,7 @@ def check_lost(store: Store) -> int:
         raise no_run_error(store)
     if store.list_names(object_keys.HOLDS_PREFIX):
         raise ConfigError(
-            f"{store.uri}: other runs may use checkpoints of it, as the records below {object_keys.HOLDS_PREFIX} say. "
+            f"{store}: other runs may use checkpoints of it, as the records below {object_keys.HOLDS_PREFIX} say. "
             "First rebuild latest with 'raycheck repair'; then 'raycheck delete-run' knows what they use"
         )
     return names[-1].attempt
@@ -149,8 +157,13 @@ def check_lost(store: Store) -> int:
 def check_folder(store: Store) -> None:
     """Raise ConfigError when another run lies inside the folder of this one, however deep. This lists all objects."""
     for item in store.list_objects(""):
-        if (inside := object_keys.run_inside(item.key)) is not None:
-            raise ConfigError(f"{store.uri}: another run lies in its folder {inside!r}; delete or move that one first")
+        check_in_run(store, item.key)
+
+
+def check_in_run(store: Store, key: str) -> None:
+    """Raise ConfigError when an object in the run's folder is part of another run inside of it."""
+    if (inside := object_keys.run_inside(key)) is not None:
+        raise ConfigError(f"{store}: another run lies in its folder {inside!r}; delete or move that one first")
 
 
 def users_of(store: Store, body: Latest) -> tuple[Hold, ...]:
@@ -164,7 +177,7 @@ def check_users(store: Store, body: Latest, *, keeps_shared: bool) -> None:
     if holds and not keeps_shared:
         names = ", ".join(hold.holder for hold in holds[:5])
         raise ConfigError(
-            f"{store.uri}: {'another run uses' if len(holds) == 1 else f'{len(holds)} other runs use'} checkpoints of "
+            f"{store}: {'another run uses' if len(holds) == 1 else f'{len(holds)} other runs use'} checkpoints of "
             f"it ({names}). Delete {'that one' if len(holds) == 1 else 'them'} first, or give "
             "--keep-shared: then what they use stays until they have dropped it"
         )

@@ -139,9 +139,7 @@ def check_not_being_pruned(store: Store, place: str) -> None:
     except (NotFoundError, CorruptError):
         return
     if record.is_pruned:
-        raise ConfigError(
-            f"{store.uri}: {place} is being pruned, or that ended half-way: 'raycheck prune-exports' ends it"
-        )
+        raise ConfigError(f"{store}: {place} is being pruned, or that ended half-way: 'raycheck prune-exports' ends it")
 
 
 def _decision(

@@ -39,27 +39,55 @@ class HoldRecord(Document):
     at: float
 
 
+class Lenders:
+    """Reads `latest` of each run that lends to a new run once, and swaps what was read or written last.
+
+    A swap is refused when somebody else has written since, and then reads anew.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: dict[str, tuple[Register, Latest, float]] = {}
+
+    def read(self, way: str) -> tuple[Register, Latest, float]:
+        """Return the register of the run at `way`, its body, and the time of that, all as they were read first.
+
+        Raises NotFoundError when there is no run.
+        """
+        if way not in self._read:
+            register = Register(self._store.beside(way))
+            body, got = register.read_existing()
+            self._read[way] = register, body, got.at
+        return self._read[way]
+
+
 def borrow(
-    store: Store, way: str, directories: Iterable[str], *, run_id: str, renews: bool = False
+    store: Store,
+    way: str,
+    directories: Iterable[str],
+    *,
+    run_id: str,
+    renews: bool = False,
+    lenders: Lenders | None = None,
 ) -> tuple[Loan, ...]:
     """Take holds on directories that the run at `store` is about to use. Returns the loans that its `latest` must list.
 
     way: leads to the run that names the directories: its own ones, and those that it has borrowed itself. They are held
     there first, all of them, so that it does not give the borrowed ones back meanwhile, and then where they lie.
     renews: the run at `store` is there already, and its prunes may just be giving holds back: each hold becomes another
-    one. Raises NotFoundError when a directory is not held any more, ConfigError when a `latest` is too full for a hold.
+    one. lenders: has read them just now, for a run that is not there yet. Raises NotFoundError when a directory is not
+    held any more, ConfigError when a `latest` is too full for a hold.
     """
     wanted = frozenset(directories)
-    _take(store, way, wanted, run_id=run_id, renews=renews)
+    source_ids = {way: _take(store, way, wanted, run_id=run_id, renews=renews, lenders=lenders)}
     owners: dict[str, set[str]] = {}
     for owner, name in (split_directory(directory_from(store, way, directory)) for directory in wanted):
         owners.setdefault(owner, set()).add(name)
+    for owner, names in sorted(owners.items()):
+        if owner != way:
+            source_ids[owner] = _take(store, owner, frozenset(names), run_id=run_id, renews=renews, lenders=lenders)
     return tuple(
-        Loan(
-            source=owner,
-            run_id=_take(store, owner, frozenset(names), run_id=run_id, renews=renews and owner != way),
-            directories=tuple(sorted(names)),
-        )
+        Loan(source=owner, run_id=source_ids[owner], directories=tuple(sorted(names)))
         for owner, names in sorted(owners.items())
     )
 
@@ -93,12 +121,20 @@ def _way_over(store: Store, way: str, further: str) -> str:
         return way
     over = store.way_to(store.beside(way).beside(further))
     if over is None:
-        raise NotFoundError(f"{store.uri}: {further}, as {way} names it, is no other run in this bucket")
+        raise NotFoundError(f"{store}: {further}, as {way} names it, is no other run in this bucket")
     return over
 
 
-def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str, renews: bool = False) -> str:
-    """Have the run at `way` hold these directories for the run at `store`. Returns its run id. renews: see `borrow`."""
+def _take(
+    store: Store,
+    way: str,
+    directories: frozenset[str],
+    *,
+    run_id: str,
+    renews: bool = False,
+    lenders: Lenders | None = None,
+) -> str:
+    """Have the run at `way` hold these directories for the run at `store`. Returns its run id. See `borrow`."""
     source, holder = _lender(store, way)
 
     def change(body: Latest, now: float) -> Latest | None:
@@ -107,7 +143,7 @@ def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str, r
             return None
         missing = directories - body.held()
         if missing:
-            raise NotFoundError(f"{source.uri}: checkpoint {min(missing)} was dropped by retention; open the run again")
+            raise NotFoundError(f"{source}: checkpoint {min(missing)} was dropped by retention; open the run again")
         every = directories | set(before.directories if before else ())
         hold = Hold(
             holder=holder,
@@ -120,13 +156,17 @@ def _take(store: Store, way: str, directories: frozenset[str], *, run_id: str, r
         check_room(new)
         return new
 
-    register = Register(source, is_crowded=renews)
-    body, got = register.read_existing()
-    if change(body, got.at) is None:
+    if lenders is None:
+        register = Register(source, is_crowded=renews)
+        body, got = register.read_existing()
+        at = got.at
+    else:
+        register, body, at = lenders.read(way)
+    if change(body, at) is None:
         return body.run_id
-    data = dump(HoldRecord(holder=holder, run_id=run_id, directories=tuple(sorted(directories)), at=got.at))
+    data = dump(HoldRecord(holder=holder, run_id=run_id, directories=tuple(sorted(directories)), at=at))
     put_once(source, object_keys.hold_key(run_id, f"{crc32(data):08x}"), data)
-    return register.edit(change, what=f"hold for {store.uri}").run_id
+    return register.edit(change, what=f"hold for {store}", at=at).run_id
 
 
 def _lender(store: Store, way: str) -> tuple[Store, str]:
@@ -137,12 +177,14 @@ def _lender(store: Store, way: str) -> tuple[Store, str]:
     return source, holder
 
 
-def confirm(store: Store, body: Latest) -> None:
+def confirm(store: Store, body: Latest, lenders: Lenders | None = None) -> None:
     """Confirm the holds that the run at `store` was created with, and give back what it does not use.
 
-    body: its `latest`. Raises CorruptError when a hold is gone: more than a day has passed, and it was swept.
+    body: its `latest`. lenders: with which it has taken them. Raises CorruptError when a hold is gone: more than a day
+    has passed, and it was swept.
     """
-    confirm_loans(store, body.loans, run_id=body.run_id)
+    for loan in body.loans:
+        _confirm(store, loan, run_id=body.run_id, renews=False, lenders=lenders)
 
 
 def confirm_loans(store: Store, loans: Iterable[Loan], *, run_id: str, renews: bool = False) -> None:
@@ -166,10 +208,10 @@ def check_holds(store: Store, loans: Iterable[Loan]) -> None:
         body, got = Register(source).read_existing()
         hold = _hold_of(body, holder)
         if hold is None or not set(loan.directories) <= set(hold.directories) or got.at - hold.at > HOLD_GRACE_S / 2:
-            raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+            raise CorruptError(f"{source}: the hold for {holder} is gone: its checkpoints may be deleted")
 
 
-def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool) -> None:
+def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool, lenders: Lenders | None = None) -> None:
     source, holder = _lender(store, loan.source)
     wanted = set(loan.directories)
 
@@ -177,14 +219,19 @@ def _confirm(store: Store, loan: Loan, *, run_id: str, renews: bool) -> None:
         del now
         hold = _hold_of(body, holder)
         if hold is None or not wanted <= set(hold.directories):
-            raise CorruptError(f"{source.uri}: the hold for {holder} is gone: its checkpoints may be deleted")
+            raise CorruptError(f"{source}: the hold for {holder} is gone: its checkpoints may be deleted")
         left = hold.directories if renews else tuple(name for name in hold.directories if name in wanted)
         changed = replace(
             hold, run_id=run_id, directories=left, is_confirmed=True, renewals=hold.renewals + int(renews)
         )
         return None if changed == hold else _with_hold(body, changed)
 
-    Register(source, is_crowded=renews).edit(change, what=f"confirmation of the hold for {holder}")
+    what = f"confirmation of the hold for {holder}"
+    if lenders is None:
+        Register(source, is_crowded=renews).edit(change, what=what)
+    else:
+        register, _, at = lenders.read(loan.source)
+        register.edit(change, what=what, at=at)  # the body is the one that took the hold, with which `at` has no part
 
 
 def settle(register: Register) -> None:
@@ -344,11 +391,3 @@ def _hold_of(body: Latest, holder: str) -> Hold | None:
 def _with_hold(body: Latest, hold: Hold) -> Latest:
     others = tuple(item for item in body.holds if item.holder != hold.holder)
     return replace(body, holds=(*others, hold) if hold.directories else others)
-
-
-def is_readable_from(store: Store, way: str, run_id: str) -> bool:
-    """Return whether the run at `way` is that with `run_id`, as far as this store can see it."""
-    try:
-        return read_latest(store.beside(way)).run_id == run_id
-    except NotFoundError:
-        return False

@@ -18,6 +18,7 @@ from raycheck.bucket.protocol.new_run import refuse_folder_of_runs
 from raycheck.bucket.protocol.rewind import attempt_by_hand
 from raycheck.bucket.protocol.swap import Register, lost_error
 from raycheck.bucket.reading import list_directories
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, CorruptError
 
 
@@ -65,17 +66,19 @@ def check_mirror(uri: str, body: Latest, source: Latest) -> None:
     that its source lacks as soon as the two have parted.
     """
     if body.run_id != source.run_id:
-        raise ConfigError(f"{uri}: there is another run already ({body.run_id}); give a free place")
+        raise ConfigError(f"{shown_uri(uri)}: there is another run already ({body.run_id}); give a free place")
     if not body.is_mirror:
         what = "somebody has trained, rewound or repaired there" if body.mirror is None else "somebody has claimed it"
         what = "it was deleted" if body.deleted_at is not None else what
-        raise ConfigError(f"{uri}: it is the run itself, or a copy that has become a run of its own ({what}). Copy to "
-                          "another place")  # fmt: skip
+        raise ConfigError(
+            f"{shown_uri(uri)}: it is the run itself, or a copy that has become a run of its own ({what}). "
+            "Copy to another place"
+        )
     known, owners = original(body).owners, source.owners
     if known[: len(owners)] != owners[: len(known)]:
         raise ConfigError(
-            f"{uri}: it mirrors another line of this run: one of the two was trained on, or repaired, since they "
-            "parted. Copy to another place"
+            f"{shown_uri(uri)}: it mirrors another line of this run: one of the two was trained on, or repaired, "
+            "since they parted. Copy to another place"
         )
 
 
@@ -84,7 +87,7 @@ def check_forward(uri: str, body: Latest, source: Latest) -> None:
     assert body.mirror is not None
     if source.counter < body.mirror.counter or len(source.owners) < len(body.owners) - 1:
         raise CorruptError(
-            f"{uri}: the mirror shows write {body.mirror.counter} of its source, whose latest is of write "
+            f"{shown_uri(uri)}: the mirror shows write {body.mirror.counter} of its source, whose latest is of write "
             f"{source.counter}: it was rolled back, or the copy that was given is behind. Nothing was written"
         )
 

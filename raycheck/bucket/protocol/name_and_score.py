@@ -13,6 +13,7 @@ from dataclasses import replace
 from raycheck.bucket.format.label import MAX_SCORES, Label, check_name, check_scores
 from raycheck.bucket.format.latest import Entry, Latest, check_room
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError, NotFoundError
 
 
@@ -44,9 +45,7 @@ def rename(register: Register, old: str, new: str) -> Latest:
         if entry is not None and entry.name == new:
             return None
         if entry is None or entry.name != old:
-            raise NotFoundError(
-                f"{register.store.uri}: somebody else has taken the name {old} off {holder[0]} just now"
-            )
+            raise NotFoundError(f"{register.store}: somebody else has taken the name {old} off {holder[0]} just now")
         return with_new_name(register.store.uri, body, old, new, now=now)
 
     return register.edit(change, what=f"renaming {old} to {new}")
@@ -87,7 +86,8 @@ def with_name(uri: str, body: Latest, key: str, label: Label, *, now: float) -> 
     entry = live_entry(uri, body, key)
     if entry.name not in (None, label.name) and not label.may_move:
         raise ConfigError(
-            f"{uri}: {key} (step {entry.step}) is named {entry.name} already. Rename it, or give overwrite=True"
+            f"{shown_uri(uri)}: {key} (step {entry.step}) is named {entry.name} already. Rename it, or give "
+            "overwrite=True"
         )
     expires_at = None if label.expire_after_s is None else now + label.expire_after_s
     body = _released(uri, body, entry, label.name, may_move=label.may_move, now=now)
@@ -113,7 +113,9 @@ def with_scores(uri: str, body: Latest, key: str, scores: Mapping[str, float]) -
     entry = live_entry(uri, body, key)
     both = {**entry.scores, **{name: float(value) for name, value in scores.items()}}
     if len(both) > MAX_SCORES:
-        raise ConfigError(f"{uri}: {key} would have {len(both)} scores; a checkpoint has at most {MAX_SCORES}")
+        raise ConfigError(
+            f"{shown_uri(uri)}: {key} would have {len(both)} scores; a checkpoint has at most {MAX_SCORES}"
+        )
     return _with_room(body.with_entry(replace(entry, scores=both)))
 
 
@@ -135,7 +137,7 @@ def live_entry(uri: str, body: Latest, key: str) -> Entry:
     """Return the entry of a live checkpoint. Raises NotFoundError when it is not live."""
     entry = body.entry(key)
     if entry is None:
-        raise NotFoundError(f"{uri}: checkpoint {key} is no longer live")
+        raise NotFoundError(f"{shown_uri(uri)}: checkpoint {key} is no longer live")
     return entry
 
 
@@ -143,7 +145,7 @@ def named_entry(uri: str, body: Latest, name: str) -> Entry:
     """Return the live entry with this name. Raises NotFoundError, which lists the names that there are."""
     entry = body.named(name)
     if entry is None:
-        raise NotFoundError(f"{uri}: no checkpoint is named {name!r}; there are: {names_in(body)}")
+        raise NotFoundError(f"{shown_uri(uri)}: no checkpoint is named {name!r}; there are: {names_in(body)}")
     return entry
 
 
@@ -159,8 +161,8 @@ def _released(uri: str, body: Latest, entry: Entry, name: str, *, may_move: bool
         return body
     if not _gives_way(holder, entry, may_move=may_move, now=now):
         raise ConfigError(
-            f"{uri}: step {holder.step} ({holder.key}) has the name {name}. Give another name, unname that checkpoint, "
-            "or name this one with overwrite=True"
+            f"{shown_uri(uri)}: step {holder.step} ({holder.key}) has the name {name}. Give another name, unname that "
+            "checkpoint, or name this one with overwrite=True"
         )
     return body.with_entry(replace(holder, name=None))
 

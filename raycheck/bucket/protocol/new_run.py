@@ -71,7 +71,7 @@ def refuse_folder_of_runs(store: Store) -> None:
     for name in islice(store.list_folders(""), MOST_FOLDERS_ASKED):
         with suppress(NotFoundError, CorruptError):  # the latter: a link or folder of that name, which is none of ours
             store.head(f"{name}/{object_keys.LATEST_KEY}")
-            folder = store.uri.partition("?")[0].rstrip("/")
+            folder = str(store).rstrip("/")
             raise ConfigError(
                 f"{folder}: this is a folder of runs, {name} is one of them. Give the new run a name in it, such as "
                 f"{folder}/my-run"
@@ -113,6 +113,7 @@ def first_manifest(
         trained_s=0.0,
         began_at=None,
         rolling=False,
+        by_notice=False,
         name=None,
         expire_after_s=None,
         components=tuple(

@@ -11,6 +11,7 @@ from raycheck.bucket.format.latest import Evicted, Latest
 from raycheck.bucket.format.object_keys import split_directory
 from raycheck.bucket.protocol.retention import dropped_keys
 from raycheck.bucket.protocol.swap import Register, refuse_mirror
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import NotFoundError
 from raycheck.settings import Retention
 
@@ -34,7 +35,7 @@ def with_pin(uri: str, body: Latest, key: str, *, pinned: bool) -> Latest:
     refuse_mirror(uri, body, "pin the checkpoint")
     entry = body.entry(key)
     if entry is None:
-        raise NotFoundError(f"{uri}: checkpoint {key} is no longer live")
+        raise NotFoundError(f"{shown_uri(uri)}: checkpoint {key} is no longer live")
     return body.with_entry(replace(entry, pinned=pinned))
 
 

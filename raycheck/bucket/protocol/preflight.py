@@ -29,12 +29,10 @@ def probe(store: Store) -> None:
         try:
             store.put_if_match(key, b"three", first.version)
         except ConflictError:
-            raise ConfigError(
-                f"{store.uri}: the store refuses the right If-Match; raycheck cannot commit here"
-            ) from None
+            raise ConfigError(f"{store}: the store refuses the right If-Match; raycheck cannot commit here") from None
         _must_refuse(store, lambda: store.put_if_match(key, b"four", first.version), "swaps a stale version")
         if all(store.get(key).data != b"three" for _ in range(READS)):  # an answer may have changed on its way
-            raise ConfigError(f"{store.uri}: the store refused a conditional write and applied it all the same")
+            raise ConfigError(f"{store}: the store refused a conditional write and applied it all the same")
     finally:
         store.delete(key)
 
@@ -45,7 +43,7 @@ def _must_refuse(store: Store, write: Callable[[], object], what: str) -> None:
     except ConflictError:
         return
     raise ConfigError(
-        f"{store.uri}: the store {what} although told not to. Two drivers could overwrite each other here; "
+        f"{store}: the store {what} although told not to. Two drivers could overwrite each other here; "
         "use a store with conditional writes"
     )
 

@@ -27,6 +27,7 @@ from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Upload
 from raycheck.errors import CorruptError, StoreError
 from raycheck.settings import Retention
+from raycheck.show_progress import ProgressTally
 
 GRACE_S = 600.0
 MAX_EVICTED = 200
@@ -54,11 +55,13 @@ def prune(
     *,
     grace_s: float = GRACE_S,
     spare: frozenset[str] = frozenset(),
+    tally: ProgressTally | None = None,
 ) -> tuple[str, ...]:
     """Evict what `rules` do not keep or what has expired, and delete evicted checkpoints. Steps 19 to 21.
 
     grace_s: seconds that readers have before a delete. spare: checkpoints that the caller is still reading, which stay.
-    Returns the names that are gone. After a crash anywhere the next prune goes on. Raises NotFoundError without a run.
+    tally: counts the objects. Returns the names that are gone. After a crash anywhere the next prune goes on. Raises
+    NotFoundError without a run.
     """
     crowded = _crowded(register.read_existing()[0])
     evict(register, rules)
@@ -68,7 +71,7 @@ def prune(
     for name, wait_s in _waits(body, got.at, grace_s, crowded):
         if not wait_s and name not in spare:
             try:
-                _delete_checkpoint(register.store, name, is_held=name in held)
+                _delete_checkpoint(register.store, name, is_held=name in held, tally=tally)
             except (StoreError, CorruptError) as error:  # one object that cannot be deleted must not keep the others
                 failures.append(error)
                 continue
@@ -85,17 +88,26 @@ def prune(
     return tuple(gone)
 
 
-def plan_prune(register: Register, rules: Retention = NO_RULES, *, grace_s: float = GRACE_S) -> tuple[Deletion, ...]:
-    """List what `prune` would delete now or after the grace. Writes nothing."""
+def plan_prune(
+    register: Register,
+    rules: Retention = NO_RULES,
+    *,
+    grace_s: float = GRACE_S,
+    tally: ProgressTally | None = None,
+) -> tuple[Deletion, ...]:
+    """List what `prune` would delete now or after the grace. Writes nothing. tally: counts the objects."""
     body, got = register.read_existing()
     decisions = decide_retention(body, rules, now=got.at)
     held = replace(body, live=tuple(item.entry for item in decisions if item.is_kept), head=None).held()
     due = [(name, "evicted", wait_s) for name, wait_s in _waits(body, got.at, grace_s, _crowded(body))]
     due += [(item.entry.key, item.reason, grace_s) for item in decisions if not item.is_kept]
-    return tuple(
-        _deletion(register.store, name, f"{why}; others refer to its objects" if name in held else why, wait_s, held)
-        for name, why, wait_s in due
-    )
+    found = []
+    for name, why, wait_s in due:
+        reason = f"{why}; others refer to its objects" if name in held else why
+        found.append(_deletion(register.store, name, reason, wait_s, held))
+        if tally is not None:
+            tally.add(found[-1].num_objects)
+    return tuple(found)
 
 
 def sweep(store: Store, *, also_whole: bool = False) -> tuple[Deletion, ...]:
@@ -205,20 +217,27 @@ def _sizes(store: Store, name: str) -> dict[str, int]:
     return {item.key: item.size_bytes for item in store.list_objects(prefix) if item.key.startswith(prefix)}
 
 
-def _delete_checkpoint(store: Store, name: str, *, is_held: bool) -> None:
+def _delete_checkpoint(store: Store, name: str, *, is_held: bool, tally: ProgressTally | None = None) -> None:
     """Delete a checkpoint's objects, the manifest first: from then on no reader takes the rest for a checkpoint."""
     store.delete(object_keys.manifest_key(name))
+    if tally is not None:
+        tally.add(1)
     if is_held:
         return
-    delete_objects(store, list(_sizes(store, name)))
+    delete_objects(store, list(_sizes(store, name)), tally=tally)
 
 
-def delete_objects(store: Store, keys: Sequence[str]) -> None:
-    """Delete objects, several at a time. Raises the first error when all have been tried."""
+def delete_objects(store: Store, keys: Sequence[str], *, tally: ProgressTally | None = None) -> None:
+    """Delete objects, several at a time. tally: counts them. Raises the first error when all have been tried."""
     if not keys:
         return
+    failures = []
     with ThreadPoolExecutor(min(AT_ONCE, len(keys)), thread_name_prefix="raycheck-delete") as pool:
-        failures = [error for error in pool.map(partial(_delete, store), keys) if error is not None]
+        for error in pool.map(partial(_delete, store), keys):
+            if error is not None:
+                failures.append(error)
+            elif tally is not None:
+                tally.add(1)
     if failures:
         raise failures[0]
 

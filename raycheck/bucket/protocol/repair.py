@@ -55,7 +55,7 @@ def repair(store: Store) -> Repaired:
     one, other = set(list_directories(store)), set(list_directories(store))  # a name may have changed on its way
     names = sorted(one | other)
     if old is not None and all(old.has_answered(name) for name in one & other) and _has_its_head(store, old):
-        raise ConfigError(f"{store.uri}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
+        raise ConfigError(f"{store}: latest is sound (attempt {old.attempt.number}); there is nothing to repair")
     gone = {item.key for item in old.evicted} if old else set()
     run_id = old.run_id if old else uuid4().hex
     loans = old.loans if old else ()
@@ -74,7 +74,7 @@ def repair(store: Store) -> Repaired:
         except (NotFoundError, CorruptError) as error:  # a store that fails proves nothing
             left_out.append((str(name), str(error)))
     if not live:
-        raise NotFoundError(f"{store.uri}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
+        raise NotFoundError(f"{store}: no whole checkpoint was found to rebuild latest from{_reasons(left_out)}")
     records = list(_ended_attempts(store))
     number = 1 + max([*(name.attempt for name in names), *(record.number for record in records), *_number(old)])
     owner = f"repair-{uuid4().hex[:12]}"
@@ -113,7 +113,7 @@ def _old(store: Store) -> tuple[Latest | None, Got | None]:
         answers.append(None)
         with suppress(NotFoundError):
             got = answers[-1] = store.get(object_keys.LATEST_KEY, MAX_BYTES)
-            return load_latest(got.data, what=f"{store.uri}: latest")
+            return load_latest(got.data, what=f"{store}: latest")
         return None
 
     try:
@@ -165,6 +165,7 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
         metrics=before.metrics if before else listed_metrics(manifest.metrics, needed=None),
         manifest_crc32=crc32(got.data),
         rolling=manifest.rolling,
+        by_notice=manifest.by_notice,
         pinned=before.pinned if before else False,
         expires_at=before.expires_at if before else _expires_at(manifest, got.at),
         damaged=before.damaged if before and not is_head else None,  # all objects of the newest one are read

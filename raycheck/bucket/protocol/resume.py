@@ -12,6 +12,7 @@ from raycheck.bucket.format.label import is_name
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.name_and_score import names_in
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError
 
 
@@ -87,14 +88,18 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
     head = None if body is None else body.head
     match resume:
         case Never() if live:
-            raise ConfigError(f"{uri}: resume='never', but the run has {len(live)} checkpoints. Use another run name")
+            raise ConfigError(
+                f"{shown_uri(uri)}: resume='never', but the run has {len(live)} checkpoints. Use another run name"
+            )
         case Must() if head is None:
-            raise ConfigError(f"{uri}: resume='must', but the run has no committed checkpoint")
+            raise ConfigError(f"{shown_uri(uri)}: resume='must', but the run has no committed checkpoint")
         case Step(step):
             keys = [entry.key for entry in live if entry.step == step and not entry.damaged]
             if not keys:
                 steps = ", ".join(f"{entry.step}{' (damaged)' if entry.damaged else ''}" for entry in live) or "none"
-                raise ConfigError(f"{uri}: resume={step}, but there is no checkpoint of that step; there are: {steps}")
+                raise ConfigError(
+                    f"{shown_uri(uri)}: resume={step}, but there is no checkpoint of that step; there are: {steps}"
+                )
             return keys[-1]
         case AtName(name):
             found = next((entry for entry in live if name in (entry.name, entry.key)), None)
@@ -102,10 +107,10 @@ def key_to_restore(uri: str, body: Latest | None, resume: Resume) -> str | None:
                 names = "none" if body is None else names_in(body)
                 words = ", ".join(map(repr, WORDS))
                 raise ConfigError(
-                    f"{uri}: resume={name!r}, but no checkpoint has that name; there are: {names}. Other words that it "
-                    f"takes are {words}"
+                    f"{shown_uri(uri)}: resume={name!r}, but no checkpoint has that name; there are: {names}. Other "
+                    f"words that it takes are {words}"
                 )
             if found.damaged:
-                raise ConfigError(f"{uri}: resume={name!r}, but step {found.step} ({found.key}) is damaged")
+                raise ConfigError(f"{shown_uri(uri)}: resume={name!r}, but step {found.step} ({found.key}) is damaged")
             return found.key
     return head

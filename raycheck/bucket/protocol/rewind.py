@@ -30,9 +30,9 @@ def rewind(register: Register, key: str) -> Latest:
             return None
         entry = body.entry(key)
         if entry is None:
-            raise NotFoundError(f"{register.store.uri}: checkpoint {key} is no longer live")
+            raise NotFoundError(f"{register.store}: checkpoint {key} is no longer live")
         if entry.damaged and entry.damaged != verified:
-            raise DamagedError(f"{register.store.uri}: {key} was found damaged just now: {entry.damaged}")
+            raise DamagedError(f"{register.store}: {key} was found damaged just now: {entry.damaged}")
         mine = attempt_by_hand(owner, body.attempt.number + 1, restore_key=key, now=now)
         return replace(
             body.with_entry(replace(entry, damaged=None)),
@@ -64,7 +64,7 @@ def _verified(register: Register, key: str) -> str | None:
         return None
     for finding in Checkpoint(register.store, entry).verify():
         if finding.problem:
-            raise DamagedError(f"{register.store.uri}: {finding.key}: {finding.problem}")
+            raise DamagedError(f"{register.store}: {finding.key}: {finding.problem}")
     return entry.damaged
 
 

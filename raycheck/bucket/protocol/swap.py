@@ -15,6 +15,7 @@ from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.latest import Latest, dump_latest
 from raycheck.bucket.reading import get_latest, no_run_error
 from raycheck.bucket.store import Got, Store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.interface import Written
 from raycheck.bucket.store.jitter import CHANCE
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, StoreError
@@ -104,13 +105,13 @@ class Register:
                     is_unknown = True
                     if self._monotonic() > deadline:
                         raise StoreError(
-                            f"{self.store.uri}: {what}: latest could not be swapped in {patience_s:.0f} s "
+                            f"{self.store}: {what}: latest could not be swapped in {patience_s:.0f} s "
                             f"({error}); whether it was stays unknown"
                         ) from error
                     time.sleep(pause * CHANCE.uniform(0.2, 1.8) if self._is_crowded else pause)
                     pause = min(pause * 2, 2.0)
 
-    def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str) -> Latest:
+    def edit(self, change: Callable[[Latest, float], Latest | None], *, what: str, at: float | None = None) -> Latest:
         """Swap like `swap`, but raise NotFoundError when there is no run."""
 
         def decide(body: Latest | None, now: float) -> Latest | None:
@@ -118,7 +119,7 @@ class Register:
                 raise no_run_error(self.store)
             return change(body, now)
 
-        return self.swap(decide, what=what)
+        return self.swap(decide, what=what, at=at)
 
     def _replace_newest(self, decide: Decide, at: float) -> Latest | None:
         """Replace the body that this process has read or written last, if it is still there. Step 1.
@@ -161,13 +162,13 @@ class _NotSwappedError(Exception):
 def lost_error(uri: str, what: str) -> CorruptError:
     """Make the error for a `latest` that was lost or rolled back. A restart would not bring it back."""
     return CorruptError(
-        f"{uri}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over existing "
-        "checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck repair'; "
-        "to start anew, move the run's folder away"
+        f"{shown_uri(uri)}: latest {what}. It was deleted or rolled back; raycheck does not start from zero over "
+        "existing checkpoints. Stop the run and put the object back (bucket versioning) or rebuild it with 'raycheck "
+        "repair'; to start anew, move the run's folder away"
     )
 
 
 def refuse_mirror(uri: str, body: Latest, what: str) -> None:
     """Raise ConfigError when `body` is a mirror's, which `what` would make differ from its source."""
     if body.mirror is not None and body.is_mirror:
-        raise ConfigError(f"{uri}: a mirror keeps what its source keeps; {what} in {body.mirror.source}")
+        raise ConfigError(f"{shown_uri(uri)}: a mirror keeps what its source keeps; {what} in {body.mirror.source}")

@@ -32,7 +32,7 @@ def put_once(store: Store, key: str, data: bytes) -> float | None:
     pauses_s = (CHANCE.uniform(0.1, 0.2) * 3**attempt for attempt in range(1, PUT_ONCE_ATTEMPTS))
     at = retry(create, on=StoreError, pauses_s=pauses_s)
     if at is None and not _holds(store, key, data):
-        raise SaveFailedError(f"{store.uri}: {key} exists with other bytes; this save is given up")
+        raise SaveFailedError(f"{store}: {key} exists with other bytes; this save is given up")
     return at
 
 
@@ -85,4 +85,4 @@ def _copy(source: Store, key: str, record: Blob | ShardRecord, target: Store, ne
 
     target.put_parts(new_key, parts(), size)
     if seen != record.crc32:
-        raise CorruptError(f"{source.uri}: {key} has checksum {seen:08x}, its manifest says {record.crc32:08x}")
+        raise CorruptError(f"{source}: {key} has checksum {seen:08x}, its manifest says {record.crc32:08x}")

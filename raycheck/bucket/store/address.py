@@ -143,11 +143,28 @@ def uri_beside(uri: str, way: str) -> str:
     return base[:start] + located(root, quote(way)) + mark + query
 
 
+def shown_uri(uri: str) -> str:
+    """Returns `uri` as messages show it: without its query, which may hold settings, or another tool's signature.
+
+    What a URI has before an "@" is left out too, unless it is Azure's container. Never raises, whatever the text is.
+    A path is returned as it is. For an address that a program is to use, see `bare_uri`.
+    """
+    scheme, mark, rest = uri.partition("://")
+    if not mark:
+        return uri
+    host, slash, path = rest.partition("?")[0].partition("/")
+    is_container = _KIND_OF_SCHEME.get(scheme.lower()) == "az"
+    return f"{scheme}://{host if is_container else host.rpartition('@')[2]}{slash}{path}"
+
+
 def bare_uri(uri: str) -> str:
-    """Returns `uri` without the settings in its query, of which some are not for others to read."""
-    at = parse_uri(uri)
-    base = uri.partition("?")[0]
-    return f"{base}?{_ACCOUNT}={at.account}" if at.kind == "az" and kind_of(base) == "az" and "@" not in base else base
+    """Returns `uri` without the settings in its query, of which some are not for others to read.
+
+    It still is an address: the account in az://container/path?account_name=me stays. A path is returned as it is.
+    """
+    base = shown_uri(uri)
+    is_azure = kind_of(base) == "az" and "@" not in base
+    return f"{base}?{_ACCOUNT}={parse_uri(uri).account}" if is_azure else base
 
 
 def overlap(one: str, other: str) -> bool:

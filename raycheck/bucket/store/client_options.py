@@ -32,6 +32,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError
 from raycheck.storage_settings import StorageSettings
 
@@ -125,11 +126,11 @@ def adlfs_options(uri: str, settings: StorageSettings, account: str | None) -> d
     key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
     connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
     if not account and not connection:
-        raise ConfigError(f"{uri}: name the account: az://container/path?account_name=... or abfss://")
+        raise ConfigError(f"{shown_uri(uri)}: name the account: az://container/path?account_name=... or abfss://")
     named = dict(item.partition("=")[::2] for item in (connection or "").split(";")).get("AccountName", account)
     if account and named != account and not settings.anonymous:
         # adlfs would follow the variable and write to the other account.
-        raise ConfigError(f"{uri}: AZURE_STORAGE_CONNECTION_STRING is of another account, {named}; unset it")
+        raise ConfigError(f"{shown_uri(uri)}: AZURE_STORAGE_CONNECTION_STRING is of another account, {named}; unset it")
     endpoint = settings.endpoint or f"https://{account}.blob.core.windows.net"
     found: dict[str, Any] = {"anon": bool(settings.anonymous), "use_listings_cache": False}
     if settings.anonymous:
@@ -138,7 +139,7 @@ def adlfs_options(uri: str, settings: StorageSettings, account: str | None) -> d
         return found | {"connection_string": f"BlobEndpoint={endpoint};AccountName={account};AccountKey={key}"}
     if settings.endpoint and not connection:
         if not endpoint.startswith("https://"):
-            raise ConfigError(f"{uri}: {endpoint}: Azure takes tokens over https:// only")
+            raise ConfigError(f"{shown_uri(uri)}: {endpoint}: Azure takes tokens over https:// only")
         found["account_host"] = endpoint.removeprefix("https://")
     return found | {"account_name": account}
 

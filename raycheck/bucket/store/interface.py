@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from posixpath import relpath
 from typing import TypeVar, cast
 
+from raycheck.bucket.store.address import folder_uri, shown_uri, uri_beside
 from raycheck.errors import ConfigError, CorruptError
 
 MAX_CONDITIONAL_BYTES = 1024 * 1024
@@ -80,6 +81,10 @@ class Store(ABC):
 
     uri: str
 
+    def __str__(self) -> str:
+        """Returns the URI as messages show it, without settings. So messages name a store, and never its `uri`."""
+        return shown_uri(self.uri)
+
     @property
     def bucket_id(self) -> Hashable:
         """Returns what is equal for stores in one bucket that are reached in one way; None where that is unknown."""
@@ -93,9 +98,28 @@ class Store(ABC):
     def beside(self, way: str) -> "Store":
         """Returns the store of another run in this bucket, to which `way` ("../other") leads from the root.
 
-        Raises ConfigError when it leads out of the bucket, or the store has no such places.
+        Raises ConfigError when it leads out of the bucket.
         """
-        raise ConfigError(f"{self.uri}: {way} cannot be reached from here")
+        return self._rerooted(way, uri_beside(self.uri, way))
+
+    def below(self, name: str) -> "Store":
+        """Returns the store of the folder `name`, which may hold any character but a slash, in this one.
+
+        Raises ConfigError for a name that leads elsewhere.
+        """
+        if name in ("", ".", "..") or "/" in name:  # clients resolve dots
+            raise ConfigError(f"{self}: {name!r} is no folder's name")
+        return self._rerooted(name, folder_uri(self.uri, name))
+
+    def _rerooted(self, way: str, uri: str) -> "Store":
+        """Returns this store with another root, through the same client: a listing of a thousand runs would otherwise
+        open a thousand clients, each with connections and credentials of its own.
+
+        way: leads from this root to the other one, as a key does. uri: the other root's. Raises ConfigError when it
+        leads out of the bucket, or the store has no such places.
+        """
+        del uri
+        raise ConfigError(f"{self}: {way} cannot be reached from here")
 
     def way_to(self, other: "Store") -> str | None:
         """Returns the way from this root to that of `other`, such as "../other".
@@ -184,6 +208,19 @@ class Store(ABC):
         del key, parts, size_bytes, crc, source
         return False
 
+    def put_copied(
+        self, key: str, parts: Iterable[Buffer], size_bytes: int, *, source: "Store", source_key: str
+    ) -> bool:
+        """Writes one object by having the store copy another one, `source_key` of `source`, whose bytes are `parts`.
+
+        It is for a store that cannot prove by itself which bytes it has copied: the caller reads them, and the iterable
+        raises when they are wrong. What the store states of both objects is compared with a checksum of what was read.
+        Returns False when nothing that is proven was written, often without reading a part: then write the object in
+        another way.
+        """
+        del key, parts, size_bytes, source, source_key
+        return False
+
     def states_checksum(self, key: str) -> bool:
         """Returns whether the store has compared the whole object, as it came, with a checksum that was sent along.
 
@@ -240,8 +277,8 @@ def check_process(uri: str, opened_in: int) -> None:
     """Raises ConfigError in a forked child. It has none of the store's threads, so a request would wait for ever."""
     if os.getpid() != opened_in:
         raise ConfigError(
-            f"{uri}: it was opened before this process was forked; open it anew in here, for a dataset in its "
-            "__getitem__ or in the DataLoader's worker_init_fn"
+            f"{shown_uri(uri)}: it was opened before this process was forked; open it anew in here, for a dataset in "
+            "its __getitem__ or in the DataLoader's worker_init_fn"
         )
 
 
@@ -255,7 +292,9 @@ def check_conditional_size(key: str, data: bytes) -> None:
 def check_whole(uri: str, key: str, size_bytes: int, max_bytes: int) -> None:
     """Raises CorruptError for an object that is larger than `get` may read."""
     if size_bytes > max_bytes:
-        raise CorruptError(f"{uri}: {key} has {size_bytes} bytes, more than the {max_bytes} that it may have")
+        raise CorruptError(
+            f"{shown_uri(uri)}: {key} has {size_bytes} bytes, more than the {max_bytes} that it may have"
+        )
 
 
 class ChangedError(Exception):
@@ -268,5 +307,5 @@ class ChangedError(Exception):
 def check_length(uri: str, key: str, data: Buffer, start: int, stop: int) -> Buffer:
     """Raises CorruptError when a range came back short: a store may cut a range off at the object's end."""
     if len(data) != stop - start:
-        raise CorruptError(f"{uri}: {key} ends before byte {stop}: got {len(data)} of {stop - start} bytes")
+        raise CorruptError(f"{shown_uri(uri)}: {key} ends before byte {stop}: got {len(data)} of {stop - start} bytes")
     return data

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, cast
 from uuid import uuid4
 
-from raycheck.bucket.store.address import located, uri_beside
+from raycheck.bucket.store.address import located
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -65,8 +65,8 @@ class LocalStore(Store):
             else None
         )
 
-    def beside(self, way: str) -> "LocalStore":
-        return LocalStore(uri_beside(self.uri, way), f"/{located(f'{self.root_path}/', way)}")
+    def _rerooted(self, way: str, uri: str) -> "LocalStore":
+        return LocalStore(uri, f"/{located(f'{self.root_path}/', way)}")
 
     def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
         with self._errors(key), self._opened(key) as file:
@@ -123,7 +123,7 @@ class LocalStore(Store):
             try:
                 os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
-                raise ConflictError(f"{self.uri}: {key} exists") from None
+                raise ConflictError(f"{self}: {key} exists") from None
         return Written(_version(data), time.time())
 
     def put_if_match(self, key: str, data: bytes, version: str) -> Written:
@@ -135,13 +135,13 @@ class LocalStore(Store):
             except NotFoundError:
                 current = ""
             if current != version:
-                raise ConflictError(f"{self.uri}: {key} is another version")
+                raise ConflictError(f"{self}: {key} is another version")
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
         return Written(_version(data), time.time())
 
     def delete(self, key: str) -> None:
         if key.startswith("../"):
-            raise ConfigError(f"{self.uri}: {key!r} is no key of this run: nothing outside of it is deleted")
+            raise ConfigError(f"{self}: {key!r} is no key of this run: nothing outside of it is deleted")
         is_gone = suppress(FileNotFoundError, NotADirectoryError)
         with self._errors(key), is_gone, self._folders(key) as (folders, names):
             if stat.S_ISDIR(os.stat(names[-1], dir_fd=folders[-1], follow_symlinks=False).st_mode):
@@ -174,7 +174,7 @@ class LocalStore(Store):
         while not makes and names[0] == ".." and CHECKPOINTS in names:  # a borrowed directory, which is only read
             root, names = root.parent, names[1:]
         if {"", ".", ".."} & set(names) or "\0" in key:
-            raise ConfigError(f"{self.uri}: {key!r} is no key: its parts must be names")
+            raise ConfigError(f"{self}: {key!r} is no key: its parts must be names")
         if makes:
             root.mkdir(parents=True, exist_ok=True)
         folders = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
@@ -201,7 +201,7 @@ class LocalStore(Store):
     def _check_no_link(self, key: str, name: str, found: os.stat_result) -> None:
         if stat.S_ISLNK(found.st_mode):
             raise CorruptError(
-                f"{self.uri}: {key}: {name} is a symbolic link, and none is followed inside a run. Put the files "
+                f"{self}: {key}: {name} is a symbolic link, and none is followed inside a run. Put the files "
                 "themselves there; the folder of the whole run may be a link"
             )
 
@@ -238,18 +238,18 @@ class LocalStore(Store):
         if stat.S_ISDIR(found.st_mode):
             raise FileNotFoundError(key)
         if not stat.S_ISREG(found.st_mode):
-            raise CorruptError(f"{self.uri}: {key} is no file but a pipe, a socket or a device")
+            raise CorruptError(f"{self}: {key} is no file but a pipe, a socket or a device")
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise NotFoundError(f"{self.uri}: no object {key}") from None
+            raise NotFoundError(f"{self}: no object {key}") from None
         except OSError as error:
             if error.errno == errno.ENOTEMPTY:  # rmdir: the folder still holds objects
                 return
-            raise StoreError(f"{self.uri}: {key}: {error.strerror or error}") from error
+            raise StoreError(f"{self}: {key}: {error.strerror or error}") from error
 
     @contextmanager
     def _written(self, key: str, parts: Iterable[memoryview]) -> Iterator[tuple[int, str, str]]:

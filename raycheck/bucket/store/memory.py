@@ -13,7 +13,7 @@ from typing import Self
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from raycheck.bucket.store.address import located, uri_beside
+from raycheck.bucket.store.address import located
 from raycheck.bucket.store.interface import (
     MAX_WHOLE_BYTES,
     Buffer,
@@ -50,9 +50,9 @@ class MemoryStore(Store):
     def root_path(self) -> str:
         return self._root.strip("/")
 
-    def beside(self, way: str) -> Self:
+    def _rerooted(self, way: str, uri: str) -> Self:
         other = copy.copy(self)
-        other.uri, other._root = uri_beside(self.uri, way), self._full(f"{way}/")  # noqa: SLF001
+        other.uri, other._root = uri, self._full(f"{way}/")  # noqa: SLF001
         return other
 
     def _full(self, key: str) -> str:
@@ -99,7 +99,7 @@ class MemoryStore(Store):
         check_conditional_size(key, data)
         with _lock:
             if self._full(key) in self.objects:
-                raise ConflictError(f"{self.uri}: {key} exists")
+                raise ConflictError(f"{self}: {key} exists")
             self.put(key, data)
         return Written(_version(data), self._now())
 
@@ -108,7 +108,7 @@ class MemoryStore(Store):
         with _lock:
             current = self.objects.get(self._full(key))
             if current is None or _version(current) != version:
-                raise ConflictError(f"{self.uri}: {key} is another version")
+                raise ConflictError(f"{self}: {key} is another version")
             self.put(key, data)
         return Written(_version(data), self._now())
 
@@ -123,7 +123,7 @@ class MemoryStore(Store):
         try:
             return self.objects[self._full(key)]
         except KeyError:
-            raise NotFoundError(f"{self.uri}: no object {key}") from None
+            raise NotFoundError(f"{self}: no object {key}") from None
 
 
 class _FsspecMemory(MutableMapping[str, bytes]):

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 from fsspec.asyn import get_loop
 
-from raycheck.bucket.store.address import located, uri_beside
+from raycheck.bucket.store.address import located, shown_uri
 from raycheck.bucket.store.interface import Buffer, ChangedError, Store, check_length, check_process
 from raycheck.bucket.store.retry import ATTEMPTS, CLEAN_UP_S, Repeat, deadline, ends_by, send_with_retries
 from raycheck.errors import ConfigError, RaycheckError, StoreError
@@ -44,9 +44,9 @@ class RemoteStore(Store):
     def root_path(self) -> str:
         return self._prefix.rstrip("/")
 
-    def beside(self, way: str) -> Self:
+    def _rerooted(self, way: str, uri: str) -> Self:
         other = copy.copy(self)
-        other.uri, other._prefix = uri_beside(self.uri, way), located(self._prefix, f"{way}/")  # noqa: SLF001
+        other.uri, other._prefix = uri, self._full(f"{way}/")  # noqa: SLF001
         return other
 
     def together(self, *calls: Callable[[], T]) -> list[T]:
@@ -112,11 +112,11 @@ class RemoteStore(Store):
         if isinstance(error, RaycheckError):
             return error, Repeat.NOTHING
         if isinstance(error, TimeoutError):
-            return StoreError(f"{self.uri}: {key}: no answer in time"), Repeat.UNCONDITIONAL
+            return StoreError(f"{self}: {key}: no answer in time"), Repeat.UNCONDITIONAL
         if isinstance(error, ChangedError):
-            return StoreError(f"{self.uri}: {key}: {error}"), Repeat.UNCONDITIONAL
+            return StoreError(f"{self}: {key}: {error}"), Repeat.UNCONDITIONAL
         if (broken := _tls_error(error)) is not None:
-            return StoreError(f"{self.uri}: {_tls_advice(broken)}"), Repeat.NOTHING
+            return StoreError(f"{self}: {_tls_advice(broken)}"), Repeat.NOTHING
         return self._translate(key, error)
 
 
@@ -171,7 +171,7 @@ def said(*words: object) -> str:
 
 def not_accepted(uri: str, said: str) -> ConfigError:
     """Returns the error for credentials that have expired or are wrong, not for good ones that lack a permission."""
-    return ConfigError(f"{uri}: the store does not accept these credentials ({said}); renew or correct them")
+    return ConfigError(f"{shown_uri(uri)}: the store does not accept these credentials ({said}); renew or correct them")
 
 
 def bucket_time(date: str | None) -> float:

@@ -55,7 +55,7 @@ class Place:
         return Place(open_store(f"{folder}{mark}{query}", settings), unquote(name))
 
     def __str__(self) -> str:
-        return f"{self.store.uri.partition('?')[0].rstrip('/')}/{self.key}"
+        return f"{str(self.store).rstrip('/')}/{self.key}"
 
 
 def write_file(place: Place, chunks: Iterable[Buffer], size_bytes: int | None) -> None:

@@ -28,10 +28,11 @@ from raycheck.catalog.archive.layout import (
     members_of,
     padding,
 )
-from raycheck.catalog.read_ahead import Progress, Spans, checked, no_progress, read_ahead
+from raycheck.catalog.read_ahead import Spans, checked, read_ahead
 from raycheck.catalog.stored_objects import StoredObject, checkpoint_at, stored_objects
 from raycheck.errors import ConfigError, NotFoundError
 from raycheck.run import Run, open_run
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 
@@ -42,7 +43,7 @@ def pack(
     step: int | str | None = None,
     zstd: bool = False,
     storage: StorageSettings | None = None,
-    progress: Progress = no_progress,
+    progress: ShowProgress = show_nothing,
 ) -> Archived:
     """Pack a checkpoint into one tar file, which GNU tar and Python's tarfile read too.
 
@@ -106,15 +107,15 @@ class _Packing:
     @staticmethod
     def of(run: Run, checkpoint: Checkpoint) -> "_Packing":
         data = checkpoint.read_manifest_bytes()
-        manifest = load_manifest(data, what=f"{run.store.uri}: {checkpoint.entry.key}")
+        manifest = load_manifest(data, what=f"{run.store}: {checkpoint.entry.key}")
         record = ArchiveRecord(
-            uri=run.store.uri.partition("?")[0],
+            uri=str(run.store),
             run_id=run.latest.run_id,
             checkpoint=manifest.key,
             members=members_of(
                 manifest,
                 Blob(size_bytes=len(data), crc32=crc32(data)),
-                what=f"{run.store.uri}: the manifest of {manifest.key}",
+                what=f"{run.store}: the manifest of {manifest.key}",
             ),
         )
         text = dump(record)

@@ -44,8 +44,9 @@ from raycheck.catalog.archive.layout import (
     members_of,
     padding,
 )
-from raycheck.catalog.read_ahead import Progress, checked, no_progress, put_stream
+from raycheck.catalog.read_ahead import checked, put_stream
 from raycheck.errors import ConfigError, CorruptError
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 
@@ -55,7 +56,7 @@ def unpack(
     *,
     dry_run: bool = False,
     storage: StorageSettings | None = None,
-    progress: Progress = no_progress,
+    progress: ShowProgress = show_nothing,
 ) -> Archived:
     """Begin a new run from an archive that `pack` has written. The next training at `dest` goes on from its checkpoint.
 
@@ -81,13 +82,13 @@ def unpack_into(
     *,
     run_id: str,
     dry_run: bool = False,
-    progress: Progress = no_progress,
+    progress: ShowProgress = show_nothing,
 ) -> Archived:
     """Begin the run `run_id` at the register's place. Other arguments are as for `unpack`."""
     store = register.store
     existing, save = look_at_place(register)
     if existing is not None:
-        raise ConfigError(f"{store.uri}: there is a run already. Name a free place for the new one")
+        raise ConfigError(f"{store}: there is a run already. Name a free place for the new one")
     target = None if dry_run else _Target(store=store, run_id=run_id, save=save)
 
     def once() -> tuple[Archived, Manifest]:
@@ -101,7 +102,7 @@ def unpack_into(
     entry = first_entry(manifest, write_manifest(store, manifest))
     body = begin_run(register, entry, manifest, run_id=run_id, verb="unpack")
     if body.run_id != run_id:
-        raise ConfigError(f"{store.uri}: another run has begun there meanwhile. Name a free place for the new one")
+        raise ConfigError(f"{store}: another run has begun there meanwhile. Name a free place for the new one")
     return done
 
 
@@ -122,7 +123,7 @@ class _Target:
 class _Unpacking:
     """Reads one archive from its beginning to its end, and verifies all of it."""
 
-    def __init__(self, stream: ArchiveStream, progress: Progress) -> None:
+    def __init__(self, stream: ArchiveStream, progress: ShowProgress) -> None:
         self._stream = stream
         self._progress = progress
         self._headers = Headers(stream.read, what=stream.what)

@@ -48,7 +48,7 @@ def read_source(files: SourceFiles, settings: ReadSettings, *, kind: str | None 
             files, step = chosen.files, chosen.step
         else:
             files = files.below("checkpoint/")
-    raise ConfigError(f"{files.uri}: this is no checkpoint that can be imported. Name one by itself")
+    raise ConfigError(f"{files}: this is no checkpoint that can be imported. Name one by itself")
 
 
 def kind_of_source(files: SourceFiles) -> str:
@@ -69,7 +69,7 @@ def kind_of_source(files: SourceFiles) -> str:
     if has_checkpoints(files) or "checkpoint" in files.folders():
         return "ray"
     raise ConfigError(
-        f"{files.uri}: there is nothing that can be imported. It has {', '.join(sorted(top)[:8]) or 'no files'}"
+        f"{files}: there is nothing that can be imported. It has {', '.join(sorted(top)[:8]) or 'no files'}"
         f"{' and ' + ', '.join(files.folders()[:8]) + '/' if files.folders() else ''}. Imported are directories of "
         "torch DCP, Hugging Face, Ray Train and FSDP ranks, and files of torch.save and Lightning"
     )
@@ -85,19 +85,19 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
     names = files.sizes
     if "latest" in top and any(name.startswith("checkpoints/step-") for name in names):
         raise ConfigError(
-            f"{files.uri} is a run of raycheck already: begin from it with fit(resume=), which takes its address"
+            f"{files} is a run of raycheck already: begin from it with fit(resume=), which takes its address"
         )
     ends = ("_optim_states.pt", "zero_to_fp32.py", "mp_rank_00_model_states.pt")
     is_model = bool({*SAFETENSORS, *BINARY} & top)
     if not is_model and any(name.endswith(ends) for name in names):
         raise ConfigError(
-            f"{files.uri} is a checkpoint of DeepSpeed, whose files only unrestricted pickle can load; raycheck never "
+            f"{files} is a checkpoint of DeepSpeed, whose files only unrestricted pickle can load; raycheck never "
             "does that. Where you trust it, convert it with the script that lies in it: python zero_to_fp32.py . "
             "weights, and import the folder weights"
         )
     if any(name.startswith("adapter_model.") for name in top) and not {*SAFETENSORS, *BINARY} & top:
         raise ConfigError(
-            f"{files.uri} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
+            f"{files} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
             "the whole: torch.save({'model': model.state_dict()}, file)"
         )
 
@@ -124,5 +124,5 @@ def _one_file(files: SourceFiles, kind: str) -> SourceFiles:
     found = [name for name in files.sizes if "/" not in name and name.endswith(_TORCH)]
     chosen = [name for name in found if name in ("checkpoint.pt", "checkpoint.ckpt")] or found
     if len(chosen) != 1:
-        raise ConfigError(f"{files.uri} has several files of torch.save ({', '.join(found[:8])}): name one")
+        raise ConfigError(f"{files} has several files of torch.save ({', '.join(found[:8])}): name one")
     return files.one(chosen[0])

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 TOKENIZER = "tokenizer"
+DDP = "module."
+"""What DistributedDataParallel puts before all names."""
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Steps of names that torch.compile and activation checkpointing make, and no model has of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +58,16 @@ def imported_state(
     entries: Mapping[str, str] | None,
     parameters: Sequence[Sequence[str]] | None,
     skip_values: bool,
+    keep_names: bool = False,
 ) -> ImportedState:
     """Make the entries of a source's state.
 
     entries: the key in the source of each entry that is wanted, with dots between levels; None: all that there are.
-    parameters, skip_values: see import_checkpoint. Raises ConfigError, naming the entry, for what cannot be kept.
+    parameters, skip_values, keep_names: see import_checkpoint. Raises ConfigError, naming the entry, for what cannot be
+    kept.
     """
     parts, notes, left_out = _chosen(state, entries)
-    models = {name: _plain_state_dict(part) for name, part in parts.items() if _is_module(part)}
+    models = {name: _plain_state_dict(part, keep_names=keep_names) for name, part in parts.items() if _is_module(part)}
     made: list[ImportedEntry] = []
     for name, part in parts.items():
         if not name.replace(".", "_").isidentifier() or name in (*OWN_ENTRIES, ASSETS):
@@ -71,7 +77,8 @@ def imported_state(
             made.append(ImportedEntry(name=name, kind="module", found=_module(name, models[name]).gather()))
         elif is_optimizer(part):
             ordered = models if state.is_ordered else {}
-            named = named_optimizer(name, part, models, ordered=ordered, parameters=parameters, plain=_plain_in(models))
+            plain = _plain_in(models, keep_names=keep_names)
+            named = named_optimizer(name, part, models, ordered=ordered, parameters=parameters, plain=plain)
             if named.is_by_order:
                 notes.append(
                     f"{name}: its parameters are numbered; their names follow the order of the model. If the training "
@@ -153,13 +160,15 @@ def _is_module(part: object) -> bool:
     return bool(tensors) and all(tensors) and not is_flat_optimizer
 
 
-def _plain_state_dict(part: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_state_dict(part: Mapping[str, Any], *, keep_names: bool) -> dict[str, Any]:
     """Returns a state dict without the names that DDP and torch.compile put before those of the plain model.
 
-    Each of them stands there once at most: a second `module.` is the model's own.
+    Each of them stands there once at most: a second `module.` is the model's own. keep_names: the first one is, too.
     """
     found = dict(part)
-    for wrapper in ("_orig_mod.", "module.", "_orig_mod."):  # either may be around the other
+    for wrapper in ("_orig_mod.", DDP, "_orig_mod."):  # either may be around the other
+        if wrapper == DDP and keep_names:
+            continue
         if found and all(name.startswith(wrapper) for name in found):
             found = {name.removeprefix(wrapper): item for name, item in found.items()}
     if len({_plain(name) for name in found}) == len(found):
@@ -168,26 +177,34 @@ def _plain_state_dict(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(name: str, given: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
-    """Returns a note when the names of module `name` lost the `module.` that each began with."""
+    """Returns notes of what the names of module `name` lost: a `module.` that each began with, and wrappers' steps."""
+    notes = []
     first = next(iter(kept))
-    if f"module.{first}" != _plain(next(iter(given))):
-        return []
-    said = f"{name}: all names began with 'module.', as DDP writes them, and are kept without it, as {first!r}"
-    return [f"{said}. If it is the model's own, restore into the model's part `module`"]
+    if f"{DDP}{first}" == _plain(next(iter(given))):
+        notes.append(
+            f"{name}: all names began with {DDP!r}, as DDP writes them, and are kept without it, as {first!r}. If it "
+            "is the model's own, import with --keep-names (keep_names=True)"
+        )
+    lost = [step for step in _WRAPPERS if any(step in key.split(".") for key in given)]
+    if lost and not any(step in key.split(".") for key in kept for step in lost):
+        notes.append(
+            f"{name}: names are kept without {' and '.join(map(repr, lost))}, which wrappers had put into them"
+        )
+    return notes
 
 
 def _plain(name: str) -> str:
     """Returns a parameter's name without the steps of torch.compile and activation checkpointing."""
-    return ".".join(step for step in name.split(".") if step not in ("_orig_mod", "_checkpoint_wrapped_module"))
+    return ".".join(step for step in name.split(".") if step not in _WRAPPERS)
 
 
-def _plain_in(models: Mapping[str, Mapping[str, Any]]) -> Callable[[str], str]:
+def _plain_in(models: Mapping[str, Mapping[str, Any]], *, keep_names: bool) -> Callable[[str], str]:
     """Returns what makes the name that an optimizer has for a parameter that of these models, as far as it is there."""
     known = {name for model in models.values() for name in model}
 
     def plain(name: str) -> str:
         found = _plain(name)
-        bare = found.removeprefix("module.")
+        bare = found if keep_names else found.removeprefix(DDP)
         return bare if not known or (bare in known and found not in known) else found
 
     return plain

@@ -48,7 +48,7 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
     if files.only:
         weights = {key: tensors.add(found, files.what(key)) for key, found in tensors_of(files, files.only)}
     if not weights:
-        raise CorruptError(f"{files.uri}: there are no weights in it")
+        raise CorruptError(f"{files}: there are no weights in it")
     tree: dict[str, Any] = {"model": weights}
     is_ordered = not any(name.endswith(".safetensors") for name in files.sizes)
     for file, entry in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler")):
@@ -95,7 +95,7 @@ def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
         revision = revisions[0]
     if revision not in revisions or not _REVISION.fullmatch(revision):
         raise NotFoundError(
-            f"{files.uri}: its refs/main names no snapshot that is there; name one of its folders snapshots/"
+            f"{files}: its refs/main names no snapshot that is there; name one of its folders snapshots/"
             f"{'/, snapshots/'.join(revisions[:5])}/"
         )
     return files.below(f"snapshots/{revision}/"), (f"snapshot {revision} of the hub's cache",)
@@ -104,7 +104,7 @@ def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
 def _weights(files: SourceFiles, tensors: SourceTensors, settings: ReadSettings) -> dict[str, torch.Tensor]:
     if any(name.startswith("adapter_model.") for name in files.sizes):
         raise ConfigError(
-            f"{files.uri} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
+            f"{files} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
             "the whole: torch.save({'model': model.state_dict()}, file)"
         )
     found: dict[str, torch.Tensor] = {}
@@ -126,7 +126,7 @@ def _weight_files(files: SourceFiles) -> list[str]:
     if len(others) == 1:
         return others
     raise ConfigError(
-        f"{files.uri}: there is neither {SAFETENSORS[0]} nor {BINARY[0]}, nor an index of several such files"
+        f"{files}: there is neither {SAFETENSORS[0]} nor {BINARY[0]}, nor an index of several such files"
         f"{', but ' + ', '.join(others[:5]) + ': name one of them' if others else ''}"
     )
 

@@ -1,6 +1,6 @@
 """Makes a run of a checkpoint that something else has written: the public `import_checkpoint`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -10,12 +10,14 @@ from raycheck.bucket.protocol.new_run import Origin, look_at_place, reserve_name
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.importing.detection import read_source
 from raycheck.catalog.importing.entries import ImportedState, imported_state
 from raycheck.catalog.importing.new_checkpoint import Piece, is_written, planned, write_run
 from raycheck.catalog.importing.source_files import open_source
 from raycheck.catalog.importing.state_in_source import ReadSettings
 from raycheck.errors import ConfigError
+from raycheck.show_progress import ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 MAX_STEP = 10**9 - 1
@@ -59,9 +61,10 @@ def import_checkpoint(
     parameters: Sequence[Sequence[str]] | None = None,
     step: int | None = None,
     skip_values: bool = False,
+    keep_names: bool = False,
     storage: StorageSettings | None = None,
     dry_run: bool = False,
-    told: Callable[[int, int], None] = lambda _done, _all: None,
+    progress: ShowProgress = show_nothing,
 ) -> Imported:
     """Make the run `dest` with one checkpoint, of what lies at `source`. A training restores it like any other.
 
@@ -76,7 +79,8 @@ def import_checkpoint(
     parameters: the names of an optimizer's parameters, by group and in order, where the source only has numbers.
     step: the optimizer steps that are done. None: as the source says it, else 0.
     skip_values: leave out values that cannot be taken without pickle, in place of refusing them.
-    storage: how the buckets are reached. dry_run: write nothing. told: is told the bytes written, and all.
+    keep_names: keep a `module.` with which all names of a model begin: it is the model's own, and not DDP's.
+    storage: how the buckets are reached. dry_run: write nothing. progress: called with the bytes written, and all.
 
     Does nothing when an earlier call has made this very run, of the same bytes. Raises ConfigError for what is not
     imported, and when another run is there; CorruptError for a source that is damaged. Then no run is created.
@@ -85,20 +89,22 @@ def import_checkpoint(
     existing, save = look_at_place(register)
     with open_source(source, storage) as files:
         found = read_source(files, ReadSettings(verify=not dry_run, skip_values=skip_values), kind=kind)
-        state = imported_state(found, entries=entries, parameters=parameters, skip_values=skip_values)
+        state = imported_state(
+            found, entries=entries, parameters=parameters, skip_values=skip_values, keep_names=keep_names
+        )
         shards = planned(state, found.tensors)
-        progress = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
-        origin = f"import of {source.partition('?')[0]} ({found.kind})"
+        reached = Progress(step=_step(step, found.step), epoch=found.epoch or 0)
+        origin = f"import of {shown_uri(source)} ({found.kind})"
         is_new = False
         if existing is None and not dry_run:
-            existing, is_new = _written(register, state, shards, progress, origin, save, told)
+            existing, is_new = _written(register, state, shards, reached, origin, save, progress)
         if existing is not None and not is_new:
-            _check_same(register, existing, state, shards, progress=progress, restored_from=origin, told=told)
+            _check_same(register, existing, state, shards, progress=reached, restored_from=origin, told=progress)
     return Imported(
         uri=register.store.uri,
         checkpoint=(existing.head if existing else None) or "",
         kind=found.kind,
-        step=progress.step,
+        step=reached.step,
         entries=_reports(state, shards),
         size_bytes=sum(piece.size_bytes for shard in shards for piece in shard),
         left_out=state.left_out,
@@ -114,7 +120,7 @@ def _written(  # noqa: PLR0917
     progress: Progress,
     origin: str,
     save: int,
-    told: Callable[[int, int], None],
+    told: ShowProgress,
 ) -> tuple[Latest, bool]:
     """Write the checkpoint and create the run. Returns the body that is there, and whether this very call made it."""
     mine = Origin(run_id=uuid4().hex, uri=origin, source_run_id="", checkpoint="")
@@ -133,7 +139,7 @@ def _check_same(
     *,
     progress: Progress,
     restored_from: str,
-    told: Callable[[int, int], None],
+    told: ShowProgress,
 ) -> None:
     """Raise ConfigError when the run that is there is not what is imported now. This reads the source."""
     head = body.entry(body.head or "")
@@ -141,7 +147,7 @@ def _check_same(
         Checkpoint(register.store, head), state, shards, progress=progress, restored_from=restored_from, told=told
     ):
         raise ConfigError(
-            f"{register.store.uri}: there is a run already, and it is not what is imported now. Import into a new one"
+            f"{register.store}: there is a run already, and it is not what is imported now. Import into a new one"
         )
 
 

@@ -6,7 +6,7 @@ a run that does not exist yet.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,12 +30,11 @@ from raycheck.shards.entries.state_entry import ASSETS, Leaves
 from raycheck.shards.transfer.incremental_upload import StagedState, frozen_component
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.stager import Stager
+from raycheck.show_progress import ShowProgress
 
 SHARD_BYTES = 1 << 30
 """The size of a shard, and so about half of the memory that an import needs. A box of DCP is never cut."""
 PART_BYTES = 16 << 20
-Told = Callable[[int, int], None]
-"""Is told how many bytes are written, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +115,7 @@ def write_run(
     name: CheckpointName,
     progress: Progress,
     restored_from: str,
-    told: Told,
+    told: ShowProgress,
 ) -> Latest:
     """Write the checkpoint and create the run. Returns the body that is there, another run's if that was faster.
 
@@ -162,7 +161,7 @@ def is_written(
     *,
     progress: Progress,
     restored_from: str,
-    told: Told,
+    told: ShowProgress,
 ) -> bool:
     """Return whether a checkpoint is what `write_run` would write, by its names and the checksums of its shards.
 

@@ -35,7 +35,7 @@ def read_rank_files(files: SourceFiles, settings: ReadSettings) -> SourceState:
             by_kind[match[1]][int(match[3])] = name
             sizes.add(int(match[2]))
     if len(sizes) != 1 or "model" not in by_kind:
-        raise CorruptError(f"{files.uri}: its files are of {sorted(sizes)} ranks; one complete set is imported")
+        raise CorruptError(f"{files}: its files are of {sorted(sizes)} ranks; one complete set is imported")
     (world_size,) = sizes
     tensors = SourceTensors()
     tree: dict[str, Any] = {"model": _joined(files, by_kind["model"], world_size, tensors, settings)}
@@ -85,7 +85,7 @@ def _joined(
     """Returns the state that all ranks hold together: rank 0's, with every tensor put together from its parts."""
     missing = sorted(set(range(world_size)) - set(names))
     if missing:
-        raise CorruptError(f"{files.uri}: the files of ranks {missing[:10]} of {world_size} are missing")
+        raise CorruptError(f"{files}: the files of ranks {missing[:10]} of {world_size} are missing")
 
     found: dict[str, _Parts] = {}
     first: Any = None
@@ -100,7 +100,7 @@ def _joined(
                 f"{what}: {list(found)[known]} is not in rank 0's file: a pipeline is not imported this way"
             )
     joined = with_ties({path: _tensor(parts, path) for path, parts in found.items()})
-    return represented(first, lambda _, path: tensors.add(joined[path], path), files.uri)
+    return represented(first, lambda _, path: tensors.add(joined[path], path), str(files))
 
 
 def _collector(found: dict[str, _Parts], rank: int, what: str) -> Callable[[torch.Tensor, str], torch.Tensor]:

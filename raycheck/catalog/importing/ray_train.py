@@ -41,15 +41,13 @@ def latest_checkpoint(files: SourceFiles) -> FoundCheckpoint:
         for depth, part in _parts(name):
             by_trial.setdefault("/".join(name.split("/")[:depth]), set()).add(part)
     if len(by_trial) > 1:
-        raise ConfigError(f"{files.uri}: several trials have checkpoints ({', '.join(sorted(by_trial))}): name one")
+        raise ConfigError(f"{files}: several trials have checkpoints ({', '.join(sorted(by_trial))}): name one")
     recorded = _recorded(files)
     trial, folders = next(iter(by_trial.items()), ("", set()))
     if recorded is not None and recorded not in folders:
-        raise NotFoundError(
-            f"{files.uri}: {SNAPSHOT} says that {recorded} is the latest checkpoint, and it is not there"
-        )
+        raise NotFoundError(f"{files}: {SNAPSHOT} says that {recorded} is the latest checkpoint, and it is not there")
     if not folders:
-        raise NotFoundError(f"{files.uri}: the experiment has no checkpoint")
+        raise NotFoundError(f"{files}: the experiment has no checkpoint")
     chosen = recorded or max(folders, key=_order)
     how = "the latest one, as Ray recorded it" if recorded else f"the last of {len(folders)} by name"
     number = chosen.removeprefix("checkpoint_")

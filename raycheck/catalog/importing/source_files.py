@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import kind_of, parse_uri
+from raycheck.bucket.store.address import kind_of, parse_uri, shown_uri
 from raycheck.bucket.store.interface import Buffer
 from raycheck.errors import ConfigError, CorruptError, NotFoundError, StoreError
 from raycheck.storage_settings import StorageSettings
@@ -46,6 +46,10 @@ class SourceFiles:
     def __exit__(self, *_: object) -> None:
         self._scratch.close()
 
+    def __str__(self) -> str:
+        """Returns the address as messages show it."""
+        return shown_uri(self.uri)
+
     def range(self, name: str, start: int, stop: int) -> Buffer:
         """Returns exactly the bytes start..stop of a file. Raises CorruptError when it is shorter."""
         raise NotImplementedError
@@ -59,12 +63,12 @@ class SourceFiles:
 
     def what(self, name: str) -> str:
         """Returns a file's address for errors."""
-        return f"{self.uri}: {name}" if name and not self.only else self.uri
+        return f"{self}: {name}" if name and not self.only else str(self)
 
     def check(self, name: str) -> int:
         """Returns a file's size in bytes. Raises CorruptError for a name that is none of the source's files."""
         if name not in self.sizes:
-            raise CorruptError(f"{self.uri}: {name!r} is named by the source's own documents, and is none of its files")
+            raise CorruptError(f"{self}: {name!r} is named by the source's own documents, and is none of its files")
         return self.sizes[name]
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -204,14 +208,14 @@ def open_source(source: str, storage: StorageSettings | None = None) -> SourceFi
     if kind_of(source) == "file":
         path = Path(parse_uri(source).prefix if "://" in source else source).expanduser()
         if not path.exists():
-            raise NotFoundError(f"{source}: there is no such file or folder")
+            raise NotFoundError(f"{shown_uri(source)}: there is no such file or folder")
         if not path.is_file() and not path.is_dir():
-            raise ConfigError(f"{source} is neither a file nor a folder")
+            raise ConfigError(f"{shown_uri(source)} is neither a file nor a folder")
         files: SourceFiles = LocalFiles(source, path)
     else:
         files = _open_in_bucket(source, storage)
     if not files.sizes:
-        raise NotFoundError(f"{source}: there is nothing")
+        raise NotFoundError(f"{shown_uri(source)}: there is nothing")
     return files
 
 
@@ -225,4 +229,4 @@ def _open_in_bucket(source: str, storage: StorageSettings | None) -> SourceFiles
 
 def _refuse_many(uri: str, count: int) -> None:
     if count >= MAX_FILES:
-        raise ConfigError(f"{uri}: there are more than {MAX_FILES} files; name the checkpoint itself")
+        raise ConfigError(f"{shown_uri(uri)}: there are more than {MAX_FILES} files; name the checkpoint itself")

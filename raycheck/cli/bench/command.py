@@ -48,7 +48,7 @@ def bench(  # noqa: PLR0917  typer makes options of them
     store = open_store(uri, settings_of(storage))
     token = uuid4().hex
     print(  # noqa: T201
-        f"measuring {store.uri} for about {seconds:.0f} s with objects of up to {size} MiB below "
+        f"measuring {store} for about {seconds:.0f} s with objects of up to {size} MiB below "
         f"{object_keys.scratch_prefix(token)}, all of which are deleted at the end",
         file=sys.stderr,
         flush=True,

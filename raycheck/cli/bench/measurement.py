@@ -284,5 +284,5 @@ class _Bench:
         """Read a range as a restore does: check it, and copy it to its place."""
         data = memoryview(self._store.get_range(self._object, at, until))
         if sub_block_crcs(data) != self._crcs[at // SUB_BLOCK : -(-until // SUB_BLOCK)]:
-            raise CorruptError(f"{self._store.uri}: {self._object}: other bytes came back than were written")
+            raise CorruptError(f"{self._store}: {self._object}: other bytes came back than were written")
         self._target[at:until] = data

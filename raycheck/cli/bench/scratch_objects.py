@@ -47,7 +47,7 @@ class Scratch:
         failures = list(filter(None, _at_once(self._failure_to_delete, self._keys)))
         if failures:
             raise StoreError(
-                f"{self.store.uri}: {len(failures)} objects below {object_keys.scratch_prefix(self._token)} could not "
+                f"{self.store}: {len(failures)} objects below {object_keys.scratch_prefix(self._token)} could not "
                 f"be deleted; delete them by hand. {failures[0]}"
             ) from (error or failures[0])
 
@@ -72,7 +72,7 @@ class Scratch:
         """Yields `parts`, and raises StoreError once the block is left, so that an upload under way is given up."""
         for part in parts:
             if self._stopped.is_set():
-                raise StoreError(f"{self.store.uri}: the measurement was stopped")
+                raise StoreError(f"{self.store}: the measurement was stopped")
             yield part
 
     def delete(self, keys: Iterable[str]) -> None:

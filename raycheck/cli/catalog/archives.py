@@ -6,6 +6,7 @@ from typing import IO, Annotated, cast
 
 import typer
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import download as downloads
 from raycheck.catalog.archive import pack as packing
 from raycheck.catalog.archive import unpack as unpacking
@@ -44,7 +45,7 @@ def pack(  # noqa: PLR0917  typer makes options of them
     if as_json:
         print_json({"file": file} | asdict(done))
     elif file != "-":
-        out.print(Text(f"{done.checkpoint}: {len(done.members)} members, {size(done.size_bytes)} in {file}"))
+        out.print(Text(f"{done.checkpoint}: {len(done.members)} members, {size(done.size_bytes)} in {shown_uri(file)}"))
 
 
 def unpack(
@@ -64,7 +65,7 @@ def unpack(
     if as_json:
         print_json({"run": uri, "dry_run": dry_run} | asdict(done))
         return
-    what = "is whole; nothing was written" if dry_run else f"is the head of the new run {uri}"
+    what = "is whole; nothing was written" if dry_run else f"is the head of the new run {shown_uri(uri)}"
     out.print(Text(f"{done.checkpoint}, step {done.step}, {size(done.size_bytes)}: {what}"))
 
 

@@ -6,16 +6,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.copy import CopiedRun, copy_run, plan_copy
 from raycheck.catalog.follow import FollowNews, follow_run
 from raycheck.catalog.object_copy import StoppedError
 from raycheck.cli.options import Json, Text, Uri, out, print_json, settings_of
-from raycheck.cli.progress_bar import progress_bar
+from raycheck.cli.progress_bar import ProgressBar, progress_bar
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
@@ -67,7 +69,8 @@ def cp(  # noqa: PLR0917  typer makes options of them
                     until_finished=until_finished,
                     from_storage=one,
                     to_storage=other,
-                    news=_print_json_line if as_json else _print_news,
+                    news=partial(_print_news, show, as_json=as_json),
+                    progress=show,
                     stop=stop,
                 )
             except StoppedError as error:
@@ -90,17 +93,17 @@ def _print_done(done: CopiedRun, *, as_json: bool) -> None:
     out.print(
         Text(
             f"{there}{len(done.copied)} checkpoints copied{dropped} "
-            f"({size(done.sent_bytes + done.in_store_bytes)}{in_store}); head of {done.uri} is {done.head}"
+            f"({size(done.sent_bytes + done.in_store_bytes)}{in_store}); head of {shown_uri(done.uri)} is {done.head}"
         )
     )
 
 
-def _print_news(news: FollowNews) -> None:
-    out.print(Text(news.text))
-
-
-def _print_json_line(news: FollowNews) -> None:
-    print(json.dumps(asdict(news)).replace("\x7f", "\\u007f"), flush=True)  # noqa: T201
+def _print_news(bar: ProgressBar, news: FollowNews, *, as_json: bool) -> None:
+    bar.clear()
+    if as_json:
+        print(json.dumps(asdict(news)).replace("\x7f", "\\u007f"), flush=True)  # noqa: T201
+    else:
+        out.print(Text(news.text))
 
 
 @contextmanager

@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import deletes
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
 from raycheck.views.in_words import size
 
@@ -31,7 +33,8 @@ def delete(  # noqa: PLR0917  typer makes options of them
     entry = deletes.plan_delete_checkpoint(uri, step, storage=settings)
     if not dry_run:
         _confirm(f"{entry.key} ({size(entry.size_bytes)})", entry.name or str(entry.step), yes=yes)
-        deletes.delete_checkpoint(uri, entry.key, grace_s=grace, storage=settings)
+        with progress_bar("objects") as progress:
+            deletes.delete_checkpoint(uri, entry.key, grace_s=grace, storage=settings, progress=progress)
     if as_json:
         print_json({"key": entry.key, "size_bytes": entry.size_bytes, "is_deleted": not dry_run})
     else:
@@ -54,30 +57,48 @@ def delete_run(  # noqa: PLR0917  typer makes options of them
     """Delete a whole run. What other runs use is not deleted. Repeat it after an interruption."""
     settings = settings_of(storage)
     if dry_run or not yes:  # otherwise nobody is told what there is
-        plan = deletes.plan_delete_run(
-            uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, lost=lost, storage=settings
-        )
+        with progress_bar("objects") as progress:
+            plan = deletes.plan_delete_run(
+                uri,
+                live=live,
+                keep_shared=keep_shared,
+                keep_exports=keep_exports,
+                lost=lost,
+                storage=settings,
+                progress=progress,
+            )
     if dry_run:
         holds = [hold.holder for hold in plan.holds]
         if as_json:
             print_json({"objects": plan.num_objects, "size_bytes": plan.size_bytes, "used_by": holds})
         else:
             shared = f", but for what {', '.join(holds)} use" if holds else ""
-            out.print(Text(f"{uri}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}"))
+            out.print(
+                Text(f"{shown_uri(uri)}: {plan.num_objects} objects, {size(plan.size_bytes)} would be deleted{shared}")
+            )
         return
     if not yes:
-        word = uri.partition("?")[0].rstrip("/").rpartition("/")[2]
-        _confirm(f"{uri} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
-    done = deletes.delete_run(
-        uri, live=live, keep_shared=keep_shared, keep_exports=keep_exports, lost=lost, storage=settings
-    )
+        word = shown_uri(uri).rstrip("/").rpartition("/")[2]
+        _confirm(f"{shown_uri(uri)} ({plan.num_objects} objects, {size(plan.size_bytes)})", word, yes=yes)
+    with progress_bar("objects") as progress:
+        done = deletes.delete_run(
+            uri,
+            live=live,
+            keep_shared=keep_shared,
+            keep_exports=keep_exports,
+            lost=lost,
+            storage=settings,
+            progress=progress,
+        )
     if as_json:
         print_json({"is_gone": done.is_gone, "used_by": [hold.holder for hold in done.holds]})
     elif done.is_gone:
-        out.print(Text(f"{uri}: deleted"))
+        out.print(Text(f"{shown_uri(uri)}: deleted"))
     else:
         users = ", ".join(hold.holder for hold in done.holds)
-        out.print(Text(f"{uri}: deleted, but for what {users} still use; run this again when they have dropped it"))
+        out.print(
+            Text(f"{shown_uri(uri)}: deleted, but for what {users} still use; run this again when they have dropped it")
+        )
 
 
 def _confirm(what: str, word: str, *, yes: bool) -> None:

@@ -8,6 +8,7 @@ import typer
 from raycheck.bucket.protocol.new_run import look_at_place
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.forks import fork_run
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.run import open_run
@@ -34,7 +35,7 @@ def fork(  # noqa: PLR0917  typer makes options of them
         if as_json:
             print_json(found | {"is_new": is_new})
         elif not is_new:
-            out.print(Text(f"{target} is there already; nothing would be done"))
+            out.print(Text(f"{shown_uri(target)} is there already; nothing would be done"))
         else:
             how = "would be copied" if moves else "would stay where they are"
             out.print(Text(f"{checkpoint.entry.key}: {size(checkpoint.entry.size_bytes)} {how}"))
@@ -43,10 +44,10 @@ def fork(  # noqa: PLR0917  typer makes options of them
     if as_json:
         print_json(asdict(done))
     elif not done.is_new:
-        out.print(Text(f"{target} is there already, with {done.key}; nothing was done"))
+        out.print(Text(f"{shown_uri(target)} is there already, with {done.key}; nothing was done"))
     else:
         sizes = f"{size(done.copied_bytes)} copied, {size(done.borrowed_bytes)} used where they are"
-        out.print(Text(f"{target} begins with {done.key}, from {done.source}: {sizes}"))
+        out.print(Text(f"{shown_uri(target)} begins with {done.key}, from {done.source}: {sizes}"))
 
 
 COMMANDS = (fork,)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
 from raycheck.cli.progress_bar import progress_bar
 from raycheck.errors import ConfigError
@@ -44,6 +45,9 @@ def import_(  # noqa: PLR0917  typer makes options of them
     skip_values: Annotated[
         bool, typer.Option("--skip-values", help="Leave out values that only pickle could make.")
     ] = False,
+    keep_names: Annotated[
+        bool, typer.Option("--keep-names", help="Keep a 'module.' before all names: it is the model's own, not DDP's.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be imported.")] = False,
     as_json: Json = False,
     storage: Storage = None,
@@ -63,9 +67,10 @@ def import_(  # noqa: PLR0917  typer makes options of them
             parameters=_names(parameters),
             step=step,
             skip_values=skip_values,
+            keep_names=keep_names,
             storage=settings_of(storage),
             dry_run=dry_run,
-            told=progress,
+            progress=progress,
         )
     if as_json:
         print_json(asdict(done))
@@ -105,7 +110,7 @@ def _print(done: "Imported", *, dry_run: bool) -> None:
         out.print(Text(note))
     for name in done.left_out:
         out.print(Text(f"left out: {name}"))
-    where = f"{done.checkpoint} in {done.uri}" if done.checkpoint else f"into {done.uri}"
+    where = f"{done.checkpoint} in {shown_uri(done.uri)}" if done.checkpoint else f"into {shown_uri(done.uri)}"
     what = "would be imported" if dry_run else "imported" if done.is_new else "was imported before"
     out.print(Text(f"{done.kind}, step {done.step}, {size(done.size_bytes)}: {what}: {where}"))
 

@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog import policy as policies
 from raycheck.catalog.listing import DEPTH
 from raycheck.catalog.policy import GIB, PrunedRun
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of, yaml_of
+from raycheck.cli.progress_bar import progress_bar
 from raycheck.views.in_words import size
 
 
@@ -29,16 +31,23 @@ def prune_runs(  # noqa: PLR0917  typer makes options of them
     Exit code 1: a run could not be pruned; the others were.
     """
     rules = yaml_of(policy, option="--policy")
-    found = policies.prune_runs(
-        prefix, rules, dry_run=dry_run, depth=depth, grace_s=grace, storage=settings_of(storage)
-    )
+    with progress_bar("runs") as progress:
+        found = policies.prune_runs(
+            prefix,
+            rules,
+            dry_run=dry_run,
+            depth=depth,
+            grace_s=grace,
+            storage=settings_of(storage),
+            progress=progress,
+        )
     freed = sum(run.freed_bytes for run in found)
     cost = freed / GIB * price_per_gib_month
     if as_json:
         print_json({"runs": [asdict(run) for run in found], "freed_bytes": freed, "cost_per_month": cost})
     else:
         for run in found:
-            out.print(Text(f"{run.name or run.uri} ({run.state}): {_said(run)}"))
+            out.print(Text(f"{run.name or shown_uri(run.uri)} ({run.state}): {_said(run)}"))
         verb = "would be freed" if dry_run else "freed, now or after the grace"
         out.print(Text(f"{size(freed)} {verb}: {cost:.2f} a month at {price_per_gib_month} per GiB"))
     if any(run.problem for run in found):

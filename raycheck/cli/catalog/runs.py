@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raycheck.bucket.run_status import ago
+from raycheck.bucket.store.address import shown_uri
 from raycheck.catalog.listing import DEPTH, RunSummary, Sort, list_runs
 from raycheck.cli.options import Json, Storage, Text, out, print_json, settings_of
 from raycheck.views.in_words import short_number, size
@@ -45,7 +46,7 @@ def runs(
             }
         )
     elif not found:
-        out.print(Text(f"{prefix}: no runs here, nor in the folders below it (--depth {depth})"))
+        out.print(Text(f"{shown_uri(prefix)}: no runs here, nor in the folders below it (--depth {depth})"))
     else:
         _print_table(found, price_per_gib_month)
     if any(run.state in ("lost", "damaged") for run in found):
@@ -65,7 +66,7 @@ def _print_table(found: Sequence[RunSummary], price: float) -> None:
             _range(size(run.size_bytes), size(run.max_size_bytes)) if is_readable else "",
             _range(f"{cost['cost_per_month']:.2f}", f"{cost['max_cost_per_month']:.2f}") if is_readable else "",
             "  ".join(f"{name} {short_number(value)}" for name, value in sorted(run.metrics.items())),
-            (run.parent or "").partition("?")[0],
+            shown_uri(run.parent or ""),
         )
         table.add_row(*map(Text, row))
     out.print(table)

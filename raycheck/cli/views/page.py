@@ -19,7 +19,7 @@ Token = Annotated[
 AllowHost = Annotated[list[str] | None, typer.Option(help="Another name under which the page is reached. Repeatable.")]
 Price = Annotated[float, typer.Option("--price-per-gib-month", help="Dollars for a GiB and month.", min=0)]
 Edit = Annotated[
-    bool, typer.Option("--edit", help="Offer to pin, name, rewind, verify, export, delete and prune, too.")
+    bool, typer.Option("--edit", help="Offer to pin, name, rewind, verify, export, delete, prune and sweep, too.")
 ]
 SaveTo = Annotated[Path | None, typer.Option("--save", help="Write the view of one run into this file, and end.")]
 

@@ -11,10 +11,11 @@ from rich.live import Live
 from rich.table import Table
 
 from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import shown_uri
 from raycheck.cli.options import Json, Storage, Text, Uri, out, print_json, settings_of
 from raycheck.errors import StoreError
-from raycheck.views.history import AttemptHistory
-from raycheck.views.in_words import age, short_number, size
+from raycheck.views.attempts import AttemptHistory
+from raycheck.views.in_words import age, goodput_text, short_number, size
 from raycheck.views.live import LiveRun, RunWatch, SaveUnderWay
 
 Once = Annotated[bool, typer.Option("--once", help="Print it once, and end. So it does without a terminal.")]
@@ -52,7 +53,7 @@ def top(uri: Uri, once: Once = False, every: Every = 2.0, as_json: Json = False,
 
 
 def _print(seen: LiveRun) -> None:
-    out.print(Text(seen.history.uri))
+    out.print(Text(shown_uri(seen.history.uri)))
     out.print(table_of_facts(seen))
     out.print(Text(""))
     out.print(table_of_attempts(seen))
@@ -60,7 +61,9 @@ def _print(seen: LiveRun) -> None:
 
 def _shown(seen: LiveRun, problem: str) -> RenderableType:
     note = Text(f"the bucket does not answer: {problem}" if problem else "Ctrl-C ends it")
-    return Group(Text(seen.history.uri), table_of_facts(seen), Text(""), table_of_attempts(seen), Text(""), note)
+    return Group(
+        Text(shown_uri(seen.history.uri)), table_of_facts(seen), Text(""), table_of_attempts(seen), Text(""), note
+    )
 
 
 def table_of_facts(seen: LiveRun) -> Table:
@@ -72,7 +75,7 @@ def table_of_facts(seen: LiveRun) -> Table:
         ("state", history.status.text),
         ("step", "-" if seen.step is None else str(seen.step)),
         ("steps", speed),
-        ("goodput", "-" if history.goodput is None else f"{100 * history.goodput:.1f} %"),
+        ("goodput", "-" if history.goodput is None else goodput_text(history.goodput, history.goodput_limit)),
         ("last commit", "none yet" if seen.committed_at is None else age(seen.committed_at, now)),
         ("save", "none under way" if seen.save is None else _progress(seen.save)),
     ):
@@ -117,6 +120,7 @@ def _facts(seen: LiveRun) -> dict[str, Any]:
         "step": seen.step,
         "steps_per_s": seen.steps_per_s,
         "goodput": history.goodput,
+        "goodput_limit": history.goodput_limit,
         "committed_at": seen.committed_at,
         "now": history.status.now,
         "save": None if seen.save is None else asdict(seen.save) | {"share": seen.save.share},

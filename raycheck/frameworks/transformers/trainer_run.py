@@ -93,14 +93,14 @@ class TrainerRun:
     def look(self, ckpt: Checkpointer, *, must_resume: bool) -> None:
         """See what the restore will find, and hold the number of samples in a step. Raises NotFoundError."""
         trainer = self._trainer
-        seen = ckpt.peek()
+        seen, where = ckpt.peek(), ckpt.uri.partition("?")[0]
         if seen.is_fresh and must_resume:
-            raise NotFoundError(f"resume_from_checkpoint=True: {ckpt.uri} has no checkpoint; leave it out to begin")
+            raise NotFoundError(f"resume_from_checkpoint=True: {where} has no checkpoint; leave it out to begin")
         self.ckpt = ckpt
         if not seen.is_fresh:
             if "trainer" not in seen.values:
                 raise ConfigError(
-                    f"{ckpt.uri} was not saved by raycheck.transformers: it has {', '.join(seen.entries)}. Give this "
+                    f"{where} was not saved by raycheck.transformers: it has {', '.join(seen.entries)}. Give this "
                     "training a run name of its own"
                 )
             self._saved = seen.values["trainer"]

@@ -44,13 +44,11 @@ def check_free(store: Store, prefix: str, names: Iterable[str], last: str) -> No
     """
     with suppress(NotFoundError):
         store.head(export_key(prefix, last))
-        raise ConfigError(
-            f"{store.uri}: {export_key(prefix, last)} exists: an export is there already. Name a free place"
-        )
+        raise ConfigError(f"{store}: {export_key(prefix, last)} exists: an export is there already. Name a free place")
     mine = set(names)
     for item in store.list_objects(prefix):
         if item.key[len(prefix) :] not in mine:
-            raise ConfigError(f"{store.uri}: {item.key} exists, which is not part of this export. Name a free place")
+            raise ConfigError(f"{store}: {item.key} exists, which is not part of this export. Name a free place")
 
 
 def local_path(dest: str) -> Path | None:

@@ -7,7 +7,7 @@ no reader finds them, is written last, and the weights are always named as parts
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from raycheck.shards.huggingface.destination import check_free, destination
 from raycheck.shards.huggingface.export_contents import SAFETENSORS_DTYPES, contents, json_text
 from raycheck.shards.huggingface.server_side_copy import assembled
 from raycheck.shards.huggingface.weight_stream import Weight, WeightSource
+from raycheck.show_progress import ProgressTally, ShowProgress, show_nothing
 from raycheck.storage_settings import StorageSettings
 
 INDEX_FILE = EXPORT_ENDS[0]
@@ -69,15 +70,20 @@ class ExportFiles:
             for file, group in self.files.items()
         }
 
-    def write(self, store: Store, place: str, files: Iterable[str]) -> dict[str, int]:
+    def write(
+        self, store: Store, place: str, files: Sequence[str], progress: ShowProgress = show_nothing
+    ) -> dict[str, int]:
         """Write these files below `place`. Returns their sizes in bytes."""
         sizes = self.sizes
+        tally = ProgressTally(progress, total=sum(sizes[file] for file in files))
         for file in files:
             key, weights, head = export_key(place, file), self.files[file], self.heads.get(file, b"")
             parts = assembled(self.source, weights, head) if store.uri == self.source.store.uri else None
             if parts is None or not store.put_assembled(key, parts, sizes[file]):
                 stream = self.source.stream(weights, head, store.part_bytes(sizes[file]))
-                _put(store, key, self.source, stream, sizes[file])
+                _put(store, key, self.source, _counted(stream, tally), sizes[file])
+            else:
+                tally.add(sizes[file])
         return {file: sizes[file] for file in files}
 
     def write_texts(self, store: Store, place: str) -> dict[str, int]:
@@ -93,7 +99,7 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
     manifest = checkpoint.read_manifest()
     index = checkpoint.read_index(manifest)
     source = WeightSource(checkpoint, manifest, index)
-    made = contents(source, index, options, what=f"{checkpoint.store.uri}: checkpoint {checkpoint.entry.key}")
+    made = contents(source, index, options, what=f"{checkpoint.store}: checkpoint {checkpoint.entry.key}")
     if made.is_adapter:
         groups = {"adapter_model.safetensors": made.weights}
     else:
@@ -110,9 +116,9 @@ def lay_out(checkpoint: Checkpoint, options: ExportOptions) -> ExportFiles:
     )
 
 
-def write_all(files: ExportFiles, store: Store, place: str) -> dict[str, int]:
+def write_all(files: ExportFiles, store: Store, place: str, progress: ShowProgress = show_nothing) -> dict[str, int]:
     """Write one file after the other in this process. Returns their sizes in bytes."""
-    return files.write(store, place, files.files)
+    return files.write(store, place, list(files.files), progress)
 
 
 def export_hf(
@@ -201,6 +207,12 @@ def safetensors_head(weights: Sequence[Weight]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def _counted(stream: Iterator[memoryview], tally: ProgressTally) -> Iterator[memoryview]:
+    for part in stream:
+        yield part
+        tally.add(len(part))  # when the next part is asked for, or the stream ends
+
+
 def _put(store: Store, key: str, source: WeightSource, stream: Iterator[memoryview], size: int) -> None:
     try:
         store.put_parts(key, stream, size)
@@ -220,5 +232,5 @@ def _put_text(store: Store, key: str, text: str, *, is_last: bool) -> int:
     try:
         put_once(store, key, data)
     except SaveFailedError:
-        raise ConfigError(f"{store.uri}: {key} has appeared meanwhile: two exports were written to one place") from None
+        raise ConfigError(f"{store}: {key} has appeared meanwhile: two exports were written to one place") from None
     return len(data)

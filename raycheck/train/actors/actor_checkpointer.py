@@ -257,6 +257,7 @@ class ActorCheckpointer:
             progress=self._counter.progress,
             save=save,
             is_preempted=self._triggers.is_preempted,
+            is_by_notice=at == "step" and self._triggers.is_by_notice,
             timeout_s=timeout_s,
             label=label,
         )

@@ -61,14 +61,15 @@ class DriverDecision:
     """Tells a rank at which place of its loop the driver is, and what it has decided there.
 
     progress: the counts now. save: the kind of save to begin, None for none. is_preempted: a node of the group is about
-    to go. metrics, states: for that save; states are those of the driver's entries, and rank 0 alone gets them.
-    timeout_s: of a wait. label: of that save.
+    to go; is_by_notice: the save is one because of that. metrics, states: for that save; states are those of the
+    driver's entries, and rank 0 alone gets them. timeout_s: of a wait. label: of that save.
     """
 
     at: Literal["step", "epoch", "save", "wait", "close"]
     progress: Progress
     save: SaveKind | None
     is_preempted: bool = False
+    is_by_notice: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
@@ -105,7 +106,9 @@ class ActorRank:
         if decision.at == "epoch":
             self._checkpointer.end_epoch()
         if decision.save:
-            self._checkpointer.save_as(decision.save, decision.metrics, decision.label)
+            self._checkpointer.save_as(
+                decision.save, decision.metrics, decision.label, is_by_notice=decision.is_by_notice
+            )
         if decision.at == "wait":
             self._checkpointer.wait(decision.timeout_s)
         if decision.at == "close":

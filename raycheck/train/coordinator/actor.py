@@ -72,6 +72,7 @@ class Coordinator:
         self._agreements: dict[tuple[str, int], Rendezvous[tuple[Report, Holdings], Agreement]] = {}
         self._restores: dict[tuple[str, str, bool], Rendezvous[Arrival, RestoreDecision]] = {}
         self._ends: dict[str, Rendezvous[None, None]] = {}
+        self._starts: dict[str, Rendezvous[None, None]] = {}  # of groups before this start's first claim
         self._requested = RequestedSaves()
         self._run_log = RunLog(self._store)
         self._plans = PlanCache()
@@ -102,8 +103,19 @@ class Coordinator:
         """Takes that `node` may do all that a run needs, and sees what this actor writes."""
         self._checked_nodes.add(node)
 
-    async def claim(self, group: str, world_size: int) -> Claim:
-        """Makes `group` the live attempt. All its ranks may call; they get one answer."""
+    async def claim(self, group: str, world_size: int, rank: int | None = None) -> Claim | Pending:
+        """Makes `group` the live attempt. All its ranks may call; they get one answer.
+
+        rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have come, those
+        that check their node first among them. `Pending` says that some have not. None: claim without the others.
+        """
+        if rank is not None and not (self._claims or self._adopted):
+            rendezvous = self._starts.setdefault(group, Rendezvous(world_size, awaited="claimed"))
+            rendezvous.arrive(rank, None)
+            if rendezvous.is_open and rendezvous.is_complete:
+                rendezvous.decide(lambda _: None)
+            if isinstance(pending := await rendezvous.answer(WAIT_S), Pending) and not self._claims:
+                return pending
         if group not in self._claims:
             await self._finish_uploads(group)
         async with self._lock:
@@ -117,6 +129,7 @@ class Coordinator:
                 self._agreements.clear()
                 self._restores.clear()
                 self._ends.clear()
+                self._starts.clear()
                 self._base.forget()
                 self._deletes.claimed()
             return self._claims[group]

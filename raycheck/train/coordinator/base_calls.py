@@ -12,7 +12,7 @@ from raycheck.bucket.protocol.base_run import BaseOffer, offer, reserve, way_to_
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.store import Store, open_store
-from raycheck.bucket.store.address import kind_of, parse_uri, with_settings
+from raycheck.bucket.store.address import kind_of, parse_uri, shown_uri, with_settings
 from raycheck.bucket.store.retry import retry
 from raycheck.errors import ConfigError, ConflictError, RaycheckError, StoreError
 from raycheck.train.coordinator.messages import BaseAnswer, BaseMatch, BaseWish, Pending
@@ -60,6 +60,8 @@ class BaseCalls:
         base = open_base(store, wish.uri)
         if any(other.wanted != wish.wanted for other in wishes):
             return BaseAnswer(problem="the ranks do not hold parts of the same tensors, as in a pipeline")
+        if not wish.wanted:  # nothing is frozen, or a restore has found all of it in the bucket
+            return BaseAnswer()
         body = self._register.read_existing()[0]
         replicas = frozenset.intersection(*(other.replicas for other in wishes))
         return _or_why(lambda: BaseAnswer(offer=_held(store, base, wish, body), replicas=replicas))
@@ -81,7 +83,7 @@ class BaseCalls:
 def open_base(store: Store, uri: str) -> Store:
     """Open the base at `uri`, as the run in `store` is reached. Raises ConfigError when it cannot be a base."""
     if kind_of(uri) != kind_of(store.uri):
-        raise ConfigError(f"SaveSettings(base=...): {uri} and {store.uri} are not in one bucket")
+        raise ConfigError(f"SaveSettings(base=...): {shown_uri(uri)} and {store} are not in one bucket")
     base = open_store(with_settings(uri, parse_uri(store.uri).said))
     way_to_base(store, base)
     return base

@@ -212,7 +212,7 @@ def _check_there(store: Store, key: str, size: int) -> None:
     with suppress(NotFoundError):
         if store.head(key) == size:
             return
-    raise StoreError(f"{store.uri}: {key} is not there as another node wrote it; a folder must be shared by all nodes")
+    raise StoreError(f"{store}: {key} is not there as another node wrote it; a folder must be shared by all nodes")
 
 
 def _spread(nodes: Sequence[str]) -> list[str]:

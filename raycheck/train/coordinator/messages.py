@@ -17,7 +17,7 @@ from raycheck.errors import RaycheckError
 OnCorrupt = Literal["previous", "raise"]
 NodeCheck = Literal["before the claim", "beside the claim", "done"]
 """Says when the first rank of a node checks what it may do in the bucket. This rank does so before it asks for a
-driver's first claim, which may fence another driver. The other ranks do not wait for it. Later claims fence nobody."""
+driver's first claim, which may fence another driver; the other ranks wait for it. Later claims fence nobody."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from ray.util.metrics import Counter, Gauge
 from raycheck.bucket.attempt_records import ResumeRecord
 from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.store.address import shown_uri
 from raycheck.train.coordinator.messages import HeartbeatMessage
 
 GAUGES = {
@@ -39,7 +40,7 @@ class RayMetrics:
     """Sets the gauges and counters of one run. The counters start at zero when the coordinator starts."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
-        tags = {"run": uri.partition("?")[0]}
+        tags = {"run": shown_uri(uri)}
         self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in GAUGES.items()}
         self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in COUNTERS.items()}
         for metric in (*self._gauges.values(), *self._counters.values()):

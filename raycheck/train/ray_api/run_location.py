@@ -75,7 +75,7 @@ def check_ray_storage(config: Any, uri: str, store: Store) -> None:
             problem = "write there: raycheck does not find what it has written, so it is another place"
         if problem:
             raise ConfigError(
-                f"{store.uri}: raycheck reaches this place, and Ray's own file system ({kind}) cannot {problem}. Ray "
+                f"{store}: raycheck reaches this place, and Ray's own file system ({kind}) cannot {problem}. Ray "
                 "would hang or fail once workers are there. Give its credentials and endpoint in a way that pyarrow "
                 "knows, too, or give storage_path as a URI, without storage_filesystem, and the settings by "
                 "raycheck.fit(trainer, storage=raycheck.StorageSettings(...))"

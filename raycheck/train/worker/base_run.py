@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.reading import Checkpoint
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConflictError, RaycheckError, StoreError
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.local_box import LocalBox
@@ -38,10 +39,12 @@ def refer_to_base(group: Group, state: TrainState, uri: str, known: Sequence[str
     borrowed = {part.name: sum(shard.size_bytes for shard in part.shards) for part in answer.components}
     if done:
         said = {"components": ",".join(done), "bytes": sum(borrowed.values()), "seconds": time.monotonic() - began}
-        logger.info(event("not uploaded, since the base has it", base=uri.partition("?")[0], **said, run=group.uri))
+        logger.info(event("not uploaded, since the base has it", base=shown_uri(uri), **said, run=group.uri))
+    if not boxes and not known:
+        logger.warning(event("the base is not used: nothing of this run is frozen", base=shown_uri(uri), run=group.uri))
     if left := sorted(boxes.keys() - set(done)):
         text = f"the base cannot be used, {', '.join(left)} will be uploaded: {answer.problem}"
-        logger.warning(event(text, base=uri.partition("?")[0], run=group.uri))
+        logger.warning(event(text, base=shown_uri(uri), run=group.uri))
 
 
 def _compared(

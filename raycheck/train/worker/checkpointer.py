@@ -388,10 +388,20 @@ class Checkpointer:
         if validate:
             self._live().validate()
 
-    def save_as(self, kind: SaveKind, metrics: Mapping[str, object] | None, label: Label = NO_LABEL) -> None:
-        """Begin a save like `save`, for a driver that has already chosen the kind of save, and its label."""
+    def save_as(
+        self,
+        kind: SaveKind,
+        metrics: Mapping[str, object] | None,
+        label: Label = NO_LABEL,
+        *,
+        is_by_notice: bool = False,
+    ) -> None:
+        """Begin a save like `save`, for a driver that has already chosen the kind of save, and its label.
+
+        is_by_notice: it is one because a node is about to go.
+        """
         if not self._is_counting_only():
-            self._live().save_as(kind, metrics, label)
+            self._live().save_as(kind, metrics, label, is_by_notice=is_by_notice)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every save begun so far is committed. It begins no save. Every rank calls it.

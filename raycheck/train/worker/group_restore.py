@@ -18,11 +18,21 @@ from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.restore_result import Restored, RestoreReport
 from raycheck.shards.state.restore_selection import Selection
 from raycheck.shards.state.train_state import TrainState
-from raycheck.train.coordinator.messages import Arrival, Claim, NodeCheck, OnCorrupt, RankRestore, RestoreDecision
+from raycheck.train.coordinator.messages import (
+    Arrival,
+    Claim,
+    NodeCheck,
+    OnCorrupt,
+    Pending,
+    RankRestore,
+    RestoreDecision,
+)
 from raycheck.train.data.data_stream import DataStream
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.train.log import event, logger
 
+NODE_CHECKS_S = 60.0
+"""How long the ranks that have nothing to check wait for the others before a driver's first claim."""
 RESTORE_TIMEOUT_S = 3600.0
 """How much later than the first rank the last one may be through."""
 
@@ -96,10 +106,14 @@ def claim_run(group: Group) -> Claim:
     """Claim the run for this worker group, and check what this node may do in the bucket. Every rank calls it."""
 
     def claim() -> Claim:
-        answer: Claim = group.ask(
-            "claim", group.id, group.world_size, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
-        )
-        return answer
+        alone_from = time.monotonic() + NODE_CHECKS_S
+        while True:
+            rank = group.rank if time.monotonic() < alone_from else None
+            answer: Claim | Pending = group.ask(
+                "claim", group.id, group.world_size, rank, timeout_s=CLAIM_TIMEOUT_S, what="claim of the run"
+            )
+            if not isinstance(answer, Pending):
+                return answer
 
     when: NodeCheck = "done"
     if group.is_first_on_node:

@@ -137,7 +137,7 @@ class LiveAttempt:
             self._counter.progress, is_busy=queue.is_busy, busy_s=queue.busy_s or 0.0, metrics=self._metrics
         )
         if kind:
-            self.save_as(kind, metrics)
+            self.save_as(kind, metrics, is_by_notice=self._triggers.is_by_notice)
         if self._triggers.must_leave:
             self._leave_node()
         self._triggers.report_to_ray()
@@ -158,21 +158,39 @@ class LiveAttempt:
         if self._settings.at_start and self._counter.decides and not self._counter.step and not is_saved:
             self._save({}, "keep")
 
-    def save_as(self, kind: SaveKind, metrics: Mapping[str, object] | None, label: Label = NO_LABEL) -> None:
-        """Begin a save, unless this step is saved already as this kind or as one that includes it, and labelled so."""
+    def save_as(
+        self,
+        kind: SaveKind,
+        metrics: Mapping[str, object] | None,
+        label: Label = NO_LABEL,
+        *,
+        is_by_notice: bool = False,
+    ) -> None:
+        """Begin a save, unless this step is saved already as this kind or as one that includes it, and labelled so.
+
+        is_by_notice: see Manifest.
+        """
         step, before = self._begun
         if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
-            self._save(metrics or {}, kind, label)
+            self._save(metrics or {}, kind, label, is_by_notice=is_by_notice)
         elif not self._group.rank:
             logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
 
-    def _save(self, metrics: Mapping[str, object], kind: SaveKind, label: Label = NO_LABEL) -> None:
+    def _save(
+        self, metrics: Mapping[str, object], kind: SaveKind, label: Label = NO_LABEL, *, is_by_notice: bool = False
+    ) -> None:
         queue, progress, began = self._queue, self._counter.progress, time.monotonic()
         self._begun, self._begun_label = (progress.step, kind), label
         self._note_commit(queue.wait_for_buffer())
         is_reported = self._triggers.can_report_soon()
         name = queue.begin(
-            progress, metrics, kind=kind, label=label, trained_s=self._clock.trained_s, is_reported=is_reported
+            progress,
+            metrics,
+            kind=kind,
+            label=label,
+            trained_s=self._clock.trained_s,
+            is_reported=is_reported,
+            is_by_notice=is_by_notice,
         )
         self._begun_name = progress.step, name
         self._blocked_s = time.monotonic() - began

@@ -156,11 +156,12 @@ class SaveQueue:
         label: Label = NO_LABEL,
         trained_s: float = 0.0,
         is_reported: bool = False,
+        is_by_notice: bool = False,
     ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Returns the checkpoint's name.
 
-        If there is still no buffer, the save counts as failed, and the other ranks are told. trained_s: see Manifest.
-        is_reported: Ray can soon be told of this save.
+        If there is still no buffer, the save counts as failed, and the other ranks are told. trained_s,
+        is_by_notice: see Manifest. is_reported: Ray can soon be told of this save.
         """
         began = time.monotonic()
         last_to_await = self._last_to_await()
@@ -171,6 +172,7 @@ class SaveQueue:
             progress=progress,
             trained_s=trained_s,
             is_rolling=kind == "roll",
+            is_by_notice=is_by_notice,
             metrics=numbers_of(metrics),
             exports=self._settings.exports if kind == "export" else None,
             label=label,

@@ -97,6 +97,11 @@ class SaveTriggers:
         self._is_wanted = True
 
     @property
+    def is_by_notice(self) -> bool:
+        """Returns whether the save that the last decision asks for is one because a node is about to go."""
+        return self._decision.is_by_notice
+
+    @property
     def must_leave(self) -> bool:
         """Returns whether all ranks have to end this attempt, so that Ray restarts them elsewhere."""
         return self._decision.leave
@@ -210,6 +215,7 @@ class SaveTriggers:
             gap=self._broadcast.choose_gap(step, began, is_preempted=is_preempted),
             is_preempted=is_preempted,
             leave=is_new_notice and self._settings.on_preempt == "restart",
+            is_by_notice=saves_before_loss,
         )
 
     def _ask_user(self, step: int, metrics: Mapping[str, object], *, is_busy: bool) -> SaveKind | None:

@@ -3,6 +3,7 @@
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def register_open(checkpointer: _Closable, *, uri: str, rank: int) -> None:
     other = _open.get((uri, rank))
     if other is not None and not other.is_closed:
         raise ConfigError(
-            f"{uri}: this process already has an open Checkpointer of this run. One holds the whole state "
+            f"{shown_uri(uri)}: this process already has an open Checkpointer of this run. One holds the whole state "
             "(give it all models and optimizers); close it before making another"
         )
     _open[uri, rank] = checkpointer

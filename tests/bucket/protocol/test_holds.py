@@ -15,7 +15,7 @@ from raycheck.bucket.protocol.repair import repair
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, list_directories, read_latest
 from raycheck.bucket.store import Got
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Written
 from raycheck.errors import DeniedError, NotFoundError, RaycheckError, StoreError
 from tests.support.crash_enumeration import claim, restore, run
 from tests.support.fault_injection import Wire, World, Write
@@ -118,6 +118,75 @@ def test_a_fork_in_one_bucket_moves_no_tensor_and_lists_what_it_borrows() -> Non
     assert_shared_and_given_back(world)
 
 
+class Counting(Placed):
+    """Remembers how often `latest` of each place was read and written."""
+
+    calls: list[tuple[str, str]]
+
+    def __init__(self, inner: Wire, place: str, calls: list[tuple[str, str]]) -> None:
+        super().__init__(inner, place)
+        self.calls = calls
+
+    def _rerooted(self, way: str, uri: str) -> Placed:
+        return Counting(self.inner, super()._rerooted(way, uri).place, self.calls)
+
+    def get(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> Got:
+        self._note("GET", key)
+        return super().get(key, max_bytes)
+
+    def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+        self._note("PUT", key)
+        return super().put_if_match(key, data, version)
+
+    def _note(self, verb: str, key: str) -> None:
+        if key == object_keys.LATEST_KEY:
+            self.calls.append((verb, self.place))
+
+
+def test_a_fork_reads_the_latest_of_each_lender_once_and_swaps_what_it_has_read() -> None:
+    world, calls = source_world(), list[tuple[str, str]]()
+    key = str(read_latest(at(world, SOURCE)).live[0].key)
+
+    fork(
+        Counting(world.open(), SOURCE, calls),
+        Counting(world.open(), HOME, calls),
+        run_id="forked",
+        key=lambda body: body.live[0].key,
+    )
+
+    assert [call for call in calls if call[1] == SOURCE] == [("GET", SOURCE), ("PUT", SOURCE), ("PUT", SOURCE)]
+    assert read_latest(at(world, HOME)).live[0].refs == (f"../source/{key}",)
+    calls.clear()
+    fork(Counting(world.open(), HOME, calls), Counting(world.open(), THIRD, calls), run_id="third")
+    for place in (SOURCE, HOME):  # the fork of a fork holds what it uses in both, and confirms what its loans name
+        reads = [call for call in calls if call == ("GET", place)]
+        assert len(reads) == 1, place
+    assert_invariants(at(world, THIRD))
+
+
+def test_a_fork_whose_lender_is_swapped_meanwhile_reads_it_again_and_loses_nothing() -> None:
+    world, calls = source_world(), list[tuple[str, str]]()
+
+    class Overtaken(Counting):
+        """Has the source prune and sweep itself between the fork's reading and its first swap."""
+
+        def _rerooted(self, way: str, uri: str) -> Placed:
+            return Overtaken(self.inner, super()._rerooted(way, uri).place, self.calls)
+
+        def put_if_match(self, key: str, data: bytes, version: str) -> Written:
+            if not any(verb == "PUT" for verb, _ in self.calls):
+                self._note("PUT", key)
+                Register(at(world, SOURCE)).edit(lambda body, _: replace(body, counter=body.counter), what="another")
+            return super().put_if_match(key, data, version)
+
+    fork(Placed(world.open(), SOURCE), Overtaken(world.open(), HOME, calls), run_id="forked")
+
+    assert [verb for verb, place in calls if place == SOURCE].count("GET") == 2, "the first swap was refused"
+    (hold,) = read_latest(at(world, SOURCE)).holds
+    assert hold.is_confirmed
+    assert_shared_and_given_back(world)
+
+
 def test_the_source_s_retention_drops_the_checkpoint_and_keeps_the_borrowed_objects() -> None:
     world = forked_world()
     head = read_latest(at(world, SOURCE)).head
@@ -215,8 +284,8 @@ def test_a_run_that_may_not_be_read_keeps_its_hold_and_does_not_end_a_sweep() ->
             raise DeniedError(f"{self.uri}: {key} may not be read")
 
     class Source(Placed):
-        def beside(self, way: str) -> Placed:
-            return Refused(self.inner, super().beside(way).place)
+        def _rerooted(self, way: str, uri: str) -> Placed:
+            return Refused(self.inner, super()._rerooted(way, uri).place)
 
     world = forked_world()
     world.inner.at += 10 * HOLD_GRACE_S

@@ -18,7 +18,6 @@ import pytest
 from raycheck.bucket.store import Store, Upload, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
-from raycheck.bucket.store.subfolder import Subfolder
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from tests.bucket.conftest import share, share_cloud
@@ -60,7 +59,7 @@ def uri(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatc
 def store(uri: str, request: pytest.FixtureRequest) -> Store:
     if request.node.callspec.params.get("uri") == "folder of a store":
         above, _, name = uri.rpartition("/")
-        return Subfolder(open_store(above), name)
+        return open_store(above).below(name)
     store = open_store(uri)
     share_cloud(store, request)
     return store

@@ -21,6 +21,7 @@ VIEWS = {
     "a tensor": f"tensor?name={REAL}&at={KEYS[1]}&tensor=model.0.weight",
     "a hostile tensor": f"tensor?{urlencode({'name': REAL, 'at': KEYS[1], 'tensor': f'extra.{HOSTILE}'})}",
     "a comparison": f"diff?name={REAL}&before=1&after=2",
+    "what would be freed": f"freed?name={quote(HURT)}",
     "an error": f"run?{urlencode({'name': HOSTILE})}",
 }
 LOOKS = {

@@ -1,5 +1,6 @@
 """LoRA runs that train on one base model, which lies in the bucket once: an import, or another run. Step 39."""
 
+import json
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,6 +16,7 @@ from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from raycheck.errors import ConfigError
 from tests.support.background_call import InThread
+from tests.support.command_line import raycheck as command
 from tests.support.coordinator_in_thread import group_of
 from tests.support.hf_models import llama
 from tests.support.invariants import assert_invariants
@@ -123,7 +125,7 @@ def test_a_restart_at_another_world_size_goes_on_referring_to_the_base(bucket: s
     base, uri = f"{bucket}/base", f"{bucket}/run"
     raycheck.import_checkpoint(str(weights), base)
     train(uri, lambda: lora(weights, 0), base=base, world_size=2)
-    train(uri, lambda: lora(weights, 5), world_size=3)
+    train(uri, lambda: lora(weights, 5), base=base, world_size=3)  # the restore has found all that is frozen
 
     (model, *_) = train(uri, lambda: lora(weights, 6))
 
@@ -132,6 +134,22 @@ def test_a_restart_at_another_world_size_goes_on_referring_to_the_base(bucket: s
     assert len({entry.refs for entry in body.live}) == 1
     assert stored(uri) < stored(base)
     assert_restores(uri, model, lora(weights, 7))
+
+
+def test_the_command_line_says_which_run_a_run_uses_and_refuses_to_delete_that(bucket: str, weights: Path) -> None:
+    base, uri = f"{bucket}/base", f"{bucket}/run"
+    raycheck.import_checkpoint(str(weights), base)
+    train(uri, lambda: lora(weights, 0), base=base)
+    (name,) = raycheck.open_run(uri).borrowed["../base"]
+
+    shown, facts = command("show", uri), json.loads(command("show", uri, "--json").stdout)
+    refused = command("delete-run", base, "--yes", "--live")
+
+    assert f"uses 1 checkpoint(s) of ../base: {name}" in shown.stdout.splitlines()
+    assert facts["borrowed"] == {"../base": [name]}
+    assert facts["checkpoint"]["components"]["model.frozen"] == f"../base/{name}"
+    assert refused.returncode == 2
+    assert "another run uses checkpoints of it (../run)" in refused.stderr
 
 
 def test_another_lora_run_is_a_base_too(bucket: str, weights: Path) -> None:
@@ -232,6 +250,21 @@ def test_a_base_that_cannot_be_used_costs_an_upload_and_says_why(
     assert said[problem] in lines[0]
     assert_invariants(open_store(uri))
     assert_restores(uri, model, lora(tmp_path, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_has_nothing_frozen_says_so_and_trains(
+    bucket: str, tmp_path: Path, world_size: int, caplog: Any
+) -> None:
+    llama().save_pretrained(tmp_path)
+    base, uri = f"{bucket}/base", f"{bucket}/run"
+    raycheck.import_checkpoint(str(tmp_path), base)
+
+    (model, *_) = train(uri, llama, base=base, world_size=world_size)
+
+    assert caplog.text.count("nothing of this run is frozen") == 1
+    assert read_latest(open_store(uri)).loans == ()
+    assert_restores(uri, model, llama())
 
 
 def test_a_run_in_another_bucket_or_the_run_itself_is_refused(bucket: str, tmp_path: Path) -> None:

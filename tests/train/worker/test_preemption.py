@@ -1,10 +1,16 @@
 """Rank 0 saves at the right seconds when a node is about to go."""
 
 import math
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+import raycheck
 from raycheck.train.worker.preemption import Preemption
+from tests.support.coordinator_in_thread import group_of
 
 
 class Clock:
@@ -84,3 +90,27 @@ def test_each_new_time_is_news_and_brings_its_own_saves() -> None:
     clock.now = 55.0
     assert preemption.take_last_chance(save_s=2.0, busy_s=0.0, again_s=1.0)
     assert not preemption.take_last_chance(save_s=2.0, busy_s=0.0, again_s=1.0), "once"
+
+
+def test_a_save_by_notice_is_marked_in_its_manifest_and_in_latest(tmp_path: Path) -> None:
+    """And no other one is, before or after it."""
+    notices: list[float] = []
+    uri = f"file://{tmp_path}/run"
+    (place,) = group_of(uri)
+    group = replace(place, notice=lambda: notices[-1] if notices else None)
+    model = torch.nn.Linear(2, 1)
+
+    with raycheck.Checkpointer({"model": model}, raycheck.SaveSettings(every_steps=2), group=group) as ckpt:
+        ckpt.restore()
+        for step in range(1, 6):
+            if step == 3:
+                notices.append(time.time() + 3600.0)
+            ckpt.end_step()
+            ckpt.wait()
+
+    run = raycheck.open_run(uri)
+    assert {item.step: item.entry.by_notice for item in run.checkpoints} == {2: False, 3: True, 4: False, 5: False}
+    assert {item.step: item.manifest().by_notice for item in run.checkpoints} == {2: False, 3: True, 4: False, 5: False}
+    assert {item.step: item.is_by_notice for item in run.history().commits} == {2: False, 3: True, 4: False, 5: False}
+    forked = raycheck.fork_run(uri, f"file://{tmp_path}/fork", at=3)
+    assert not raycheck.open_run(f"file://{tmp_path}/fork").at(forked.key).entry.by_notice

@@ -14,7 +14,7 @@ from ray import cloudpickle
 import raycheck
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError
-from raycheck.settings import SaveSettings
+from raycheck.settings import ExportSettings, SaveSettings
 from raycheck.train.actors.actor_checkpointer import settings_for_actors
 from raycheck.train.worker.save_triggers import SaveTriggers
 from tests.support.background_call import InThread
@@ -324,6 +324,17 @@ def test_settings_are_told_alike_in_each_process():
     assert settings.step_trigger is None
     assert SaveSettings(at_start=True).step_trigger == 100
     assert settings.without_triggers.chosen == ("every_steps=None",)
+
+
+def test_no_address_is_told_with_the_settings_in_its_query():
+    exports = ExportSettings(every_steps=7, to="s3://exports/place?profile=mine")
+    settings = SaveSettings(base="s3://bucket/base?profile=mine", exports=exports)
+
+    told = ", ".join(settings.chosen)
+
+    assert "base='s3://bucket/base'" in told
+    assert "to='s3://exports/place'" in told
+    assert "mine" not in told
 
 
 def test_a_drivers_function_stays_in_the_driver_and_its_name_goes_to_the_actors():

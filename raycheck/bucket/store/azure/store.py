@@ -217,37 +217,37 @@ class AzStore(RemoteStore):
 
     def _check_object(self, key: str, found: Any) -> None:
         if _is_folder(found):
-            raise NotFoundError(f"{self.uri}: no object {key}, only a folder of that name")
+            raise NotFoundError(f"{self}: no object {key}, only a folder of that name")
 
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
         kinds = self._azure.exceptions
         if not isinstance(error, kinds.HttpResponseError):
-            return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
+            return StoreError(f"{self}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
         if isinstance(error, kinds.ClientAuthenticationError) and error.response is None:
             reason = str(error).partition("\n")[0]
             return ConfigError(
-                f"{self.uri}: no Azure credentials found: set AZURE_STORAGE_CONNECTION_STRING or "
+                f"{self}: no Azure credentials found: set AZURE_STORAGE_CONNECTION_STRING or "
                 f"AZURE_STORAGE_ACCOUNT_KEY, or run `az login` ({reason})"
             ), Repeat.NOTHING
         status = error.status_code or 0
         code = getattr(error, "error_code", None)
         name = said(getattr(code, "value", code))
         if name == "ContainerNotFound":
-            return ConfigError(f"{self.uri}: there is no such container; create it or correct the name"), Repeat.NOTHING
+            return ConfigError(f"{self}: there is no such container; create it or correct the name"), Repeat.NOTHING
         if status == 404 or name == "DirectoryIsNotEmpty":  # the answer to deleting a folder
-            return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
+            return NotFoundError(f"{self}: no object {key}"), Repeat.NOTHING
         if status == 412 or name == "BlobAlreadyExists":
-            return ConflictError(f"{self.uri}: {key}: refused by its condition ({name})"), Repeat.NOTHING
+            return ConflictError(f"{self}: {key}: refused by its condition ({name})"), Repeat.NOTHING
         if status == 416:
-            return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+            return CorruptError(f"{self}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if name in _BAD_IDENTITY:
             return not_accepted(self.uri, name), Repeat.NOTHING
         if status in (401, 403):
             return DeniedError(
-                f"{self.uri}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "
+                f"{self}: {key}: access denied ({name}). Check the credentials; an identity needs the role {ROLE} "
                 "on the container"
             ), Repeat.NOTHING
-        text = f"{self.uri}: {key}: the store answered {status} {name}"
+        text = f"{self}: {key}: the store answered {status} {name}"
         if status == 429:
             return StoreError(text), Repeat.EVERYTHING
         return StoreError(text), Repeat.UNCONDITIONAL if status >= 500 or status == 408 else Repeat.NOTHING

@@ -25,6 +25,7 @@ from raycheck.bucket.store.interface import (
     ChangedError,
     Got,
     Listed,
+    Store,
     Written,
     check_conditional_size,
     check_whole,
@@ -48,6 +49,8 @@ GET = "storage.objects.get"
 LIST = "storage.objects.list"
 CREATE = "storage.objects.create (and storage.objects.delete where it replaces one)"
 DELETE = "storage.objects.delete"
+REWRITTEN_AT_ONCE = 1 << 30
+"""How many bytes one request copies between places or classes of storage, so that it ends within its time-out."""
 
 
 class GsStore(RemoteStore):
@@ -59,7 +62,9 @@ class GsStore(RemoteStore):
         self._bucket = quote(bucket, safe="")
         self._endpoint = settings.endpoint
         self._api = Api(settings)
+        self._settings = settings
         self._has_bucket = False  # until an answer proves it
+        self._may_rewrite = True  # until an answer refuses it
         self._extend_crc: Callable[[int, bytes], int] = optional_import("google_crc32c", extra="gs").extend
 
     @property
@@ -81,7 +86,7 @@ class GsStore(RemoteStore):
     async def _range(self, key: str, start: int, stop: int, client: Api) -> bytes:
         def check(size: int) -> None:
             if size > stop - start:
-                raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
+                raise CorruptError(f"{self}: {key}: {size} bytes came for a range of {stop - start}")
 
         headers = {"Range": f"bytes={start}-{stop - 1}"}
         answer = await self._ask(client, "GET", key, params={"alt": "media"}, headers=headers, needs=GET, check=check)
@@ -145,6 +150,52 @@ class GsStore(RemoteStore):
                 wait([flying])  # the buffer is in use until the request that reads it has ended
             self._abandon(key, upload)
             raise
+
+    def put_copied(self, key: str, parts: Iterable[Buffer], size_bytes: int, *, source: Store, source_key: str) -> bool:
+        # GCS states a CRC-32C, and manifests have a CRC-32. So the caller reads the source, and that very generation is
+        # copied. A copy by name alone could be one of other bytes, whose checksum proves nothing.
+        if not (isinstance(source, GsStore) and self._may_rewrite and source._settings == self._settings):  # noqa: SLF001
+            return False
+        try:
+            about = source._about(source_key)  # noqa: SLF001
+            if int(about.get("size", 0)) != size_bytes:
+                return False
+            crc = 0
+            for part in parts:
+                crc = self._crc(part, crc)
+            wanted = {"size": str(size_bytes), "crc32c": _encoded(crc)}
+            if about.get("crc32c") != wanted["crc32c"]:
+                return False  # it was written anew since
+        except (StoreError, NotFoundError):
+            return False
+        try:
+            made = self._rewrite(key, source._object(source_key), about["generation"])  # noqa: SLF001
+        except RaycheckError:  # a right is missing, or this server cannot do it: no other object is read for nothing
+            self._may_rewrite = False
+            return False
+        return {name: made.get(name) for name in wanted} == wanted
+
+    def _about(self, key: str) -> dict[str, Any]:
+        async def call(api: Api) -> dict[str, Any]:
+            answer = await self._ask(api, "GET", key, params={"fields": "size,crc32c,generation"}, needs=GET)
+            return dict(answer.json())
+
+        return self._run(key, call)
+
+    def _rewrite(self, key: str, source: str, generation: str) -> dict[str, Any]:
+        """Has GCS copy that generation of another object. Returns what it states of the new one."""
+        params = {"ifSourceGenerationMatch": generation, "maxBytesRewrittenPerCall": str(REWRITTEN_AT_ONCE)}
+        url = f"{source}/rewriteTo{self._object(key).removeprefix('/storage/v1')}"
+        body = {name: value for name, value in json.loads(self._described(key)).items() if name != "name"}
+
+        async def call(api: Api) -> dict[str, Any]:
+            headers = {"Content-Type": "application/json"}
+            sent = RequestBody(json.dumps(body).encode())
+            return dict((await api.ask("POST", url, params=params, headers=headers, body=sent, needs=CREATE)).json())
+
+        while not (answer := self._run(key, call)).get("done"):  # GCS copies large objects in several steps
+            params["rewriteToken"] = answer["rewriteToken"]
+        return dict(answer["resource"])
 
     def put_if_absent(self, key: str, data: bytes) -> Written:
         check_conditional_size(key, data)
@@ -270,30 +321,30 @@ class GsStore(RemoteStore):
 
     def _translate(self, key: str, error: Exception) -> tuple[RaycheckError, Repeat]:
         if not isinstance(error, RefusedError):
-            return StoreError(f"{self.uri}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
-        text = f"{self.uri}: {key}: the store answered {error.status} {said(error.message)}"
+            return StoreError(f"{self}: {key}: {type(error).__name__}: {error}"), Repeat.UNCONDITIONAL
+        text = f"{self}: {key}: the store answered {error.status} {said(error.message)}"
         if error.is_rate_limit:
             # One object accepts about one write a second, even `latest`. A request that was turned away was not
             # applied, so a conditional write may be repeated too. Were it applied after all, the repeated one is a
             # conflict, and the caller judges by the effect.
             return StoreError(text), Repeat.EVERYTHING
         if error.status == 404 and error.needs in (GET, DELETE):  # _ask has seen that the bucket is there
-            return NotFoundError(f"{self.uri}: no object {key}"), Repeat.NOTHING
+            return NotFoundError(f"{self}: no object {key}"), Repeat.NOTHING
         if error.status == 404:
-            return ConfigError(f"{self.uri}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
+            return ConfigError(f"{self}: there is no such bucket; create it or correct the name"), Repeat.NOTHING
         if error.is_by_condition:
-            return ConflictError(f"{self.uri}: {key}: refused by its condition"), Repeat.NOTHING
+            return ConflictError(f"{self}: {key}: refused by its condition"), Repeat.NOTHING
         if error.needs == CREATE and (error.status == 412 or (error.status == 400 and "invalid" in error.reasons)):
             # Its checksum was refused, or another condition than ours: the bytes may have changed on their way. Nothing
             # was written, so a conditional write may be repeated too.
             return StoreError(f"{text}; the bytes that came may not be those that were sent"), Repeat.EVERYTHING
         if error.status == 416:
-            return CorruptError(f"{self.uri}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
+            return CorruptError(f"{self}: {key} is shorter than the range that was asked for"), Repeat.NOTHING
         if error.is_bad_identity:
             return not_accepted(self.uri, said(error.message)), Repeat.EVERYTHING  # the next try may renew it
         if error.status in (401, 403):
             return DeniedError(
-                f"{self.uri}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
+                f"{self}: {key}: access denied. The credentials need {error.needs} on the bucket; without "
                 f"{LIST} GCS also says this for a missing object. GCS said: {said(error.message)}"
             ), Repeat.NOTHING
         may_pass = error.status >= 500 or error.status == 408

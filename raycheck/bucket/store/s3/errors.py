@@ -14,6 +14,7 @@ from botocore.exceptions import (
     UnknownCredentialError,
 )
 
+from raycheck.bucket.store.address import shown_uri
 from raycheck.bucket.store.remote_store import not_accepted, said
 from raycheck.errors import (
     ConfigError,
@@ -64,12 +65,12 @@ def translate(uri: str, key: str, error: Exception, settings: StorageSettings) -
         return _answered(uri, key, error, settings)
     if isinstance(error, NoCredentialsError):
         return ConfigError(
-            f"{uri}: no credentials found. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret, on every node; "
-            "give the nodes an instance role; or StorageSettings(anonymous=True) for a public bucket"
+            f"{shown_uri(uri)}: no credentials found. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret, on every "
+            "node; give the nodes an instance role; or StorageSettings(anonymous=True) for a public bucket"
         ), False
     if isinstance(error, _MISCONFIGURED):
-        return ConfigError(f"{uri}: the credentials cannot be used on this node: {error}"), False
-    return StoreError(f"{uri}: {key}: {type(error).__name__}: {error}"), True
+        return ConfigError(f"{shown_uri(uri)}: the credentials cannot be used on this node: {error}"), False
+    return StoreError(f"{shown_uri(uri)}: {key}: {type(error).__name__}: {error}"), True
 
 
 def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings) -> tuple[RaycheckError, bool]:
@@ -78,21 +79,23 @@ def _answered(uri: str, key: str, error: ClientError, settings: StorageSettings)
     code, message = about.get("Code") or "", about.get("Message")  # both keys may be there with the value None
     verb = error.operation_name
     if verb.startswith("AssumeRole") and status < 500:
-        return ConfigError(f"{uri}: the role {settings.role_arn or ''} could not be assumed: {error}"), False
+        return ConfigError(f"{shown_uri(uri)}: the role {settings.role_arn or ''} could not be assumed: {error}"), False
     if code == "NoSuchBucket":
-        return ConfigError(f"{uri}: there is no such bucket; create it or correct the name"), False
+        return ConfigError(f"{shown_uri(uri)}: there is no such bucket; create it or correct the name"), False
     if status == 404:
-        return NotFoundError(f"{uri}: no object {key}"), False
+        return NotFoundError(f"{shown_uri(uri)}: no object {key}"), False
     if status in (409, 412):
-        return ConflictError(f"{uri}: {key}: refused by its condition ({said(code)})"), False
+        return ConflictError(f"{shown_uri(uri)}: {key}: refused by its condition ({said(code)})"), False
     if status == 416:
-        return CorruptError(f"{uri}: {key} is shorter than the range that was asked for"), False
+        return CorruptError(f"{shown_uri(uri)}: {key} is shorter than the range that was asked for"), False
     if code in BAD_IDENTITY:
         return not_accepted(uri, code), False
     if status in (401, 403):
         because = said(code, message)  # AWS names the policy that forbids it
-        return DeniedError(f"{uri}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}"), False
-    text = f"{uri}: {key}: the store answered {status} {said(code, message)}"
+        return DeniedError(
+            f"{shown_uri(uri)}: {key}: access denied ({verb}: {because}). {_needed(verb, settings)}"
+        ), False
+    text = f"{shown_uri(uri)}: {key}: the store answered {status} {said(code, message)}"
     return StoreError(text), status >= 500 or status == 429 or code in _MAY_PASS
 
 

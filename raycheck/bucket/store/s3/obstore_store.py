@@ -44,7 +44,7 @@ class FastS3Store(S3Store):
 
     def get_data(self, key: str, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
         """Costs an eighth of the CPU time of `get`. obstore tells neither the store's time nor its checksum."""
-        client = self._client_of(max_retries=0) if _PLAIN_KEY.fullmatch(key) else None
+        client = self._client_of(max_retries=0) if _PLAIN_KEY.fullmatch(self._full(key)) else None
         if client is None:
             return super().get_data(key, max_bytes)
         try:
@@ -53,7 +53,7 @@ class FastS3Store(S3Store):
             return bytes(answer.bytes())
         except _failures() as error:
             if isinstance(error, FileNotFoundError) and "<Code>NoSuchKey</Code>" in str(error):
-                raise NotFoundError(f"{self.uri}: no object {key}") from None
+                raise NotFoundError(f"{self}: no object {key}") from None
             return super().get_data(key, max_bytes)
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
@@ -103,7 +103,7 @@ class FastS3Store(S3Store):
             if loan.lent_bytes == 0:  # the upload was not begun
                 super().put_parts(key, parts, size_bytes)
             elif isinstance(error, TimeoutError):
-                raise StoreError(f"{self.uri}: {key}: no answer in time") from error
+                raise StoreError(f"{self}: {key}: no answer in time") from error
             elif not self._was_completed(key, loan, size_bytes, error):
                 raise self._upload_error(key, error) from error
         except BaseException:
@@ -114,7 +114,7 @@ class FastS3Store(S3Store):
 
     def _take_back(self, key: str, loan: BufferLoan) -> None:
         if not loan.take_back():
-            raise StoreError(f"{self.uri}: {key}: the client still reads the buffer, long after its requests ended")
+            raise StoreError(f"{self}: {key}: the client still reads the buffer, long after its requests ended")
 
     def _abort_uploads(self, key: str) -> None:
         """Aborts what is unfinished of `key`, which has one writer. obstore aborts an upload that fails, but not one
@@ -136,13 +136,13 @@ class FastS3Store(S3Store):
     def _upload_error(self, key: str, error: Exception) -> RaycheckError:
         """Returns the typed error for parts that were on their way. Bucket and permissions were checked before them."""
         if isinstance(error, FileNotFoundError):
-            return NotFoundError(f"{self.uri}: no unfinished upload of {key}: it was aborted from elsewhere")
+            return NotFoundError(f"{self}: no unfinished upload of {key}: it was aborted from elsewhere")
         code = re.search(r"<Code>(\w+)</Code>", str(error))
         if code and code[1] in BAD_IDENTITY:
             return not_accepted(self.uri, code[1])
         said = str(error).partition("\n")[0].partition("<")[0].rpartition(" - ")[2].strip(" :")
         kinds = own_obstore().exceptions
-        text = f"{self.uri}: {key}: upload of parts: {said}{f' ({code[1]})' if code else ''}"
+        text = f"{self}: {key}: upload of parts: {said}{f' ({code[1]})' if code else ''}"
         if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError):
             return DeniedError(f"{text}. Grant s3:PutObject")
         return StoreError(text)
@@ -177,7 +177,7 @@ class FastS3Store(S3Store):
         try:
             store_class = own_obstore()._store.S3Store  # noqa: SLF001  what obstore's own classes for Python derive from
         except (ImportError, OSError) as error:
-            logger.info("%s: the bytes go through s3fs: raycheck's copy of obstore was not loaded: %s", self.uri, error)
+            logger.info("%s: the bytes go through s3fs: raycheck's copy of obstore was not loaded: %s", self, error)
             return None
         try:
             return store_class(self._bucket, **options)

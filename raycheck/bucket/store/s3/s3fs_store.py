@@ -91,7 +91,7 @@ class S3Store(RemoteStore):
     async def _range(self, key: str, start: int, stop: int, client: Any) -> bytes:
         def check(size: int) -> None:
             if size > stop - start:
-                raise CorruptError(f"{self.uri}: {key}: {size} bytes came for a range of {stop - start}")
+                raise CorruptError(f"{self}: {key}: {size} bytes came for a range of {stop - start}")
 
         return await read_body(await client.get_object(**self._at(key), Range=f"bytes={start}-{stop - 1}"), check)
 
@@ -261,7 +261,7 @@ class S3Store(RemoteStore):
         try:
             answer = self._run_conditional(key, lambda client: self._put_object(client, key, data, **condition))
         except NotFoundError:  # S3 answers so to an If-Match on a missing key
-            raise ConflictError(f"{self.uri}: {key}: refused by its condition: it is not there") from None
+            raise ConflictError(f"{self}: {key}: refused by its condition: it is not there") from None
         return Written(answer["ETag"], bucket_time(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
     async def _put_object(self, client: Any, key: str, data: Buffer, **condition: str) -> Any:

@@ -1,13 +1,11 @@
-"""Computes where the bars, dots and lines of a chart lie. The templates draw them as SVG; nothing here makes HTML."""
+"""Computes where the bars, dots and lines of a chart lie. drawing.py writes them as SVG; nothing here makes markup."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from raycheck.views.history import AttemptHistory, Commit, RunHistory
+from raycheck.views.attempts import AttemptHistory, Commit
 
 WIDTH = 900.0
 LEFT, RIGHT = 70.0, 16.0
@@ -32,7 +30,7 @@ class Dot:
 
     x: float
     y: float
-    commit: "Commit"
+    commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Bar:
     at the right, was trained and lost. dots: its commits.
     """
 
-    attempt: "AttemptHistory"
+    attempt: AttemptHistory
     x: float
     y: float
     width: float
@@ -54,21 +52,18 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Holds a drawing of a run's attempts over time. height: of the drawing; its width is WIDTH."""
+    """Holds a drawing of a run's attempts, over time or over steps. height: of the drawing; its width is WIDTH."""
 
+    title: str
     height: float
     bars: tuple[Bar, ...]
     ticks: tuple[Tick, ...]
 
 
-def timeline_of(history: "RunHistory") -> Timeline:
-    """Returns the timeline of a run: one row per attempt, the oldest on top."""
-    attempts = history.attempts
+def timeline_of(attempts: Sequence[AttemptHistory], *, until: float) -> Timeline:
+    """Returns the attempts over time: one row per attempt, the oldest on top. until: where the axis ends, unix s."""
     start = attempts[0].began_at
-    ends = [history.status.at, *(commit.at for commit in history.commits)]
-    ends += [item.ended_at for item in attempts if item.ended_at is not None]
-    live = history.status.now if history.status.state == "running" else max(ends)
-    stop = max(live, start + 1.0)
+    stop = max(until, start + 1.0)
     scale = (WIDTH - LEFT - RIGHT) / (stop - start)
 
     def x(at: float) -> float:
@@ -84,7 +79,40 @@ def timeline_of(history: "RunHistory") -> Timeline:
         dots = tuple(Dot(x(commit.at), y + ROW / 2, commit) for commit in attempt.commits)
         restore = min(width, (attempt.restore_s or 0.0) * scale)
         bars.append(Bar(attempt, left, y, width, restore, min(width, lost), dots))
-    return Timeline(TOP + len(attempts) * ROW + 8, tuple(bars), tuple(_time_ticks(start, stop, x)))
+    return Timeline("Attempts over time", _height(attempts), tuple(bars), tuple(_time_ticks(start, stop, x)))
+
+
+def steps_of(attempts: Sequence[AttemptHistory]) -> Timeline:
+    """Returns the attempts over steps: from where each went on to the last step that is known of it.
+
+    What the next attempt's record says was lost is the right end of a bar. Attempts by hand train nothing, and have no
+    row. Causes are left out: errors name hosts, paths and times.
+    """
+    spans = []
+    for place, attempt in enumerate(attempts):
+        after = next((item for item in attempts[place + 1 :] if item.world_size), None)
+        begin = attempt.start_step or 0
+        ends = [begin, *(commit.step for commit in attempt.commits)]
+        kept = ends[-1] if after is None or after.start_step is None else after.start_step
+        if after is not None and after.lost_steps is not None:
+            ends.append(kept + after.lost_steps)
+        if attempt.world_size:
+            lost = 0 if after is None else after.lost_steps or 0
+            spans.append((replace(attempt, cause=""), begin, max(ends), lost))
+    last = max((end for _, _, end, _ in spans), default=0)
+    scale = (WIDTH - LEFT - RIGHT) / max(1, last)
+    bars = []
+    for place, (attempt, begin, end, lost) in enumerate(spans):
+        y, left = TOP + place * ROW, LEFT + begin * scale
+        width = max(2.0, (end - begin) * scale)
+        dots = tuple(Dot(LEFT + commit.step * scale, y + ROW / 2, commit) for commit in attempt.commits)
+        bars.append(Bar(attempt, left, y, width, 0.0, min(width, lost * scale), dots))
+    ticks = [Tick(LEFT + share * (WIDTH - LEFT - RIGHT), str(round(share * last))) for share in (0, 0.25, 0.5, 0.75, 1)]
+    return Timeline("Attempts over steps", _height(bars), tuple(bars), tuple(ticks))
+
+
+def _height(rows: Sequence[object]) -> float:
+    return TOP + len(rows) * ROW + 8
 
 
 def _time_ticks(start: float, stop: float, x: Callable[[float], float]) -> list[Tick]:
@@ -110,14 +138,14 @@ class Curve:
     values: tuple[Tick, ...]
 
 
-def curves_of(history: "RunHistory") -> tuple[Curve, ...]:
+def curves_of(attempts: Sequence[AttemptHistory]) -> tuple[Curve, ...]:
     """Returns a chart for each metric and score of the commits, by name, at most MAX_METRICS."""
-    by_key = {commit.key: commit for commit in history.commits}
-    names = sorted({name for commit in history.commits for name in _values(commit)})
+    by_key = {commit.key: commit for attempt in attempts for commit in attempt.commits}
+    names = sorted({name for commit in by_key.values() for name in _values(commit)})
     found = []
     for name in names[:MAX_METRICS]:
         lines = []
-        for attempt in history.attempts:
+        for attempt in attempts:
             line = [commit for commit in attempt.commits if name in _values(commit)]
             origin = by_key.get(attempt.restored or "")
             if line and origin is not None and name in _values(origin):
@@ -129,18 +157,18 @@ def curves_of(history: "RunHistory") -> tuple[Curve, ...]:
     return tuple(found)
 
 
-def _values(commit: "Commit") -> Mapping[str, float]:
+def _values(commit: Commit) -> Mapping[str, float]:
     both = {**commit.metrics, **commit.scores}
     return {name: value for name, value in both.items() if math.isfinite(value)}
 
 
-def _curve(name: str, lines: Sequence[Sequence["Commit"]]) -> Curve:
+def _curve(name: str, lines: Sequence[Sequence[Commit]]) -> Curve:
     steps = [commit.step for line in lines for commit in line]
     values = [_values(commit)[name] for line in lines for commit in line]
     low, high = min(values), max(values)
     first, last = min(steps), max(steps)
 
-    def place(commit: "Commit") -> Dot:
+    def place(commit: Commit) -> Dot:
         x = LEFT + (commit.step - first) / max(1, last - first) * (WIDTH - LEFT - RIGHT)
         return Dot(x, height(_values(commit)[name]), commit)
 

@@ -1,0 +1,97 @@
+"""Reads from the bucket in threads, so many at a time and so long, and asks for a live run once for all its tabs."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from raycheck.views.context_pool import reads_for
+
+T = TypeVar("T")
+AT_ONCE = 16
+"""How many views may read at a time. Each may have many requests under way."""
+LIVE_EVERY_S = 4.5
+"""For how long an answer about a live run holds: a bit less than the pause of a tab that asks (static/page.js)."""
+MAX_LIVE = 1000
+
+
+class BusyError(Exception):
+    """Signals that AT_ONCE views are reading already."""
+
+
+class ViewThreads:
+    """Calls functions in threads of its own.
+
+    A thread cannot be stopped from outside. So a call that takes too long goes on after its time, and its place is
+    taken until it ends; but no request that it makes begins or is repeated then, so that it does end. A slow bucket can
+    make the page refuse views for a while, and never uses up the threads of anything else.
+    """
+
+    def __init__(self, *, at_once: int = AT_ONCE, timeout_s: float) -> None:
+        self._at_once = at_once
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="raycheck-view")
+        self._lock = threading.Lock()
+        self._under_way = 0
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Returns what `call` returns. Raises BusyError at once when all places are taken, and TimeoutError."""
+
+        def within_time() -> T:
+            with reads_for(self._timeout_s):
+                return call()
+
+        return await self.do(within_time)
+
+    async def do(self, call: Callable[[], T]) -> T:
+        """Does what `read` does, for a call that changes something: its requests are not broken off."""
+        with self._lock:
+            if self._under_way >= self._at_once:
+                raise BusyError
+            self._under_way += 1
+        told = self._pool.submit(call)
+        told.add_done_callback(self._ended)
+        return await asyncio.wait_for(asyncio.wrap_future(told), self._timeout_s)
+
+    def _ended(self, told: Future[Any]) -> None:
+        del told
+        with self._lock:
+            self._under_way -= 1
+
+    def close(self) -> None:
+        """Lets the threads end with what they do."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    at: float
+    told: "asyncio.Task[Any]"
+
+
+class LiveAnswers:
+    """Asks about a run at most once in LIVE_EVERY_S, however many tabs show it. To be used on one event loop."""
+
+    def __init__(self, ask: Callable[[str], Awaitable[Any]], *, every_s: float = LIVE_EVERY_S) -> None:
+        self._ask = ask
+        self._every_s = every_s
+        self._answers: dict[str, _Answer] = {}
+
+    async def get(self, name: str) -> Any:
+        """Returns what is known of the run `name`, at most every_s seconds old."""
+        now = asyncio.get_running_loop().time()
+        known = self._answers.get(name)
+        if known is None or now - known.at >= self._every_s:
+            self._forget(before=now - self._every_s)
+            known = self._answers[name] = _Answer(now, asyncio.ensure_future(self._asked(name)))
+        return await asyncio.shield(known.told)  # another tab may wait for it, too
+
+    async def _asked(self, name: str) -> Any:
+        return await self._ask(name)
+
+    def _forget(self, *, before: float) -> None:
+        """Forgets old answers, and the oldest ones beyond MAX_LIVE: names come from addresses that anybody may type."""
+        fresh = {name: answer for name, answer in self._answers.items() if answer.at > before}
+        self._answers = dict(list(fresh.items())[-MAX_LIVE + 1 :])

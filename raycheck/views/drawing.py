@@ -1,0 +1,219 @@
+"""Writes charts as SVG, for the page and for a notebook. Every text is escaped, and made fit to be looked at.
+
+Colours stand in attributes, which any style sheet overrides: the page's has others for the dark. So a drawing needs no
+style sheet where there is none, in a notebook for example. Names come from a bucket: whoever may write there chooses
+them.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+from raycheck.terminal import printable_lines
+from raycheck.views.charts import CHART_HEIGHT, LEFT, ROW, WIDTH, Bar, Curve, Dot, Tick, Timeline
+from raycheck.views.in_words import short_number
+
+TEXT, GRID, BAR, COMMIT, HEAD, RESTORE, LOST = (
+    "#6b7280",
+    "#d5d9de",
+    "#a9c4e4",
+    "#1f3a5f",
+    "#c2410c",
+    "#7a6bb8",
+    "#b3261e",
+)
+BRANCHES = ("#0b5cad", HEAD, "#1d7a3e", RESTORE, "#8a5a00", LOST)
+EDGES = {
+    "failed": LOST,
+    "gave up": LOST,
+    "preempted": "#8a5a00",
+    "driver lost": "#8a5a00",
+    "finished": "#1d7a3e",
+}
+MAP_ROW = 12.0
+_LOST_PATTERN = (
+    '<defs><pattern id="lost" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    f'<rect class="hatch" width="3" height="6" fill="{LOST}"/></pattern></defs>'
+)
+
+
+def text_of(value: object) -> str:
+    """Returns a value as text that may stand in HTML: escaped, with direction marks and control characters shown."""
+    return escape(printable_lines(str(value)))
+
+
+def element(name: str, *children: str, **attributes: object) -> str:
+    """Returns an element of HTML or SVG. children: markup. attributes: any text; "_" stands for "-", and a "_" at the
+    end is left out. Those that are None are left out."""
+    said = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text_of(_short(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return f"<{name}{said}>{''.join(children)}</{name}>" if children else f"<{name}{said}/>"
+
+
+def _short(value: object) -> object:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
+
+
+def _svg(height: float, title: str, *children: str) -> str:
+    size = f"0 0 {WIDTH:.0f} {_short(height)}"
+    return element("svg", *children, xmlns="http://www.w3.org/2000/svg", class_="chart", viewBox=size, role="img",
+                   aria_label=title, font_family="system-ui, sans-serif", font_size=11)  # fmt: skip
+
+
+def _label(at: float, y: float, text: str, *, anchor: str, kind: str = "tick") -> str:
+    return element("text", text_of(text), class_=kind, x=at, y=y, text_anchor=anchor, fill=TEXT)
+
+
+def _line(x1: float, x2: float, y1: float, y2: float) -> str:
+    return element("line", class_="grid", x1=x1, x2=x2, y1=y1, y2=y2, stroke=GRID)
+
+
+def _title(text: str) -> str:
+    return element("title", text_of(text))
+
+
+def _anchors(count: int) -> list[str]:
+    return [("start" if not place else "end" if place == count - 1 else "middle") for place in range(count)]
+
+
+def timeline_svg(timeline: Timeline) -> str:
+    """Draws the attempts of a run, one per row, with their commits."""
+    ticks = [
+        _line(tick.at, tick.at, 18, timeline.height) + _label(tick.at, 12, tick.text, anchor=anchor)
+        for tick, anchor in zip(timeline.ticks, _anchors(len(timeline.ticks)), strict=True)
+    ]
+    return _svg(timeline.height, timeline.title, _LOST_PATTERN, *ticks, *map(_attempt, timeline.bars))
+
+
+def _attempt(bar: Bar) -> str:
+    attempt, y, height = bar.attempt, bar.y + 4, ROW - 8
+    ranks = f" \u00d7{attempt.world_size}" if attempt.world_size else ""
+    cause = f" ({attempt.cause})" if attempt.cause else ""
+    kind = f"attempt ending-{attempt.ending.replace(' ', '-')}"
+    edge = EDGES.get(attempt.ending)
+    about = _title(f"attempt {attempt.number}, {attempt.world_size} ranks: {attempt.ending}{cause}")
+    parts = [
+        element(
+            "rect",
+            about,
+            class_=kind,
+            x=bar.x,
+            y=y,
+            width=bar.width,
+            height=height,
+            rx=2,
+            fill=BAR,
+            stroke=edge,
+            stroke_width=edge and 2,
+        )
+    ]
+    if bar.restore_width > 0:
+        told = _title(f"restore: {short_number(attempt.restore_s or 0.0)} s")
+        parts.append(
+            element("rect", told, class_="restore", x=bar.x, y=y, width=bar.restore_width, height=height, fill=RESTORE)
+        )
+    if bar.lost_width > 0:
+        at = bar.x + bar.width - bar.lost_width
+        told = _title("trained and lost")
+        parts.append(element("rect", told, fill="url(#lost)", x=at, y=y, width=bar.lost_width, height=height))
+    label = _label(LEFT - 8, bar.y + 15, f"{attempt.number}{ranks}", anchor="end", kind="row")
+    return label + element("g", *parts, *map(_commit, bar.dots))
+
+
+def _commit(dot: Dot) -> str:
+    commit = dot.commit
+    kind = "commit" + " head" * commit.is_head + " damaged" * (commit.damaged is not None)
+    kind += " notice" * commit.is_by_notice
+    color = LOST if commit.damaged is not None else HEAD if commit.is_head else COMMIT
+    told = commit.key + (f", named {commit.name}" if commit.name else "")
+    if commit.is_by_notice:  # a diamond, to be told from the others without its colour
+        told, turn = f"{told}, saved because a node was about to go", f"rotate(45 {_short(dot.x)} {_short(dot.y)})"
+        return element("rect", _title(told), class_=kind, x=dot.x - 4, y=dot.y - 4, width=8.0, height=8.0, fill=color,
+                       transform=turn)  # fmt: skip
+    return element("circle", _title(told), class_=kind, cx=dot.x, cy=dot.y, r=4, fill=color)
+
+
+def curve_svg(curve: Curve) -> str:
+    """Draws a metric over steps: one line per attempt, which begins where the attempt went on."""
+    parts = [
+        _line(LEFT, WIDTH, tick.at, tick.at) + _label(LEFT - 8, tick.at + 4, tick.text, anchor="end")
+        for tick in curve.values
+    ]
+    parts += [
+        _label(tick.at, CHART_HEIGHT - 6, tick.text, anchor=anchor)
+        for tick, anchor in zip(curve.steps, _anchors(len(curve.steps)), strict=True)
+    ]
+    for place, branch in enumerate(curve.branches):
+        number = place % len(BRANCHES)
+        points = " ".join(f"{_short(dot.x)},{_short(dot.y)}" for dot in branch)
+        parts.append(
+            element(
+                "polyline",
+                class_=f"branch branch-{number}",
+                points=points,
+                fill="none",
+                stroke=BRANCHES[number],
+                stroke_width=2,
+            )
+        )
+        parts += [_point(curve.name, dot) for dot in branch]
+    return _svg(CHART_HEIGHT, f"{curve.name} at commits, by step", *parts)
+
+
+def _point(name: str, dot: Dot) -> str:
+    value = dot.commit.scores.get(name, dot.commit.metrics.get(name, 0.0))
+    told = _title(f"step {dot.commit.step}: {short_number(value)}")
+    return element("circle", told, class_="point", cx=dot.x, cy=dot.y, r=3, fill=TEXT)
+
+
+def histogram_svg(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:
+    """Draws a histogram. edges: one more than there are counts, which are not empty."""
+    most, width = max(counts) or 1, (WIDTH - 20) / len(counts)
+    parts = []
+    for place, count in enumerate(counts):
+        height = (CHART_HEIGHT - 30) * count / most
+        told = _title(f"{short_number(edges[place])} to {short_number(edges[place + 1])}: {count}")
+        parts.append(
+            element(
+                "rect",
+                told,
+                class_="bin",
+                x=10 + place * width,
+                y=CHART_HEIGHT - 20 - height,
+                width=width - 1,
+                height=height,
+                fill=BRANCHES[0],
+            )
+        )
+    ends = [Tick(10, short_number(edges[0])), Tick(WIDTH - 10, short_number(edges[-1]))]
+    parts += [
+        _label(tick.at, CHART_HEIGHT - 5, tick.text, anchor=anchor)
+        for tick, anchor in zip(ends, ("start", "end"), strict=True)
+    ]
+    return _svg(CHART_HEIGHT, f"Histogram of {name}", *parts)
+
+
+def heat_svg(name: str, heat: Sequence[Sequence[float | None]]) -> str:
+    """Draws a map of mean absolute values over a tensor's rows and columns. heat: not empty; None was not read."""
+    hottest = max((value for line in heat for value in line if value is not None), default=0.0)
+    width = (WIDTH - 20) / len(heat[0])
+    parts = []
+    for row, line in enumerate(heat):
+        for column, value in enumerate(line):
+            share = 0.0 if not value or not hottest else value / hottest
+            kind = {"class_": "unread", "fill": "none"} if value is None else {"class_": "heat", "fill": BRANCHES[0]}
+            parts.append(
+                element(
+                    "rect",
+                    x=10 + column * width,
+                    y=row * MAP_ROW,
+                    width=width,
+                    height=MAP_ROW,
+                    fill_opacity=None if value is None else f"{share:.3f}",
+                    **kind,
+                )
+            )
+    title = f"Mean absolute values of {name}; the largest is {short_number(hottest)}"
+    return _svg(MAP_ROW * len(heat) + 8, title, *parts)

@@ -1,0 +1,112 @@
+"""Writes what a notebook shows of a run, a checkpoint and a history as HTML, and has the tables of the other views.
+
+The pictures are those of the page (drawing.py). A run and a checkpoint are shown without any time, so that the output
+of a notebook that is kept in a repository changes only when the run does; a history has the times.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from raycheck.bucket.format.latest import Entry, Latest
+from raycheck.views.attempts import AttemptHistory
+from raycheck.views.charts import curves_of, steps_of, timeline_of
+from raycheck.views.drawing import curve_svg, element, text_of, timeline_svg
+from raycheck.views.in_words import short_number, size, time_of
+
+MAX_ROWS = 200
+"""How many lines a table in a notebook has at most; a line after them says how many are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Holds HTML that a notebook shows. Its texts are escaped."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Returns a table. A cell is a text or anything that `str` makes one of; None is an empty cell."""
+    head = element("tr", *(element("th", text_of(name)) for name in columns))
+    lines = [element("tr", *map(_cell, row)) for row in rows[:MAX_ROWS]]
+    more = element("p", f"{len(rows) - MAX_ROWS} more are not shown.") if len(rows) > MAX_ROWS else ""
+    return element("table", element("thead", head), element("tbody", *(lines or [""]))) + more
+
+
+def _cell(value: object) -> str:
+    return element("td", "" if value is None else text_of(value))
+
+
+def run_html(uri: str, body: Latest) -> str:
+    """Returns a run as its `latest` has it: where it is, and its checkpoints, the newest first."""
+    state = "finished" if body.is_finished else "deleted" if body.deleted_at is not None else "not finished"
+    facts = (_address(uri), state, f"attempt {body.attempt.number}", f"head {body.head or 'none'}")
+    columns = ("step", "checkpoint", "name", "size", "shares with", "stays", "metrics")
+    return words(*facts) + table(columns, [_checkpoint_row(entry, body.head) for entry in reversed(body.live)])
+
+
+def checkpoint_html(uri: str, entry: Entry) -> str:
+    """Returns a checkpoint as its entry in `latest` has it."""
+    columns = ("step", "checkpoint", "name", "size", "shares with", "stays", "metrics")
+    return words(_address(uri)) + table(columns, [_checkpoint_row(entry, None)])
+
+
+def _checkpoint_row(entry: Entry, head: str | None) -> tuple[object, ...]:
+    stays = ["head"] * (entry.key == head) + ["pinned"] * entry.pinned + ["rolling"] * entry.rolling
+    stays += [f"DAMAGED: {entry.damaged}"] if entry.damaged else []
+    metrics = [f"{name} {short_number(value)}" for name, value in sorted({**entry.metrics, **entry.scores}.items())]
+    shares = ", ".join(entry.refs) or None
+    return entry.step, entry.key, entry.name, size(entry.size_bytes), shares, ", ".join(stays), ", ".join(metrics)
+
+
+def history_html(facts: Iterable[str], attempts: Sequence[AttemptHistory], *, until: float) -> str:
+    """Returns what happened to a run: its attempts over time, why each ended, and its metrics at commits.
+
+    facts: what is said of the whole run, in words. until: where the axis of time ends, unix seconds.
+    """
+    columns = ("attempt", "ranks", "began", "ended", "why", "restored", "restore", "lost before")
+    rows = []
+    for item in reversed(attempts):
+        number, ranks, why, restored = _attempt_row(item)
+        ended = None if item.ended_at is None else time_of(item.ended_at)
+        restore = None if item.restore_s is None else f"{item.restore_s:.2f} s"
+        rows.append((number, ranks, time_of(item.began_at), ended, why, restored, restore, _lost(item, has_s=True)))
+    return words(*facts) + timeline_svg(timeline_of(attempts, until=until)) + table(columns, rows) + _curves(attempts)
+
+
+def steps_html(attempts: Sequence[AttemptHistory]) -> str:
+    """Returns a run's attempts over steps: where each went on, and what was trained and lost.
+
+    It has no times, and says why an attempt ended in a word: errors name hosts, paths and times.
+    """
+    shown = [replace(item, cause="") for item in reversed(attempts)]
+    rows = [(*_attempt_row(item), _lost(item, has_s=False)) for item in shown]
+    columns = ("attempt", "ranks", "why it ended", "restored", "lost before")
+    return timeline_svg(steps_of(attempts)) + table(columns, rows) + _curves(attempts)
+
+
+def _attempt_row(item: AttemptHistory) -> tuple[object, object, str, str]:
+    why = item.ending + (f": {item.cause}" if item.cause else "")
+    return item.number, item.world_size or "by hand", why, item.restored or "fresh start"
+
+
+def _lost(item: AttemptHistory, *, has_s: bool) -> str | None:
+    if item.lost_steps is None:
+        return None
+    return f"{item.lost_steps} steps" + (f", {item.lost_s:.1f} s" if has_s and item.lost_s is not None else "")
+
+
+def _curves(attempts: Sequence[AttemptHistory]) -> str:
+    return "".join(element("p", text_of(curve.name)) + curve_svg(curve) for curve in curves_of(attempts))
+
+
+def words(*facts: str) -> str:
+    """Returns a paragraph of facts."""
+    return element("p", text_of("; ".join(facts)))
+
+
+def _address(uri: str) -> str:
+    """Returns an address without its settings: they say how a bucket is reached, and are nobody else's business."""
+    return uri.partition("?")[0]
