@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from raycheck.views.difference import CheckpointDifference
     from raycheck.views.history import RunHistory
     from raycheck.views.kept import KeptCheckpoints
+    from raycheck.views.tensor_change import TensorChange
     from raycheck.views.tensor_sample import TensorSample
     from raycheck.views.tensors import TensorSummary
 
@@ -122,6 +123,26 @@ class CommittedCheckpoint(Checkpoint):
 
         ours, theirs = (item.read_index(item.read_manifest()) for item in (self, other))
         return compare_indexes(ours, theirs, names=(self.entry.key, other.entry.key))
+
+    def compare_values(self, other: "Checkpoint", tensor: str, *, max_bytes: int | None = None) -> "TensorChange":
+        """Read at most `max_bytes` (4 MiB by default) of a tensor here and in a later checkpoint, and compare them.
+
+        other: a checkpoint of the same run. This needs NumPy. Raises NotFoundError when one of them has no such tensor,
+        or retention has dropped it; ConfigError for another shape, a type that cannot be compared, and a tensor that
+        must be read whole, because it was saved in other boxes, and is larger than that; DamagedError.
+        """
+        try:
+            from raycheck.views.tensor_change import compare_tensor
+            from raycheck.views.tensor_sample import MAX_BYTES
+        except ImportError:
+            raise ConfigError("looking at values needs NumPy, which is not installed: pip install numpy") from None
+        if other.store.uri != self.store.uri:
+            raise ConfigError(f"{other.entry.key} is of another run, {other.store}: compare checkpoints of one run")
+        manifests = [item.read_manifest() for item in (self, other)]
+        indexes = [item.read_index(read, values=False) for item, read in zip((self, other), manifests, strict=True)]
+        before, after = zip(manifests, indexes, strict=True)
+        most = MAX_BYTES if max_bytes is None else max_bytes
+        return compare_tensor(self.store, before, after, tensor, max_bytes=most)
 
     def sample(self, tensor: str, *, max_bytes: int | None = None) -> "TensorSample":
         """Read at most `max_bytes` (4 MiB by default) of a tensor's values, and describe them. This needs NumPy.

@@ -17,6 +17,7 @@ from raycheck import ConfigError, NotFoundError, Run, StorageSettings, list_runs
 from raycheck.views.charts import curves_of, timeline_of
 from raycheck.views.difference import compare_indexes
 from raycheck.views.in_words import goodput_text
+from raycheck.views.tensor_change import compare_tensor
 from raycheck.views.tensor_sample import MAX_BYTES, sample_tensor
 from raycheck.views.tensors import summarize_tensors, with_moments
 
@@ -222,14 +223,24 @@ def tensor_view(place: PageScope, name: str, at: str, tensor: str, *, max_bytes:
     }
 
 
-def diff_view(place: PageScope, name: str, before: str, after: str) -> dict[str, Any]:
-    """Return what the comparison of two checkpoints shows."""
+def diff_view(place: PageScope, name: str, before: str, after: str, *, tensor: str = "") -> dict[str, Any]:
+    """Return what the comparison of two checkpoints shows. tensor: one whose values are read and compared."""
     run = place.run(name)
     two = run.at(before), run.at(after)
     ours, theirs = run.store.together(partial(_opened, two[0]), partial(_opened, two[1]))
     found = compare_indexes(ours.index, theirs.index, names=(two[0].entry.key, two[1].entry.key))
     changed = [item for item in found.tensors if item.change != "equal"]
-    return {"name": name, "diff": found, "changed": changed[:MAX_ROWS], "num_changed": len(changed)}
+    moved = None
+    if tensor:
+        old, new = (ours.manifest, ours.index), (theirs.manifest, theirs.index)
+        moved = compare_tensor(run.store, old, new, tensor, max_bytes=MAX_SAMPLE_BYTES)
+    return {
+        "name": name,
+        "diff": found,
+        "changed": changed[:MAX_ROWS],
+        "num_changed": len(changed),
+        "moved": moved,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,8 @@ class _Views:
 
     async def diff(self, request: web.Request) -> web.Response:
         names = [_asked(request, name) for name in ("name", "before", "after")]
-        return await self._shown("diff.html", pages.diff_view, *names)
+        view = partial(pages.diff_view, tensor=request.query.get("tensor", ""))
+        return await self._shown("diff.html", view, *names)
 
     async def ask(self, request: web.Request) -> web.Response:
         """Shows what an act would do, and a button that does it."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raycheck.bucket.format.checksum import sub_block_crcs
-from raycheck.bucket.format.index import Chunk, Index
+from raycheck.bucket.format.index import Chunk, Index, Tensor
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.store import Store
@@ -77,7 +77,7 @@ class TensorSample:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class ElementRun:
     """Holds some elements of a chunk to read: from element `start` to `stop` of the chunk, in row-major order."""
 
     chunk: Chunk
@@ -93,29 +93,15 @@ def sample_tensor(
     Raises NotFoundError when there is no such tensor, or its object is gone; ConfigError for a type that cannot be
     shown; DamagedError when the whole tensor was read and a checksum differs.
     """
-    number = next((n for n, tensor in enumerate(index.tensors) if tensor.name == name), None)
-    if number is None:
-        raise NotFoundError(f"{store}: {manifest.key} has no tensor {name!r}; see raycheck tensors '{store}'")
     if max_bytes < 1:
         raise ConfigError(f"max_bytes={max_bytes}: give at least 1")
-    tensor = index.tensors[number]
+    tensor = tensor_named(store, manifest, index, name)
     width = item_bytes(tensor.dtype)
-    boxes = boxes_of(index, number)
-    total = sum(chunk.payload_size for chunk in boxes.values())
+    chunks = list(boxes_of(index, index.tensors.index(tensor)).values())
+    total = sum(chunk.payload_size for chunk in chunks)
     is_whole = total <= max_bytes
-    runs = list(_whole(boxes.values(), width) if is_whole else _spread(list(boxes.values()), width, total, max_bytes))
-    directory = {part.name: part.checkpoint for part in manifest.components}
-
-    def read(run: _Run) -> bytes:
-        key = shard_key(directory[run.chunk.component], run.chunk.component, run.chunk.rank)
-        at = run.chunk.payload_offset
-        data = bytes(store.get_range(key, at + run.start * width, at + run.stop * width))
-        if is_whole and tuple(sub_block_crcs(memoryview(data))) != run.chunk.crcs:
-            raise DamagedError(f"{store}: {name} in {key} has another checksum than the index says")
-        return data
-
-    with ContextPool(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:
-        parts = list(pool.map(read, runs))
+    runs = runs_of(chunks, width, max_bytes)
+    parts = read_runs(store, manifest, tensor, runs)
     values = [decode(part, tensor.dtype) for part in parts]
     flat = np.concatenate(values) if values else np.zeros(0)
     finite = flat[np.isfinite(flat)]
@@ -141,13 +127,44 @@ def sample_tensor(
     )
 
 
-def _whole(chunks: "Sequence[Chunk] | Any", width: int) -> Iterator[_Run]:
-    for chunk in chunks:
-        if chunk.payload_size:
-            yield _Run(chunk, 0, chunk.payload_size // width)
+def tensor_named(store: Store, manifest: Manifest, index: Index, name: str) -> Tensor:
+    """Return the tensor of this name. Raises NotFoundError."""
+    for tensor in index.tensors:
+        if tensor.name == name:
+            return tensor
+    raise NotFoundError(f"{store}: {manifest.key} has no tensor {name!r}; see raycheck tensors '{store}'")
 
 
-def _spread(chunks: Sequence[Chunk], width: int, total: int, max_bytes: int) -> Iterator[_Run]:
+def runs_of(chunks: Sequence[Chunk], width: int, max_bytes: int) -> list[ElementRun]:
+    """Return what to read of a tensor: all of these chunks, or runs spread over them. width: bytes of an element."""
+    total = sum(chunk.payload_size for chunk in chunks)
+    if total > max_bytes:
+        return list(_spread(chunks, width, total, max_bytes))
+    return [ElementRun(chunk, 0, chunk.payload_size // width) for chunk in chunks if chunk.payload_size]
+
+
+def read_runs(store: Store, manifest: Manifest, tensor: Tensor, runs: Sequence[ElementRun]) -> list[bytes]:
+    """Return the bytes of these runs of a tensor. Compares the checksums of each run that is a whole chunk.
+
+    Raises NotFoundError when an object is gone, DamagedError when a checksum differs.
+    """
+    width = item_bytes(tensor.dtype)
+    directory = {part.name: part.checkpoint for part in manifest.components}
+
+    def read(run: ElementRun) -> bytes:
+        key = shard_key(directory[run.chunk.component], run.chunk.component, run.chunk.rank)
+        at = run.chunk.payload_offset
+        data = bytes(store.get_range(key, at + run.start * width, at + run.stop * width))
+        is_whole = len(data) == run.chunk.payload_size
+        if is_whole and tuple(sub_block_crcs(memoryview(data))) != run.chunk.crcs:
+            raise DamagedError(f"{store}: {tensor.name} in {key} has another checksum than the index says")
+        return data
+
+    with ContextPool(AT_ONCE, thread_name_prefix="raycheck-sample") as pool:
+        return list(pool.map(read, runs))
+
+
+def _spread(chunks: Sequence[Chunk], width: int, total: int, max_bytes: int) -> Iterator[ElementRun]:
     """Yield runs of equal length whose starts are evenly spaced over the tensor's bytes, each inside one chunk."""
     length = max(1, min(RUN_BYTES, max_bytes) // width)
     num_runs = max(1, max_bytes // (length * width))
@@ -157,10 +174,12 @@ def _spread(chunks: Sequence[Chunk], width: int, total: int, max_bytes: int) -> 
         which = int(np.searchsorted(ends, at, side="right"))
         count = chunks[which].payload_size // width
         start = at - (int(ends[which]) - count)
-        yield _Run(chunks[which], start, min(start + length, count))
+        yield ElementRun(chunks[which], start, min(start + length, count))
 
 
-def _heat(shape: tuple[int, ...], runs: Sequence[_Run], values: Sequence[Any]) -> tuple[tuple[float | None, ...], ...]:
+def _heat(
+    shape: tuple[int, ...], runs: Sequence[ElementRun], values: Sequence[Any]
+) -> tuple[tuple[float | None, ...], ...]:
     """Return the mean absolute value of each cell of a grid over the tensor."""
     rows = shape[0] if shape else 1
     columns = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1

@@ -1,5 +1,6 @@
 """The page as a browser asks for it: every view, hostile names, and what it refuses. One real server for all tests."""
 
+import html
 import re
 import socket
 import subprocess
@@ -155,6 +156,11 @@ def test_a_comparison_names_what_changed(browser: Browser) -> None:
     text = browser.view("/diff?name=real&before=1&after=2")
 
     assert re.findall(r'<th scope="row">(.+?)</th>', text) == ["model.0.weight"]
+    assert "Norm of the change" not in text
+    (norms,) = re.findall(r'href="(diff[^"]+tensor=[^"]+)"', text)
+    shown = browser.view("/" + html.unescape(norms))
+    assert "Norm of the change" in shown
+    assert "32 of 32 values" in shown
 
 
 def test_hostile_names_are_shown_as_text(browser: Browser) -> None:

@@ -13,7 +13,8 @@ from raycheck.views.in_words import short_number, size
 from raycheck.views.tensors import with_moments
 
 if TYPE_CHECKING:
-    from raycheck.views.tensor_sample import TensorSample  # loads NumPy
+    from raycheck.views.tensor_change import TensorChange  # loads NumPy
+    from raycheck.views.tensor_sample import TensorSample
 
 Search = Annotated[str, typer.Option(help="Show only the tensors whose name has this text in it.")]
 Values = Annotated[str | None, typer.Option(metavar="TENSOR", help="Read values of this tensor and describe them.")]
@@ -74,15 +75,46 @@ def _print_sample(found: "TensorSample", *, as_json: bool) -> None:
 
 
 def diff(  # noqa: PLR0917  typer makes options of them
-    uri: Uri, before: At, after: At, as_json: Json = False, show_all: All = False, storage: Storage = None
+    uri: Uri,
+    before: At,
+    after: At,
+    values: Values = None,
+    max_bytes: MaxBytes = None,
+    as_json: Json = False,
+    show_all: All = False,
+    storage: Storage = None,
 ) -> None:
-    """Compare two checkpoints by their checksums alone: which tensors changed. No tensor is read."""
+    """Compare two checkpoints by their checksums alone: which tensors changed. No tensor is read.
+
+    With --values TENSOR some of its values are, from both: norms, and how far it has moved.
+    """
     run = open_run(uri, settings_of(storage))
+    if values is not None:
+        _print_change(run.at(before).compare_values(run.at(after), values, max_bytes=max_bytes), as_json=as_json)
+        return
     found = run.at(before).diff(run.at(after))
     if as_json:
         print_json(asdict(found) | {"counts": dict(found.counts)})
         return
     _print_difference(found, show_all=show_all)
+
+
+def _print_change(found: "TensorChange", *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(found))
+        return
+    share = "all" if found.sampled == found.count else "a sample"
+    out.print(Text(f"{found.name} {found.dtype} {list(found.shape)}"))
+    out.print(Text(f"{found.sampled} of {found.count} values ({share}), {size(found.bytes_read)} read\n"))
+    for label, value in (
+        ("norm before", found.norm_before),
+        ("norm after", found.norm_after),
+        ("norm of the change", found.norm_change),
+        ("largest change", found.max_change),
+    ):
+        out.print(Text(f"  {label:<18} {short_number(value)}"))
+    for label, count in (("values changed", found.changed), ("not finite", found.not_finite)):
+        out.print(Text(f"  {label:<18} {count}"))
 
 
 def _print_difference(found: CheckpointDifference, *, show_all: bool) -> None:
