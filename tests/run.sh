@@ -13,28 +13,40 @@ case " $* " in *" --all "*) # made once
     for made in ministack_server ceph_server chromium oldest_ray tinker_cookbook tinker_oldest_sdk; do "$python" -m "tests.support.$made"; done ;;
 esac
 
-# Two processes at a time, so one thread of torch's is enough for each. 5 is pytest's status when none of its tests was asked for.
+# Up to three processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
+# pytest's status when none of its tests was asked for.
 export OMP_NUM_THREADS=1
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
+training="tests/shards tests/train tests/frameworks tests/tinker"
+others() { # every test but those of training
+    ignored=
+    for folder in $training; do ignored="$ignored --ignore=$folder"; done
+    tests $ignored "$@"
+}
 status=0
+third=
 case " $* " in
-*" --quick "*)
-    if [ $# = 1 ]; then
-        tests --quick tests/shards &
-        beside=$!
-        tests --quick --ignore=tests/shards || status=1
-    else
-        tests "$@" &
-        beside=$!
-    fi
+" --quick ")
+    tests --quick tests/shards &
+    beside=$!
+    tests --quick --ignore=tests/shards || status=1
     "$python" -m mypy || status=1 ;;
-*) # the Ray tests wait much of the time, and must not meet a second Ray; what comes after them evens out the two
-    case "$*" in ""|--all) last=tests/frameworks ;; *) last= ;; esac
-    tests -m "not ray" ${last:+--ignore=$last} "$@" &
+*" --quick "*)
+    tests "$@" &
+    beside=$!
+    "$python" -m mypy || status=1 ;;
+"  " | " --all ") # the Ray tests are one process: they must not meet a second Ray
+    others -m "not ray" "$@" &
+    beside=$!
+    { tests -m "not ray" $training "$@" && "$python" -m mypy; } &
+    third=$!
+    tests -m ray "$@" || status=1 ;;
+*)
+    tests -m "not ray" "$@" &
     beside=$!
     tests -m ray "$@" || status=1
-    [ -z "$last" ] || tests -m "not ray" "$last" "$@" || status=1
     "$python" -m mypy || status=1 ;;
 esac
+[ -z "$third" ] || wait "$third" || status=1
 wait "$beside" || status=1
 exit "$status"

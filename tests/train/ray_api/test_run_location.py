@@ -15,7 +15,7 @@ from ray.train.torch import TorchTrainer
 
 import raycheck
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri
+from raycheck.bucket.store.address import join_uri, shown_uri
 from raycheck.errors import ConfigError, StoreError
 from raycheck.train.ray_api import run_location as ray_storage_module
 from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage
@@ -83,7 +83,7 @@ def test_a_file_system_that_hangs_is_given_up_and_named(wire: FaultProxy, more: 
         check(where)
 
     assert time.monotonic() - began < HANGS_S + 20
-    assert str(caught.value).startswith(join_uri(where, "my-run"))
+    assert str(caught.value).startswith(shown_uri(join_uri(where, "my-run")))
     assert "StorageSettings" in str(caught.value)
 
 
