@@ -56,7 +56,16 @@ def train(
                 ckpt.end_epoch()
         raise AssertionError("ten epochs did not reach the step")
 
-    results = [thread.join() for thread in [InThread(lambda g=g: rank(g)) for g in groups]]
+    results, errors = [], []
+    for thread in [InThread(lambda g=g: rank(g)) for g in groups]:
+        try:
+            results.append(thread.join())
+        except raycheck.RaycheckError as error:
+            errors.append(
+                error
+            )  # the other ranks must have closed their Checkpointers, too, before another group begins
+    if errors:
+        raise errors[0]
     assert len({(at.step, at.report.refused, samples) for at, samples in results}) == 1
     return results[0][0]
 
