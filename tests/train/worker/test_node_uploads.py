@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -25,7 +26,7 @@ from raycheck.train.worker import node_uploads
 from raycheck.train.worker.group_restore import claim_run
 from raycheck.train.worker.node_uploads import NodeAgent, NodeUploads
 from tests.support.background_call import InThread
-from tests.support.http_fault_proxy import fault_proxy
+from tests.support.http_fault_proxy import Rule, fault_proxy
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import story
 
@@ -52,12 +53,19 @@ def until_gone(pids: list[int], within_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def test_a_save_that_was_staged_is_committed_although_its_ranks_die(job, s3: str, tmp_path: Path) -> None:
+@contextmanager
+def held_in_upload(job, s3: str, checkpoint: str) -> Iterator[tuple[str, Rule, InThread]]:
+    """Trains until rank 1's shard of this checkpoint is on its way. Yields the storage, what holds it, and the fit."""
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
-        held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__1_0.distcp")
+        held = proxy.rule("hold", "PUT", f"{checkpoint}/train/__1_0.distcp")
         fitting = InThread(lambda: raycheck.fit(job(storage, "run", settings=BY_NODE)))
         held.wait()
+        yield storage, held, fitting
+
+
+def test_a_save_that_was_staged_is_committed_although_its_ranks_die(job, s3: str, tmp_path: Path) -> None:
+    with held_in_upload(job, s3, "step-000000012-a1-s3") as (storage, held, fitting):
         uploading = agents()
         assert len(uploading) == 1, "one actor for the ranks of a node"
         ranks = [story(tmp_path, "start", rank=rank)[0]["pid"] for rank in (0, 1)]
@@ -79,11 +87,7 @@ def test_a_save_that_was_staged_is_committed_although_its_ranks_die(job, s3: str
 
 
 def test_ranks_upload_themselves_what_a_dead_actor_had(job, s3: str, tmp_path: Path) -> None:
-    with fault_proxy(s3) as proxy:
-        storage = join_uri(proxy.uri, uuid4().hex)
-        held = proxy.rule("hold", "PUT", "step-000000008-a1-s2/train/__1_0.distcp")
-        fitting = InThread(lambda: raycheck.fit(job(storage, "run", settings=BY_NODE)))
-        held.wait()
+    with held_in_upload(job, s3, "step-000000008-a1-s2") as (storage, held, fitting):
         (uploading,) = agents()
 
         os.kill(uploading, signal.SIGKILL)
@@ -99,12 +103,7 @@ def test_ranks_upload_themselves_what_a_dead_actor_had(job, s3: str, tmp_path: P
 
 @pytest.mark.slow
 def test_a_save_that_an_actor_lost_with_its_ranks_is_not_waited_for(job, s3: str, tmp_path: Path) -> None:
-    with fault_proxy(s3) as proxy:
-        storage = join_uri(proxy.uri, uuid4().hex)
-        held = proxy.rule("hold", "PUT", "step-000000012-a1-s3/train/__1_0.distcp")
-        fitting = InThread(lambda: raycheck.fit(job(storage, "run", settings=BY_NODE)))
-        held.wait()
-
+    with held_in_upload(job, s3, "step-000000012-a1-s3") as (storage, _, fitting):
         for pid in [*agents(), *(story(tmp_path, "start", rank=rank)[0]["pid"] for rank in (0, 1))]:
             os.kill(pid, signal.SIGKILL)
         fitting.join()
