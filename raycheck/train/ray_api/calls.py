@@ -28,7 +28,7 @@ def results(references: Sequence[Any]) -> list[Any]:
     left = list(references)
     while left:
         ready, left = ray.wait(left)
-        with _as_raised():
+        with as_raised():
             ray.get(ready)
     return list(ray.get(list(references)))
 
@@ -39,14 +39,15 @@ def call(method: Any, *args: Any, timeout_s: float) -> Any:
     Raises TimeoutError when the actor is being restarted or does not answer; the call may then be repeated.
     """
     try:
-        with _as_raised():
+        with as_raised():
             return ray.get(method.remote(*args), timeout=timeout_s)
     except (RayActorError, ray.exceptions.GetTimeoutError) as error:
         raise TimeoutError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
 @contextmanager
-def _as_raised() -> Iterator[None]:
+def as_raised() -> Iterator[None]:
+    """Raises an error of raycheck's, which comes out of Ray wrapped in its own, as it was raised."""
     try:
         yield
     except RayTaskError as error:

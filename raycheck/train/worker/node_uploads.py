@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError
 
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.errors import RaycheckError, SaveFailedError
@@ -22,6 +22,7 @@ from raycheck.shards.transfer.shard import Shard
 from raycheck.train.coordinator.messages import Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
+from raycheck.train.ray_api.calls import as_raised
 from raycheck.train.worker.upload_and_report import Uploader
 
 START_TIMEOUT_S = 60.0
@@ -170,13 +171,8 @@ class NodeUploads:
         """Returns the actor's answer."""
         own = replace(self._group, broadcast=None, notice=None)  # what the actor needs of it
         reference = self._agent.save.remote(own, shared, report, deadline=deadline, timeout_s=self._timeout_s)
-        try:
+        with as_raised():
             answer: NodeAnswer = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()) + LAST_ANSWER_S)
-        except RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, RaycheckError):
-                raise cause from None
-            raise
         return answer
 
     def _note_failure(self, error: Exception) -> None:
