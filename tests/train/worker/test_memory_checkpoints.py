@@ -1,0 +1,69 @@
+"""Memory checkpoints: the next attempt restores what the nodes hold, when it is newer than what the bucket has."""
+
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+import raycheck
+from raycheck.bucket.attempt_records import read_resumes
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from raycheck.train.coordinator.memory_checkpoints import neighbours
+from tests.support.invariants import assert_invariants
+from tests.support.ray_jobs import story
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+IN_MEMORY = {"upload_by": "node", "memory_every_steps": 2}
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_a_group_that_dies_goes_on_from_the_memory_checkpoint(job, s3: str, tmp_path: Path, mode: str) -> None:
+    storage = join_uri(s3, uuid4().hex)
+    trainer = job(
+        storage,
+        "run",
+        mode=mode,
+        every=8,
+        wait_at=8,
+        kill=(1, 15),
+        in_memory=9,
+        settings=IN_MEMORY,
+        max_failures=1,
+        pause_s=0.1,
+    )
+
+    raycheck.fit(trainer)
+
+    (fresh, again) = story(tmp_path, "restored")
+    assert not fresh["is_from_memory"]
+    assert again["is_from_memory"]
+    (held,) = story(tmp_path, "held", rank=1)
+    at = story(tmp_path, "start")[1]["at"]
+    assert held["step"] <= at <= 14
+    assert again["checkpoint"] == f"step-{at:09d}-a1-s0"
+    for rank in (0, 1):
+        steps = story(tmp_path, "step", rank=rank)
+        assert len({event["step"] for event in steps}) == 24
+        assert len({event["step"] for event in steps}) == len({(event["step"], event["loss"]) for event in steps})
+    store = open_store(join_uri(storage, "run"))
+    body = assert_invariants(store)
+    assert body is not None
+    assert at not in [entry.step for entry in body.live], "a memory checkpoint is never in latest"
+    assert read_resumes(store, [2])[2].is_from_memory
+
+
+def test_each_node_copies_to_the_next_one_and_to_another_zone_first() -> None:
+    nodes = ["a", "b", "c", "d"]
+
+    assert [neighbours(node, nodes, dict.fromkeys(nodes, ""))[0] for node in nodes] == ["b", "c", "d", "a"]
+    assert neighbours("a", nodes, {"a": "x", "b": "x", "c": "y", "d": "x"}) == ["c", "b", "d"]
+    assert neighbours("a", nodes, {"a": "", "c": ""}) == ["c"], "b and d are gone"
+    assert neighbours("a", ["a"], {"a": ""}) == []
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(raycheck.ConfigError, match='upload_by="node"'):
+        raycheck.SaveSettings(memory_every_steps=5)
+    with pytest.raises(raycheck.ConfigError, match="memory_every_steps=0"):
+        raycheck.SaveSettings(memory_every_steps=0, upload_by="node")
