@@ -215,7 +215,9 @@ class TrainState:
         self._touched |= match.touched
         shared_by = (self._rank, self._world_size) if share else None
         fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
-        self.components.restored(manifest, index, match.boxes)  # before the objects may change the tensors
+        there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
+        in_bucket = replace(manifest, components=tuple(there))
+        self.components.restored(in_bucket, index, match.boxes)  # before the objects may change the tensors
         load_objects(match)
         return Restored(
             manifest=manifest,

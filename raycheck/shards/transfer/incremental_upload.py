@@ -232,7 +232,7 @@ class Components:
         self._rank = rank
         self._is_shared = is_shared
         self._train = [Stager(TRAIN, rank, is_shared=is_shared) for _ in range(buffers)]
-        self._memory = [Stager(TRAIN, rank, is_shared=True) for _ in range(2 if has_memory else 0)]
+        self._memory = [{TRAIN: Stager(TRAIN, rank, is_shared=True)} for _ in range(2 if has_memory else 0)]
         self._frozen: dict[str, Stager] = {}
         self._known: dict[str, KnownShard] = {}
         self._restored: RestoredShards | None = None
@@ -243,7 +243,7 @@ class Components:
 
         boxes: all that this rank may write, by component. Raises ConfigError when the host has too little memory.
         """
-        stagers = [(stager, boxes.get(TRAIN, ())) for stager in (*self._train, *self._memory)]
+        stagers = [(stager, boxes.get(TRAIN, ())) for stager in (*self._train, *(slot[TRAIN] for slot in self._memory))]
         if self._restored is None:  # after a restore a frozen component will hardly be written
             written = boxes.keys() - self._referred.keys() - {TRAIN}
             stagers += [(self._stager(name), boxes[name]) for name in sorted(written)]
@@ -292,20 +292,27 @@ class Components:
         also: Places,
         forms: Mapping[str, Forms],
     ) -> StagedState | None:
-        """Stage `train` into one of the two buffers for memory checkpoints. The arguments: see `stage`.
+        """Stage all that is not in the bucket into the buffers of one of two memory checkpoints, 0 or 1.
 
-        Returns None when another component is not in the bucket as it is now: only a save to the bucket uploads it.
+        The other arguments: see `stage`. Returns None when the bucket has no shard at all of another component than
+        `train`: such a component is mostly large and never changes, so a save to the bucket uploads it first.
         """
-        referred, kept = self._still_referred(selected, forms), []
+        referred, kept, staged = self._still_referred(selected, forms), [], []
+        stagers = self._memory[slot]
         for component, (boxes, sources) in selected.items():
-            if component == TRAIN or component in referred:
+            if component == TRAIN:
+                staged.append(stagers[TRAIN].stage(boxes, leaves, sources, also))
+                continue
+            if component in referred:
                 continue
             known = self._learn(component, boxes, sources)
-            if not _is_unchanged(known, _digests(boxes, sources)):
+            if known is None:
                 return None
-            kept.append(known)
-        boxes, sources = selected.get(TRAIN, ((), ()))
-        staged = [self._memory[slot].stage(boxes, leaves, sources, also)] if TRAIN in selected else []
+            if _is_unchanged(known, _digests(boxes, sources)):
+                kept.append(known)
+            else:
+                stager = stagers.setdefault(component, Stager(component, self._rank, is_shared=True))
+                staged.append(stager.stage(boxes, {}, sources))
         whole = [referred[name] for name in sorted(referred)]
         return StagedState(staged=staged, kept=kept, referred=whole, has_rows_of_referred=self._rank == 0)
 

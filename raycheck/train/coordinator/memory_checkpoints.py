@@ -108,6 +108,7 @@ class MemoryCheckpoints:
             logger.warning(event(text, run=self._store.uri))
             self.forget()
             return None
+        logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
         return MemoryOffer(entry=newest.entry, documents=[ray.put(newest.documents)], holders=holders)
 
     def _end_those_before(self, at: tuple[str, int]) -> None:

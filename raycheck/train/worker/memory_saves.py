@@ -20,6 +20,8 @@ from raycheck.train.log import event, logger
 from raycheck.train.worker.node_uploads import NodeUploads
 from raycheck.train.worker.training_progress import numbers_of
 
+MAX_PAUSE_S = 300.0
+"""The longest pause after failures: each costs the training a copy of the state."""
 OUTCOME_S = 10.0
 """How long a rank waits for an outcome that rank 0 has heard already."""
 
@@ -48,15 +50,18 @@ class MemorySaves:
         self._timeout_s = timeout_s
         self._node = NodeUploads(group, timeout_s=timeout_s, otherwise="there are no memory checkpoints from now on")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-memory")
+        self._thread.submit(self._node.prepare)
         self._pending: Future[bool] | None = None
         self._slot = 0
         self.newest_step = -1
         self._said = ""
+        self._failures = 0  # in a row
+        self._not_before = 0.0
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether the one before is under way."""
-        return self._pending is not None and not self._pending.done()
+        """Returns whether the next one has to be left out: the one before is under way, or has just failed."""
+        return time.monotonic() < self._not_before or (self._pending is not None and not self._pending.done())
 
     def begin(self, progress: Progress, metrics: Mapping[str, object], *, trained_s: float) -> None:
         """Stage the state for a memory checkpoint of this step. Every rank calls it at the same steps."""
@@ -64,11 +69,11 @@ class MemorySaves:
         report = replace(self._report, progress=progress, trained_s=trained_s, metrics=numbers_of(metrics))
         staged: StagedState | None = None
         try:
-            if not self._is_over():
+            if not self._wait_for_last():
                 raise SaveFailedError("the memory checkpoint before it is still under way")
             self._agree(report)
             staged = self._state.stage_for_memory(progress, self._slot)
-            problem = "" if staged is not None else "a frozen component is not in the bucket yet"
+            problem = "" if staged is not None else "what gets no gradient is not in the bucket yet"
         except RaycheckError as error:
             problem = str(error)
         if staged is None:
@@ -82,7 +87,7 @@ class MemorySaves:
         """Let the thread end."""
         self._thread.shutdown(wait=False)
 
-    def _is_over(self) -> bool:
+    def _wait_for_last(self) -> bool:
         """Wait a while for the memory checkpoint before, and learn which buffer is free. Returns whether it has ended.
 
         Rank 0 has heard of its outcome, or the next one would not have begun.
@@ -99,6 +104,16 @@ class MemorySaves:
 
     def _hold(self, staged: StagedState, report: Report, deadline: float) -> bool:
         """Have the node's actor hold a staged state. Returns whether it is listed."""
+        is_listed = self._hand_over(staged, report, deadline)
+        self._failures = 0 if is_listed else self._failures + 1
+        if is_listed:
+            self.newest_step = report.progress.step
+        else:
+            self._not_before = time.monotonic() + min(2.0**self._failures, MAX_PAUSE_S)
+        return is_listed
+
+    def _hand_over(self, staged: StagedState, report: Report, deadline: float) -> bool:
+        """Hand a staged state over, and wait for the outcome. Returns whether the coordinator has listed it."""
         try:
             outcome = self._node.save(staged, report, deadline)
             if outcome is None:
@@ -109,10 +124,7 @@ class MemorySaves:
         except Exception as error:  # noqa: BLE001  whatever it was, training goes on, and the bucket has the truth
             self._say(f"{type(error).__name__}: {error}")
             return False
-        is_listed = outcome.kind == "committed"
-        if is_listed:
-            self.newest_step = report.progress.step
-        return is_listed
+        return outcome.kind == "committed"
 
     def _say(self, problem: str) -> None:
         """Warn of a problem, once while it is the same."""

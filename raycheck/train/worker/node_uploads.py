@@ -27,6 +27,7 @@ from raycheck.train.worker.memory_shards import Bytes, MemoryShards, send
 from raycheck.train.worker.upload_and_report import Uploader
 
 START_TIMEOUT_S = 60.0
+NO_RAY = "there is no Ray that could start an actor"
 RANK_UPLOADS = "this rank uploads itself from now on, in spite of upload_by='node'"
 LAST_ANSWER_S = 5.0
 """How much longer than a save may take the rank waits for the actor, which gives up a save by itself."""
@@ -148,6 +149,15 @@ class NodeUploads:
         self._has_failed = False  # it, or its start, since it last answered
         self._is_given_up = False
 
+    def prepare(self) -> None:
+        """Have the actor started, so that the first save does not wait for it."""
+        try:
+            self._agent = self._start(time.monotonic() + 2 * START_TIMEOUT_S)
+            if self._agent is None:
+                self._give_up(NO_RAY)
+        except Exception as error:  # noqa: BLE001  the first save meets it again
+            self._note_failure(error)
+
     def save(self, staged: StagedState, report: Report, deadline: float) -> Outcome | None:
         """Have a staged save uploaded and reported, and wait for the outcome. deadline: by time.monotonic.
 
@@ -165,7 +175,7 @@ class NodeUploads:
             if self._agent is None:
                 self._agent = self._start(deadline)
             if self._agent is None:
-                self._give_up("there is no Ray that could start an actor")
+                self._give_up(NO_RAY)
                 return None
         except Exception as error:  # noqa: BLE001  what is wrong with the copy, the rank's own upload meets again (I9)
             self._note_failure(error)
