@@ -74,15 +74,13 @@ def shared_memory(pid: int) -> Iterator[Path]:
 
 
 def damage(pid: int) -> None:
-    """Flips a byte in every 4 KiB of what a rank shares, while the rank stands still."""
+    """Flips all bits of what a rank shares, while the rank stands still."""
     os.kill(pid, signal.SIGSTOP)
     for path in shared_memory(pid):
-        with path.open("r+b") as memory:
-            for at in range(0, memory.seek(0, os.SEEK_END), 4096):
-                memory.seek(at)
-                byte = memory.read(1)
-                memory.seek(at)
-                memory.write(bytes([byte[0] ^ 255]))
+        with path.open("r+b", buffering=0) as memory:
+            flipped = bytes(byte ^ 255 for byte in memory.read())
+            memory.seek(0)
+            memory.write(flipped)
 
 
 def agents() -> list[psutil.Process]:
