@@ -62,7 +62,7 @@ class ThreadEngine:
         self.calls: list[str] = []
         self.dies_before: Callable[[str], bool] = lambda _: False
         self.dies_after: Callable[[str], bool] = lambda _: False
-        self._source = source
+        self._base = BaseModel(source)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-engine")
         self._tenants: Tenants | None = None
         self._dead: list[Tenants] = []
@@ -84,7 +84,7 @@ class ThreadEngine:
         def run() -> Any:
             singleton._open.clear()  # an engine stands for a process of its own
             if self._tenants is None:
-                self._tenants = Tenants(base_model(self._source), lambda uri: group_of(uri, owner=str(id(self)))[0])
+                self._tenants = Tenants(self._base, lambda uri: group_of(uri, owner=str(id(self)))[0])
             return answer_of(lambda: getattr(self._tenants, method)(*args))
 
         self.calls.append(method)

@@ -37,6 +37,30 @@ def test_the_base_model_is_sampled_with_its_own_log_probabilities(server, connec
     assert sampled(client) == [(tokens, logprobs), other]  # by its seed
 
 
+@pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.3}], ids=str)
+def test_sequences_of_one_request_are_those_of_single_requests(server, connect, base, more) -> None:
+    """They are sampled in a batch, and each has the random numbers of its own seed."""
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    found = sampled(client, 5, **more)
+
+    for number, (tokens, logprobs) in enumerate(found):
+        ((alone, alone_logprobs),) = sampled(client, 1, **{**more, "seed": 1 + number})
+        assert tokens == alone
+        assert logprobs == pytest.approx(alone_logprobs, abs=1e-5)
+
+
+def test_a_sequence_that_is_stopped_leaves_the_others_as_they_were(server, connect, base) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+    free = sampled(client, 4)
+    stop = free[2][0][1]
+
+    found = sampled(client, 4, stop=[stop])
+
+    for (tokens, _), (whole, _) in zip(found, free, strict=True):
+        assert tokens == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+
+
 def test_at_temperature_0_the_likeliest_token_is_taken(server, connect, base) -> None:
     client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
 

@@ -2,6 +2,7 @@
 
 lora_shape    LoraShape and AdamParams: what a client chooses about its model and a step; plain values
 orders        what the server tells the engine, and what it gets back; plain values
+ranks         Ranks: the processes that share the base model and split each batch
 base_model    BaseModel: the frozen model that all tenants share, and its fingerprint
 lora_model    LoraModel: one tenant's adapter over the shared weights, and its optimizer
 losses        the losses by name, each a function of log-probabilities and a datum's inputs

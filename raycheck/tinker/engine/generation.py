@@ -1,74 +1,120 @@
-"""Samples from a model by transformers' generate, one sequence after the other.
+"""Samples from a model: the sequences of a request in batches, each with random numbers of its own.
 
 The log-probability of a token is that under the model itself, at temperature 1 and with all tokens allowed: what a
-policy gradient compares with. A sequence depends on the order alone (seed included) and not on what ran before.
+policy gradient compares with. A sequence depends on the order alone (seed included) and not on what ran before: batches
+are made of nothing but the order and the number of ranks, and keep their size until their last sequence has ended.
+The ranks take the sequences in turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from raycheck.tinker.engine.base_model import BaseModel
+from raycheck import ConfigError
+from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.orders import SampledTokens, SampleOrder, SampleOutput
 from raycheck.tinker.wire.training_data import FloatArray
 
-
-def sample(base: BaseModel, model: Any, order: SampleOrder) -> SampleOutput:
-    """Sample what `order` says from `model`: the base model's own modules, or a tenant's over the same weights."""
-    with torch.inference_mode():
-        sequences = tuple(_sequence(base, model, order, number) for number in range(order.num_samples))
-        prompt = _prompt_logprobs(model, order.prompt) if order.prompt_logprobs else None
-    return SampleOutput(sequences=sequences, prompt_logprobs=prompt)
+MAX_BATCH_TOKENS = 65536
+"""How many tokens, prompts included, the sequences of a batch may have together; a longer sequence goes alone."""
 
 
-def _sequence(base: BaseModel, model: Any, order: SampleOrder, number: int) -> SampledTokens:
-    from transformers import GenerationConfig
-
-    stops = base.stop_tokens if order.stop_tokens is None else list(order.stop_tokens)
-    new_config: Any = GenerationConfig
-    config = new_config(
-        max_new_tokens=order.max_tokens,
-        do_sample=order.temperature > 0,
-        eos_token_id=stops or None,
-        pad_token_id=0,
-        use_cache=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **_sampling(order),
-        **({"stop_strings": list(order.stop_strings)} if order.stop_strings else {}),
-    )
-    tokens = torch.tensor([order.prompt], device=base.device)
-    extra = {"tokenizer": base.tokenizer} if order.stop_strings else {}
-    with torch.random.fork_rng():
-        torch.manual_seed(order.seed + number)
-        found = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config, **extra)
-    made = found.sequences[0, len(order.prompt) :]
-    logits = torch.cat(found.logits).float()
-    logprobs = torch.log_softmax(logits, -1).gather(-1, made[:, None])[:, 0]
-    is_stopped = len(made) < order.max_tokens or int(made[-1]) in stops or _ends_by(base, made, order.stop_strings)
-    return SampledTokens(
-        tokens=made.cpu().numpy().astype(np.int32),
-        logprobs=logprobs.cpu().numpy().astype(np.float32),
-        is_stopped=is_stopped,
+def sample(base: BaseModel, adapter: Adapter | None, order: SampleOrder) -> SampleOutput:
+    """Sample what `order` says, from the base model or from it with an adapter. Every rank returns all sequences."""
+    ranks = base.ranks
+    size = max(1, MAX_BATCH_TOKENS // (len(order.prompt) + order.max_tokens))
+    mine = range(ranks.rank, order.num_samples, ranks.size)
+    made: dict[int, SampledTokens] = {}
+    with torch.no_grad(), base.with_adapter(adapter) as model:
+        prompt = torch.tensor([order.prompt], device=base.device)
+        for begin in range(0, -(-order.num_samples // ranks.size), size):
+            found = model(input_ids=prompt, use_cache=True)
+            if found.past_key_values is None:
+                raise ConfigError(f"base_model={base.source}: it keeps no keys and values, which sampling needs")
+            logits, cache = found.logits[0].float(), found.past_key_values
+            numbers = mine[begin : begin + size]
+            made |= _sequences(base, model, order, numbers, cache=cache, logits=logits[-1])
+    everywhere = {number: found for part in ranks.gather(made) for number, found in part.items()}
+    return SampleOutput(
+        sequences=tuple(everywhere[number] for number in range(order.num_samples)),
+        prompt_logprobs=_prompt_logprobs(logits, prompt[0]) if order.prompt_logprobs else None,
     )
 
 
-def _sampling(order: SampleOrder) -> dict[str, Any]:
-    """Returns the settings of generate that only sampling takes."""
+def _sequences(
+    base: BaseModel, model: Any, order: SampleOrder, numbers: Sequence[int], *, cache: Any, logits: Tensor
+) -> dict[int, SampledTokens]:
+    """Returns the sequences with these numbers. cache: the prompt's keys and values. logits: of the first new token.
+
+    Without a number it goes along until the other ranks have ended: the base model's weights are gathered from all.
+    """
+    rows = max(1, len(numbers))
+    cache.batch_repeat_interleave(rows)
+    logits = logits.expand(rows, -1)
+    generators = [torch.Generator(base.device).manual_seed(order.seed + number) for number in numbers or [0]]
+    choose, is_stop = _choice(order), _stop(base, order)
+    tokens = torch.zeros(rows, order.max_tokens, dtype=torch.int64, device=base.device)
+    logprobs = torch.zeros(rows, order.max_tokens, device=base.device)
+    stopped_at = torch.zeros(rows, dtype=torch.int64, device=base.device)
+    for place in range(order.max_tokens):
+        chosen = choose(logits, generators)
+        tokens[:, place] = chosen
+        logprobs[:, place] = torch.log_softmax(logits, -1).gather(-1, chosen[:, None])[:, 0]
+        stops = is_stop(tokens[:, : place + 1]) & (stopped_at == 0)
+        stopped_at[stops] = place + 1
+        is_over = place + 1 == order.max_tokens or not numbers or bool((stopped_at > 0).all())
+        if base.ranks.is_on_all(is_over):
+            break
+        logits = model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1].float()
+    found = {}
+    for row, number in enumerate(numbers):
+        length = int(stopped_at[row]) or order.max_tokens
+        found[number] = SampledTokens(
+            tokens=tokens[row, :length].cpu().numpy().astype(np.int32),
+            logprobs=logprobs[row, :length].cpu().numpy(),
+            is_stopped=bool(stopped_at[row]),
+        )
+    return found
+
+
+def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]], Tensor]:
+    """Returns what chooses a token for each row of logits: the likeliest, or one drawn by the row's own generator."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
     if order.temperature <= 0:
-        return {}
-    return {"temperature": order.temperature, "top_p": order.top_p, "top_k": max(0, order.top_k)}
+        return lambda logits, _: logits.argmax(-1)
+    warpers: list[Any] = [TemperatureLogitsWarper(order.temperature)]
+    if order.top_k > 0:
+        warpers.append(TopKLogitsWarper(order.top_k))
+    if order.top_p < 1:
+        warpers.append(TopPLogitsWarper(order.top_p))
+
+    def choose(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        for warper in warpers:
+            logits = warper(None, logits)
+        rows = torch.softmax(logits, -1)
+        drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(rows, generators, strict=True)]
+        return torch.cat(drawn)
+
+    return choose
 
 
-def _ends_by(base: BaseModel, tokens: torch.Tensor, stop_strings: Sequence[str]) -> bool:
-    return bool(stop_strings) and any(stop in base.tokenizer.decode(tokens) for stop in stop_strings)
+def _stop(base: BaseModel, order: SampleOrder) -> Callable[[Tensor], Tensor]:
+    """Returns what says, for each row of tokens so far, whether its last token ends it."""
+    from transformers import StopStringCriteria
+
+    given = base.stop_tokens if order.stop_tokens is None else list(order.stop_tokens)
+    stop_tokens = torch.tensor(given, dtype=torch.int64, device=base.device)
+    if not order.stop_strings:
+        return lambda tokens: torch.isin(tokens[:, -1], stop_tokens)
+    by_strings: Any = StopStringCriteria(base.tokenizer, list(order.stop_strings))
+    return lambda tokens: torch.isin(tokens[:, -1], stop_tokens) | by_strings(tokens, None)
 
 
-def _prompt_logprobs(model: Any, prompt: Sequence[int]) -> FloatArray:
+def _prompt_logprobs(logits: Tensor, prompt: Tensor) -> FloatArray:
     """Returns the log-probability of each token of the prompt after those before it; NaN for the first."""
-    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
-    logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-    found = torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None])[:, 0]
+    found = torch.log_softmax(logits[:-1], -1).gather(-1, prompt[1:, None])[:, 0]
     return np.concatenate([[np.nan], found.cpu().numpy()]).astype(np.float32)

@@ -1,8 +1,8 @@
 """One tenant's model: an adapter over the shared weights, its optimizer, and what of it goes into a checkpoint.
 
-PEFT puts LoRA layers into the tenant's own copy of the modules. What is saved is an `AdapterModule`: a module that has
-the adapter's parameters alone, under the names that they have in the plain model. So a checkpoint holds no base weight,
-and raycheck's export still writes it as a PEFT directory, since the adapter's configuration is at hand.
+What is saved is an `AdapterModule`: a module that has the adapter's parameters alone, under the names that they have in
+a PEFT model. So a checkpoint holds no base weight, and raycheck's export still writes it as a PEFT directory, since the
+adapter's configuration is at hand. Every rank has the whole adapter, and a checkpoint has it once.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raycheck.tinker.engine.base_model import BaseModel
+from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.lora_shape import ALPHA, AdamParams, LoraShape
 
 ADAPTER = "default"
@@ -21,17 +21,16 @@ ADAPTER = "default"
 class AdapterModule(nn.Module):
     """Has the parameters of an adapter, and what raycheck's exports ask a PEFT model for."""
 
-    def __init__(self, model: Any, config: Any) -> None:
+    def __init__(self, base: Any, config: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.peft_config = {ADAPTER: config}
         self.active_adapters = [ADAPTER]
-        self._model = (model,)  # in a tuple, so that it does not become a part of this module
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                _attach(self, name.split("."), parameter)
+        self._base = (base,)  # in a tuple, so that it does not become a part of this module
+        for name, parameter in parameters.items():
+            _attach(self, name.split("."), parameter)
 
     def get_base_model(self) -> Any:
-        return self._model[0]
+        return self._base[0]
 
 
 def _attach(module: nn.Module, path: list[str], parameter: nn.Parameter) -> None:
@@ -48,8 +47,9 @@ class LoraModel:
     """Holds one tenant's model. Two models of equal shape over equal bases are equal to the last bit."""
 
     def __init__(self, base: BaseModel, shape: LoraShape) -> None:
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import LoraConfig
 
+        self.base = base
         self.shape = shape
         layers = base.linear_layers(attn=shape.train_attn, mlp=shape.train_mlp, unembed=shape.train_unembed)
         config = LoraConfig(
@@ -61,11 +61,16 @@ class LoraModel:
             task_type="CAUSAL_LM",
             base_model_name_or_path=base.source,
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(shape.seed)
-            self.model: Any = inject_adapter_in_model(config, base.copy_for_tenant(), ADAPTER)
-        self.adapter = AdapterModule(self.model, config)
-        self.parameters = [parameter for _, parameter in self.adapter.named_parameters()]
+        generator = torch.Generator().manual_seed(shape.seed)
+        found = {path: _pair(base, path, shape.rank, generator) for path in layers}
+        self.lora = Adapter(pairs=found, scaling=ALPHA / shape.rank)
+        named = {
+            f"{path}.lora_{which}.{ADAPTER}.weight": parameter
+            for path, pair in found.items()
+            for which, parameter in zip("AB", pair, strict=True)
+        }
+        self.adapter = AdapterModule(base.model, config, named)
+        self.parameters = list(named.values())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0)
 
     def add_gradients(self, gradients: list[torch.Tensor]) -> None:
@@ -99,3 +104,14 @@ class LoraModel:
     def state(self) -> Mapping[str, object]:
         """Returns what a checkpoint holds of this model."""
         return {"model": self.adapter, "optimizer": self.optimizer}
+
+
+def _pair(base: BaseModel, path: str, rank: int, generator: torch.Generator) -> tuple[nn.Parameter, nn.Parameter]:
+    """Returns A and B of one layer, as PEFT begins them: A is drawn, on the CPU for all devices alike, and B is 0.
+
+    They are float32 whatever the base model has: small steps would be lost in a shorter type.
+    """
+    width_in, width_out = base.layer_size(path)
+    down = torch.empty(rank, width_in)
+    nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
+    return nn.Parameter(down.to(base.device)), nn.Parameter(torch.zeros(width_out, rank, device=base.device))

@@ -1,7 +1,8 @@
 """Forward and backward passes over a batch. The gradients of a request are added as a whole, or not at all.
 
-Sequences run in the order in which they come, in groups of bounded size, each padded on the right. The groups depend on
-nothing but the request, so that a request that is repeated gives the same bits.
+Each rank has a part of the batch, of about as many tokens as the others. There sequences run in the order in which they
+come, in groups of bounded size, each padded on the right. Parts and groups depend on nothing but the request and the
+number of ranks, so that a request that is repeated gives the same bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,26 +23,54 @@ MAX_GROUP_TOKENS = 8192
 def run_pass(tenant: LoraModel, batch: TrainingBatch) -> PassOutput:
     """Compute a batch's losses, and add their gradients to the tenant's unless it is forward_only.
 
-    Raises ValueError for a loss or a gradient that is not finite; then nothing is added.
+    Every rank returns the whole output. Raises ValueError for a loss or a gradient that is not finite; then nothing is
+    added.
     """
+    ranks = tenant.base.ranks
+    parts = [list(_groups(part)) for part in _parts(batch.data, ranks.size)]
+    mine = parts[ranks.rank]
     logprobs: list[FloatArray] = []
     losses: list[FloatArray] = []
     total = 0.0
-    gradients: list[torch.Tensor] | None = None
-    with torch.set_grad_enabled(not batch.forward_only):
-        for group in _groups(batch.data):
-            loss, group_logprobs, group_losses = _group_loss(tenant.model, group, batch)
-            total += float(loss.detach())
-            logprobs += group_logprobs
-            losses += group_losses
+    gradients = [torch.zeros_like(parameter) for parameter in tenant.parameters]
+    with torch.set_grad_enabled(not batch.forward_only), tenant.base.with_adapter(tenant.lora) as model:
+        for number in range(max(map(len, parts))):
+            # The base model's weights are gathered from all ranks: one that has no more groups takes part, too.
+            is_real = number < len(mine)
+            group = mine[number] if is_real else batch.data[:1]
+            loss, group_logprobs, group_losses = _group_loss(model, group, batch)
+            found: Sequence[torch.Tensor] = ()
             if not batch.forward_only:
                 found = torch.autograd.grad(loss, tenant.parameters, allow_unused=True, materialize_grads=True)
-                gradients = list(found) if gradients is None else [a + b for a, b in zip(gradients, found, strict=True)]
-    if not np.isfinite(total) or not all(bool(torch.isfinite(found).all()) for found in gradients or ()):
+            if is_real:
+                total += float(loss.detach())
+                logprobs += group_logprobs
+                losses += group_losses
+                if found:
+                    gradients = [a + b for a, b in zip(gradients, found, strict=True)]
+    outputs = ranks.gather((total, logprobs, losses))
+    total = sum(part for part, _, _ in outputs)
+    if not batch.forward_only:
+        gradients = [ranks.sum(gradient) for gradient in gradients]
+    if not np.isfinite(total) or not all(bool(torch.isfinite(found).all()) for found in gradients):
         raise ValueError(f"the loss is {total}, or a gradient is not finite: no gradient was added")
-    if gradients is not None:
+    if not batch.forward_only:
         tenant.add_gradients(gradients)
-    return PassOutput(logprobs=tuple(logprobs), losses=tuple(losses), loss_sum=total)
+    return PassOutput(
+        logprobs=tuple(item for _, part, _ in outputs for item in part),
+        losses=tuple(item for _, _, part in outputs for item in part),
+        loss_sum=total,
+    )
+
+
+def _parts(data: Sequence[TrainingDatum], count: int) -> list[list[TrainingDatum]]:
+    """Returns the parts of a batch for so many ranks, in order: a sequence goes where its first token lies."""
+    parts: list[list[TrainingDatum]] = [[] for _ in range(count)]
+    total, before = sum(len(datum.tokens) for datum in data), 0
+    for datum in data:
+        parts[before * count // total].append(datum)
+        before += len(datum.tokens)
+    return parts
 
 
 def _groups(data: Sequence[TrainingDatum]) -> Iterator[list[TrainingDatum]]:
@@ -54,7 +83,8 @@ def _groups(data: Sequence[TrainingDatum]) -> Iterator[list[TrainingDatum]]:
             group, length = [], len(datum.tokens)
         group.append(datum)
         longest = length
-    yield group
+    if group:
+        yield group
 
 
 def _group_loss(

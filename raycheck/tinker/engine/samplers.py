@@ -4,10 +4,9 @@ A few stay in memory, the latest ones asked for. They hold no state, so that a d
 """
 
 from collections import OrderedDict
-from typing import Any
 
 from raycheck import NotFoundError, open_run
-from raycheck.tinker.engine.base_model import BaseModel
+from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.generation import sample
 from raycheck.tinker.engine.lora_model import LoraModel
 from raycheck.tinker.engine.orders import SampleOrder, SampleOutput
@@ -24,11 +23,11 @@ class Samplers:
 
     def sample(self, order: SampleOrder) -> SampleOutput:
         """Returns the sequences. Raises NotFoundError when the checkpoint is gone."""
-        return sample(self._base, self._model(order), order)
+        return sample(self._base, self._adapter(order), order)
 
-    def _model(self, order: SampleOrder) -> Any:
+    def _adapter(self, order: SampleOrder) -> Adapter | None:
         if order.source is None or order.shape is None:
-            return self._base.model
+            return None
         place = order.source.uri, order.source.key
         if place not in self._models:
             found = LoraModel(self._base, order.shape)
@@ -40,4 +39,4 @@ class Samplers:
             while len(self._models) > MAX_MODELS:
                 self._models.popitem(last=False)
         self._models.move_to_end(place)
-        return self._models[place].model
+        return self._models[place].lora
