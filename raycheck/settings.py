@@ -203,6 +203,11 @@ class SaveSettings:
         training's interpreter, and a save that all ranks have staged is finished and committed although they die, as
         long as their nodes and the driver live; the next attempt waits for it. Needs `raycheck.fit` and Linux. A rank
         that cannot share its memory with its node's actor uploads itself, and a warning says why.
+    memory_every_steps: make a memory checkpoint after this many optimizer steps: the nodes' actors hold it in their
+        memory, and each node copies its part to another node of the group. The next attempt of the same driver restores
+        the newest one if it is newer than the bucket's. It survives the workers and any one node, and not the driver:
+        only the bucket does. Needs upload_by="node", and four times the memory of a rank's shard for each rank: two
+        buffers, and two copies of other nodes'. None, the default: none are made.
     save_timeout_s: seconds that a save may take from its start to its commit before it counts as failed. Default: 600.
     base: the URI of another run in the same bucket, such as an import, that has the frozen parameters of this run.
         Before the first step of a run that has not saved them yet, they are compared to the last bit. When they are
@@ -236,6 +241,7 @@ class SaveSettings:
     when_busy: Literal["wait", "skip"] = "wait"
     on_preempt: Literal["continue", "restart"] = "continue"
     upload_by: Literal["rank", "node"] = "rank"
+    memory_every_steps: int | None = None
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
     base: str | None = None
@@ -248,12 +254,17 @@ class SaveSettings:
             _check_counts(self, "every_steps")
         if self.overhead is not None and not (isinstance(self.overhead, int | float) and 0 < self.overhead < 1):
             raise ConfigError(f"overhead={self.overhead!r}: give a share of training time, such as 0.02")
-        _check_counts(self, "every_tokens", "every_epochs", "rolling_every_steps", "max_failed_saves")
+        _check_counts(
+            self, "every_tokens", "every_epochs", "rolling_every_steps", "max_failed_saves", "memory_every_steps"
+        )
         _check_seconds(self, "every_seconds", "rolling_every_seconds", "save_timeout_s")
         _check_choice(self, "when_busy", "wait", "skip")
         _check_choice(self, "buffers", 1, 2)
         _check_choice(self, "on_preempt", "continue", "restart")
         _check_choice(self, "upload_by", "rank", "node")
+        if self.memory_every_steps is not None and self.upload_by != "node":
+            hint = 'give upload_by="node" too, since the actors of the nodes hold memory checkpoints'
+            raise ConfigError(f"memory_every_steps={self.memory_every_steps}: {hint}")
         for name in ("enabled", "at_start"):
             if type(getattr(self, name)) is not bool:  # the text "false" would count as true
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
@@ -291,6 +302,7 @@ class SaveSettings:
             when=None,
             rolling_every_steps=None,
             rolling_every_seconds=None,
+            memory_every_steps=None,
             overhead=None,
             exports=self.exports and self.exports.without_triggers,
             when_busy="wait",

@@ -45,10 +45,13 @@ class ResumeRecord(Document):
     world_size_before: the world size of the attempt before, 0 when a person made that one (rewind, repair).
     lost_steps, lost_s: the steps and seconds of training that were lost, by rank 0's last heartbeat, which may be a
     second old; None when the driver had died too and no heartbeat is known. furthest_step: the furthest step of all
-    attempts of this driver, by those heartbeats; None when none is known. since_commit_s: seconds from the restored
+    attempts of this driver, by those heartbeats; None when none is known. is_from_memory: `restored` was a memory
+    checkpoint, which lay in the nodes' memory and not in the bucket. since_commit_s: seconds from the restored
     checkpoint's commit to the end of the restore, downtime included; None without a checkpoint. restore_s: seconds of
     the slowest rank. restore_bytes: bytes of all ranks. what: the entries that were restored, and those that were not.
     """
+
+    when_true: ClassVar[frozenset[str]] = frozenset({"is_from_memory"})
 
     format_version: int = FORMAT_VERSION
     attempt: int
@@ -65,6 +68,7 @@ class ResumeRecord(Document):
     restore_bytes: int
     what: str
     furthest_step: int | None = None
+    is_from_memory: bool = False
 
     @property
     def lost(self) -> str:
@@ -76,7 +80,8 @@ class ResumeRecord(Document):
         since = "" if self.since_commit_s is None else f", {self.since_commit_s:.1f} s since that commit"
         speed = self.restore_bytes / 1e6 / max(self.restore_s, 1e-9)
         return (
-            f"after attempt {self.after} ({self.cause}): step {self.step} of {self.restored or 'nothing'}, "
+            f"after attempt {self.after} ({self.cause}): step {self.step} of {self.restored or 'nothing'}"
+            f"{' in memory' if self.is_from_memory else ''}, "
             f"{self.world_size_before} -> {self.world_size} ranks, lost: {self.lost}{since}, "
             f"{self.restore_bytes / 1e6:.1f} MB restored in {self.restore_s:.2f} s ({speed:.0f} MB/s); {self.what}"
         )

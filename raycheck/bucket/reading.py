@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from raycheck.bucket.document_reading import again_if_corrupt, read_quickly
 from raycheck.bucket.format import object_keys
@@ -20,7 +21,7 @@ from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST
 from raycheck.bucket.format.manifest import Manifest, load_manifest
 from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.store import Got, Store
-from raycheck.bucket.store.interface import MAX_WHOLE_BYTES
+from raycheck.bucket.store.interface import MAX_WHOLE_BYTES, Buffer
 from raycheck.bucket.verify import Finding, verify
 from raycheck.errors import CorruptError, DamagedError, NotFoundError, RaycheckError, StoreError
 
@@ -33,17 +34,25 @@ class Documents:
     index: bytes
 
 
+class RangeReader(Protocol):
+    """Reads byte ranges of objects by their keys, as a store does."""
+
+    def get_range(self, key: str, start: int, stop: int) -> Buffer: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Reads a committed checkpoint.
 
     entry: its entry in `latest`. documents: its manifest and index as another rank has read them; their checksums are
-    checked here too. None: they are read from the store.
+    checked here too. None: they are read from the store. shards: where the bytes of its shards are read; None: from the
+    store.
     """
 
     store: Store
     entry: Entry
     documents: Documents | None = None
+    shards: RangeReader | None = None
 
     @property
     def step(self) -> int:

@@ -54,7 +54,13 @@ def train(config: dict[str, Any]) -> None:
                 loss.backward()
                 optimizer.step()
                 step += 1
-                tell("step", step=step, indices=indices.tolist())
+                tell(
+                    "step",
+                    step=step,
+                    indices=indices.tolist(),
+                    loss=loss.item(),
+                    memory_step=ckpt.save_status.memory_step,
+                )
                 if at.attempt == 1 and config.get("hurt") and tuple(config["hurt"][1:]) == (rank, step):
                     if config["hurt"][0] == "leave":
                         return

@@ -182,11 +182,14 @@ class Told:
     """Holds what the ranks of one attempt wrote.
 
     start: the facts that rank 0 wrote at its start. given: sample numbers by step and rank. at: when rank 0 did each step,
-    by the clock that all processes of this machine share. pids, nodes: by rank."""
+    by the clock that all processes of this machine share. losses: rank 0's, by step. memory_step: of the newest memory
+    checkpoint that rank 0 knows. pids, nodes: by rank."""
 
     start: dict[str, Any]
     given: dict[int, dict[int, list[int]]]
     at: dict[int, float]
+    losses: dict[int, float]
+    memory_step: int
     pids: dict[int, int]
     nodes: dict[int, str]
 
@@ -244,6 +247,8 @@ def _told(ranks: dict[int, list[dict[str, Any]]]) -> Told:
         start=starts[0],
         given=given,
         at={line["step"]: line["at"] for line in ranks[0] if line["kind"] == "step"},
+        losses={line["step"]: line["loss"] for line in ranks[0] if line["kind"] == "step"},
+        memory_step=max((line["memory_step"] for line in ranks[0] if line["kind"] == "step"), default=-1),
         pids={rank: start["pid"] for rank, start in starts.items()},
         nodes={rank: start["node"] for rank, start in starts.items()},
     )

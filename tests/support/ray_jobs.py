@@ -49,7 +49,8 @@ def train(config: dict[str, Any]) -> None:
     """Trains as `config` says.
 
     mode: plain, ddp or fsdp. epochs. every: steps between saves. loader_workers. folder: where the story goes.
-    kill: (rank, step) at which that rank kills itself, after the step `committed` is committed. pause_s: after each
+    kill: (rank, step) at which that rank kills itself, after the step `committed` is committed, or once the nodes hold
+    that of `in_memory` or a later one. wait_at: a step after which it waits for its saves. pause_s: after each
     step. until: a file; training ends when it exists. settings: further ones of SaveSettings.
     """
     torch.set_num_threads(1)
@@ -63,6 +64,9 @@ def train(config: dict[str, Any]) -> None:
         at = ckpt.restore()
         pointer = ray.train.get_checkpoint()
         tell(folder, rank, "start", at=at.step, attempt=at.attempt, pid=os.getpid(), ray=pointer and pointer.path)
+        tell(
+            folder, rank, "restored", checkpoint=at.checkpoint, is_from_memory=at.is_from_memory, bytes=at.bytes_fetched
+        )
         step = at.step
         for epoch in range(at.epoch, config["epochs"]):
             for inputs, targets in data.loader(epoch, num_workers=config.get("loader_workers", 0)):
@@ -74,8 +78,13 @@ def train(config: dict[str, Any]) -> None:
                 step += 1
                 ckpt.end_step({"loss": loss})
                 tell(folder, rank, "step", step=step, attempt=at.attempt, loss=loss.item())
+                if config.get("wait_at") == step:
+                    ckpt.wait()
                 if config.get("kill") == (rank, step) and at.attempt == 1:
-                    wait_for_commit(config["uri"], config["committed"])
+                    if "in_memory" in config:
+                        tell(folder, rank, "held", step=wait_for_memory(ckpt, config["in_memory"]))
+                    else:
+                        wait_for_commit(config["uri"], config["committed"])
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(config.get("pause_s", 0))
             if config.get("until") and Path(config["until"]).exists():
@@ -97,6 +106,16 @@ def wait_for_commit(uri: str, step: int) -> None:
                 return
         time.sleep(0.02)
     raise TimeoutError(f"step {step} was not committed")
+
+
+def wait_for_memory(ckpt: raycheck.Checkpointer, step: int) -> int:
+    """Waits until there is a memory checkpoint of this step or a later one. Returns its step."""
+    deadline = time.monotonic() + 60
+    while ckpt.save_status.memory_step < step:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no memory checkpoint of step {step}: {ckpt.save_status}")
+        time.sleep(0.02)
+    return ckpt.save_status.memory_step
 
 
 def tell(folder: Path, rank: int, kind: str, **facts: Any) -> None:

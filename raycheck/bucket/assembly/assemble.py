@@ -162,6 +162,8 @@ def _component(store: Store, reports: Sequence[Report], name: str, metadata: Blo
     if len(places) == 1 and there != here and _is_in_head(store, there, plans):
         return there
     for rank, (report, shard) in held.items():
+        if name in report.kept and report.is_in_memory:
+            raise SaveFailedError(f"{checkpoint}: {name} is not what the bucket's newest checkpoint has")
         if name in report.kept:
             source, target = (object_keys.shard_key(at, name, rank) for at in (report.kept[name], checkpoint))
             copy_object(store, source, shard, store, target)

@@ -30,7 +30,7 @@ def read_tensors(
     shared_by: this rank and the world size, when all ranks call this together, so that one of them reads what several
     want. Raises DamagedError, CorruptError or NotFoundError; the state is a mixture then.
     """
-    read = partial(read_into, checkpoint.store, manifest.prefixes(), index)
+    read = partial(read_into, checkpoint.shards or checkpoint.store, manifest.prefixes(), index)
     written = WrittenBytes()
     read_own = partial(read, written=written)
     targets = [writable(box) for box in boxes]

@@ -5,10 +5,11 @@ writes, and stages them (transfer/). A restore first compares the whole checkpoi
 nothing yet (restore_matching.py); then it reads, and proves what it read (restore_reading.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,7 +32,13 @@ from raycheck.shards.state.restore_reading import load_objects, read_tensors
 from raycheck.shards.state.restore_result import Restored
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.transfer.gather_cache import local_of
-from raycheck.shards.transfer.incremental_upload import Components, StagedState, by_component, frozen_component
+from raycheck.shards.transfer.incremental_upload import (
+    BoxesAndSources,
+    Components,
+    StagedState,
+    by_component,
+    frozen_component,
+)
 from raycheck.shards.transfer.local_box import (
     TRAIN,
     LocalBox,
@@ -43,6 +50,9 @@ from raycheck.shards.transfer.local_box import (
 )
 from raycheck.shards.transfer.referred_component import Forms, forms_of
 from raycheck.shards.transfer.replica_broadcast import errors_on_all_ranks
+from raycheck.shards.transfer.stock_torch_names import Places
+
+MaybeStaged = TypeVar("MaybeStaged", StagedState, StagedState | None)
 
 
 class TrainState:
@@ -59,6 +69,7 @@ class TrainState:
         world_size: int,
         buffers: int = 1,
         is_shared: bool = False,
+        has_memory: bool = False,
     ) -> None:
         if not state:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
@@ -71,7 +82,7 @@ class TrainState:
         self._rank = rank
         self._world_size = world_size
         self._agreement = Agreement(writers={})
-        self.components = Components(rank, buffers, is_shared=is_shared)
+        self.components = Components(rank, buffers, is_shared=is_shared, has_memory=has_memory)
         # By component: the boxes that this rank writes, and for each the number of its entry and its name there.
         self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
         self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan
@@ -136,6 +147,21 @@ class TrainState:
         The live state may change again when this returns (on an accelerator: by work enqueued from then on). Raises
         ConfigError, naming the path, for what cannot be saved.
         """
+        return self._stage(progress, self.components.stage)
+
+    def stage_for_memory(self, progress: Progress, slot: int) -> StagedState | None:
+        """Copy this rank's shards into one of the two buffers, 0 or 1, for memory checkpoints.
+
+        Returns None when a frozen component is not in the bucket as it is now. Raises as `stage`.
+        """
+        return self._stage(progress, partial(self.components.stage_for_memory, slot))
+
+    def _stage(
+        self,
+        progress: Progress,
+        stage: Callable[[Mapping[str, BoxesAndSources], Leaves, Places, Mapping[str, Forms]], MaybeStaged],
+    ) -> MaybeStaged:
+        """Gather what this rank saves, and have `stage` copy its tensors."""
         gathered = self._gather()
         values: dict[str, Any] = {}
         rank_values: dict[str, Any] = {"rng": rng_values()}
@@ -153,8 +179,8 @@ class TrainState:
                 continue  # rank 0 writes the values for all
             leaves |= found.leaves
             also |= found.also
-        staged = self.components.stage(self._boxes_and_sources(gathered), leaves, also, self._forms)
-        return replace(staged, values=values, rank_values=rank_values)
+        staged = stage(self._boxes_and_sources(gathered), leaves, also, self._forms)
+        return staged if staged is None else replace(staged, values=values, rank_values=rank_values)
 
     def apply(
         self,
@@ -189,7 +215,9 @@ class TrainState:
         self._touched |= match.touched
         shared_by = (self._rank, self._world_size) if share else None
         fetched = read_tensors(checkpoint, manifest, index, match.boxes, shared_by=shared_by)
-        self.components.restored(manifest, index, match.boxes)  # before the objects may change the tensors
+        there = [part for part in manifest.components if checkpoint.shards is None or part.checkpoint != manifest.key]
+        in_bucket = replace(manifest, components=tuple(there))
+        self.components.restored(in_bucket, index, match.boxes)  # before the objects may change the tensors
         load_objects(match)
         return Restored(
             manifest=manifest,

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 
@@ -164,6 +165,10 @@ class StagedState:
             key = shard_key(checkpoint, shard.name.component, shard.name.rank)
             store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
 
+    def seal(self, checkpoint: str) -> dict[str, memoryview]:
+        """Returns the bytes of the staged shards, by the keys that they would have in the bucket. Single use."""
+        return {shard_key(checkpoint, shard.name.component, shard.name.rank): shard.seal() for shard in self.staged}
+
     @property
     def shards(self) -> tuple[Shard, ...]:
         """Returns all shards of this save. Only after the upload, which computes the checksums."""
@@ -219,13 +224,15 @@ class Components:
     """Stages all components of a rank, and remembers which of their shards are in the bucket.
 
     buffers: how many saves may be under way at a time; they take turns. A save that writes more than `train` must have
-    ended before the next is staged. is_shared: let another process of the node upload from the buffers.
+    ended before the next is staged. is_shared: let another process of the node upload from the buffers. has_memory:
+    there are two buffers more, for memory checkpoints.
     """
 
-    def __init__(self, rank: int, buffers: int = 1, *, is_shared: bool = False) -> None:
+    def __init__(self, rank: int, buffers: int = 1, *, is_shared: bool = False, has_memory: bool = False) -> None:
         self._rank = rank
         self._is_shared = is_shared
         self._train = [Stager(TRAIN, rank, is_shared=is_shared) for _ in range(buffers)]
+        self._memory = [{TRAIN: Stager(TRAIN, rank, is_shared=True)} for _ in range(2 if has_memory else 0)]
         self._frozen: dict[str, Stager] = {}
         self._known: dict[str, KnownShard] = {}
         self._restored: RestoredShards | None = None
@@ -236,7 +243,7 @@ class Components:
 
         boxes: all that this rank may write, by component. Raises ConfigError when the host has too little memory.
         """
-        stagers = [(stager, boxes.get(TRAIN, ())) for stager in self._train]
+        stagers = [(stager, boxes.get(TRAIN, ())) for stager in (*self._train, *(slot[TRAIN] for slot in self._memory))]
         if self._restored is None:  # after a restore a frozen component will hardly be written
             written = boxes.keys() - self._referred.keys() - {TRAIN}
             stagers += [(self._stager(name), boxes[name]) for name in sorted(written)]
@@ -265,7 +272,7 @@ class Components:
                 continue
             stager, found = self._stager(component), _digests(boxes, sources)
             known = self._learn(component, boxes, sources)
-            if known is not None and found and all(known.digests.get(name) == own for name, own in found.items()):
+            if _is_unchanged(known, found):
                 stager.release()
                 kept.append(known)
             else:
@@ -276,6 +283,38 @@ class Components:
         return StagedState(
             staged=staged, kept=kept, written=written, referred=referred, has_rows_of_referred=self._rank == 0
         )
+
+    def stage_for_memory(
+        self,
+        slot: int,
+        selected: Mapping[str, BoxesAndSources],
+        leaves: Leaves,
+        also: Places,
+        forms: Mapping[str, Forms],
+    ) -> StagedState | None:
+        """Stage all that is not in the bucket into the buffers of one of two memory checkpoints, 0 or 1.
+
+        The other arguments: see `stage`. Returns None when the bucket has no shard at all of another component than
+        `train`: such a component is mostly large and never changes, so a save to the bucket uploads it first.
+        """
+        referred, kept, staged = self._still_referred(selected, forms), [], []
+        stagers = self._memory[slot]
+        for component, (boxes, sources) in selected.items():
+            if component == TRAIN:
+                staged.append(stagers[TRAIN].stage(boxes, leaves, sources, also))
+                continue
+            if component in referred:
+                continue
+            known = self._learn(component, boxes, sources)
+            if known is None:
+                return None
+            if _is_unchanged(known, _digests(boxes, sources)):
+                kept.append(known)
+            else:
+                stager = stagers.setdefault(component, Stager(component, self._rank, is_shared=True))
+                staged.append(stager.stage(boxes, {}, sources))
+        whole = [referred[name] for name in sorted(referred)]
+        return StagedState(staged=staged, kept=kept, referred=whole, has_rows_of_referred=self._rank == 0)
 
     def _still_referred(
         self, selected: Mapping[str, BoxesAndSources], forms: Mapping[str, Forms]
@@ -340,6 +379,11 @@ class Components:
 
     def _stager(self, component: str) -> Stager:
         return self._frozen.setdefault(component, Stager(component, self._rank, is_shared=self._is_shared))
+
+
+def _is_unchanged(known: KnownShard | None, found: Mapping[str, Digest]) -> TypeGuard[KnownShard]:
+    """Returns whether a shard in the bucket has exactly these digests."""
+    return known is not None and bool(found) and all(known.digests.get(name) == own for name, own in found.items())
 
 
 def _digests(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:

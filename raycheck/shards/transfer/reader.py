@@ -15,7 +15,7 @@ import torch
 from raycheck.bucket.format.checksum import READS, SUB_BLOCK, crc32
 from raycheck.bucket.format.index import Chunk, Index, Tensor
 from raycheck.bucket.format.object_keys import shard_file
-from raycheck.bucket.store import Store
+from raycheck.bucket.reading import RangeReader
 from raycheck.errors import CorruptError, DamagedError, NotFoundError
 from raycheck.shards.transfer.local_box import LocalBox, as_bytes, strides_of
 from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
@@ -57,7 +57,7 @@ class Request:
 
 
 def read_into(
-    store: Store,
+    store: RangeReader,
     prefixes: dict[str, str],
     index: Index,
     boxes: Sequence[LocalBox],
@@ -178,7 +178,7 @@ def _stop_in_object(read: Read) -> int:
     return read.chunk.payload_offset + read.stop
 
 
-def _serve(store: Store, request: Request) -> list[tuple[LocalBox, int]]:
+def _serve(store: RangeReader, request: Request) -> list[tuple[LocalBox, int]]:
     """Fetch a request and copy it into the boxes. Returns how many bytes of each box were written.
 
     Bytes that do not match are fetched again before they count as damaged: they may have been changed on their way.

@@ -106,6 +106,12 @@ class Staged:
         for start in range(sent, self.size_bytes, part_bytes):
             yield self._view[start : start + part_bytes]
 
+    def seal(self) -> memoryview:
+        """Compute all checksums, and return the shard's bytes as they would be uploaded."""
+        for _ in self.parts(max(1, self.size_bytes)):
+            pass
+        return self._view
+
     def shard(self) -> Shard:
         """Returns the rows of manifest and index for this shard. Only after all parts were taken."""
         if self._shard is None:

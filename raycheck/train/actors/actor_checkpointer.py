@@ -58,7 +58,8 @@ class ActorCheckpointer:
     them anew, and another ActorCheckpointer with them. The same `resume` in the same driver binds only the first of
     these.
 
-    Raises ConfigError, naming the entry, for a state that cannot be saved, and for a run that `resume` forbids.
+    Raises ConfigError, naming the entry, for a state that cannot be saved, for a run that `resume` forbids, and for
+    memory_every_steps.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class ActorCheckpointer:
         show_log()
         if not actors:
             raise ConfigError("there are no actors; give the handles of those that hold the model")
+        if settings is not None and settings.memory_every_steps is not None:
+            raise ConfigError(
+                f"memory_every_steps={settings.memory_every_steps}: ActorCheckpointer makes no memory checkpoints; "
+                "rolling_every_steps=... saves often and keeps little"
+            )
         self._actors = list(actors)
         self._uri = uri if storage is None else with_settings(uri, storage)
         self._settings = settings or SaveSettings()

@@ -25,6 +25,7 @@ from raycheck.settings import ExportSettings
 from raycheck.train.coordinator.background_deletes import BackgroundDeletes
 from raycheck.train.coordinator.base_calls import BaseCalls
 from raycheck.train.coordinator.export_jobs import ExportJobs
+from raycheck.train.coordinator.memory_checkpoints import MemoryCheckpoints
 from raycheck.train.coordinator.messages import (
     Arrival,
     BaseAnswer,
@@ -89,6 +90,7 @@ class Coordinator:
         )
         self._base = BaseCalls(register, self._protocol.me)
         self._node_agents = NodeAgents()
+        self._memory = MemoryCheckpoints(self._store, self._node_agents)
         self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
 
     # --- calls of a worker group's ranks ---
@@ -122,7 +124,8 @@ class Coordinator:
             if group not in self._claims:
                 await self._finish_commits()
                 claim = await asyncio.to_thread(self._protocol.claim, group, world_size)
-                if claim.restore is None:
+                claim = replace(claim, memory=await self._memory.claimed(group, claim.restore))
+                if claim.entry is None:
                     claim = replace(claim, resume=self._run_log.resumed(None, []))
                 self._claims = {group: claim}
                 self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
@@ -140,7 +143,7 @@ class Coordinator:
         if rank_restore.group in self._adopted:  # a restarted coordinator no longer knows which ranks have a decision
             raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
         claim, at = self._claims[rank_restore.group], (rank_restore.group, rank_restore.key, rank_restore.is_peek)
-        if at not in self._restores and claim.restore and claim.restore.key != rank_restore.key:
+        if at not in self._restores and claim.entry and claim.entry.key != rank_restore.key:
             return RestoreDecision(kind="again", claim=claim, message="found damaged before")
         awaited = "peeked at it" if rank_restore.is_peek else "restored it"
         rendezvous = self._restores.setdefault(at, Rendezvous(rank_restore.world_size, awaited=awaited))
@@ -178,6 +181,10 @@ class Coordinator:
     async def report(self, report: Report, patience_s: float = WAIT_S) -> Outcome | PlanWanted | Pending:
         """Takes a rank's report of its upload, and waits a while for the outcome of the save."""
         await self._adopt(report.group)
+        if report.is_in_memory:
+            if report.section is not None and not self._memory.plans.remember(report.section):
+                return PlanWanted()
+            return await self._memory.report(report, min(WAIT_S, patience_s))
         if report.save <= self._adopted.get(report.group, 0):
             return await asyncio.to_thread(self._protocol.past_outcome, report)
         if report.section is not None and not self._plans.remember(report.section):
@@ -274,7 +281,11 @@ class Coordinator:
             return
         whose = f"rank {rank_restore.rank}: {'peek at' if rank_restore.is_peek else 'restore of'} {rank_restore.key}: "
         if rank_restore.failure:
+            if self._is_from_memory(rank_restore):
+                self._memory.forget()  # whatever it was, the next attempt does not meet it again
             rendezvous.fail(type(rank_restore.failure)(f"{whose}{rank_restore.failure}"))
+        elif rank_restore.damage and self._is_from_memory(rank_restore):
+            rendezvous.decide(lambda _: self._go_on_from_the_bucket(rank_restore))
         elif rank_restore.damage and rank_restore.on_corrupt == "raise":
             rendezvous.fail(DamagedError(whose + rank_restore.damage))
         elif rank_restore.damage:
@@ -295,9 +306,22 @@ class Coordinator:
     def _go_on(self, rank_restore: RankRestore, arrivals: list[Arrival]) -> RestoreDecision:
         if rank_restore.is_peek:
             return RestoreDecision(kind="done")
+        claim = self._claims[rank_restore.group]
         return RestoreDecision(
-            kind="done", resume=self._run_log.resumed(self._claims[rank_restore.group].restore, arrivals)
+            kind="done", resume=self._run_log.resumed(claim.entry, arrivals, is_from_memory=claim.memory is not None)
         )
+
+    def _is_from_memory(self, rank_restore: RankRestore) -> bool:
+        memory = self._claims[rank_restore.group].memory
+        return memory is not None and memory.entry.key == rank_restore.key
+
+    def _go_on_from_the_bucket(self, rank_restore: RankRestore) -> RestoreDecision:
+        """Has all ranks restore the bucket's checkpoint, since a rank could not read the memory checkpoint."""
+        problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
+        logger.warning(event(f"{rank_restore.key} cannot be restored from memory: {problem}", run=self._store.uri))
+        self._memory.forget()
+        claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
+        return RestoreDecision(kind="again", claim=claim, message=problem)
 
     def _refuse_mixed(self, rank_restore: RankRestore) -> None:
         """Fails both rendezvous where some ranks peek and others restore: they would wait for each other."""
@@ -334,6 +358,9 @@ class Coordinator:
     async def _conclude(self, reports: dict[int, Report]) -> Outcome:
         outcome = await asyncio.to_thread(self._protocol.conclude, reports)
         self._deletes.start()
+        if outcome.kind == "committed":
+            self._memory.committed(outcome.key, next(iter(reports.values())).progress.step)
+            self._memory.plans.components = self._plans.components
         return outcome
 
     async def _adopt(self, group: str) -> None:

@@ -78,10 +78,12 @@ class LostWork:
         """Takes what Ray Train's controller saw happen to the live group. A cause that comes twice counts once."""
         self._failures += [cause for cause in causes if cause not in self._failures]
 
-    def resume(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> ResumeRecord | None:
+    def resume(
+        self, entry: Entry | None, arrivals: Sequence[Arrival], *, is_from_memory: bool = False
+    ) -> ResumeRecord | None:
         """Returns how the live attempt goes on, once all its ranks have restored `entry`; None for a run's first.
 
-        arrivals: of the ranks, in order.
+        arrivals: of the ranks, in order. is_from_memory: it is a memory checkpoint.
         """
         first = arrivals[0] if arrivals else Arrival()
         last, self._reached = self._last, (first.step, first.trained_s)
@@ -104,6 +106,7 @@ class LostWork:
             restore_bytes=sum(arrival.bytes_fetched for arrival in arrivals),
             what=first.what,
             furthest_step=self._furthest,
+            is_from_memory=is_from_memory,
         )
 
 

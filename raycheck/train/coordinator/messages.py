@@ -4,7 +4,7 @@ A rank sends a `Report`, its holdings, a `RankRestore` or a `HeartbeatMessage`. 
 `Outcome`, an agreement, a `RestoreDecision`), or `Pending`, upon which it asks again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,19 @@ class Pending:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOffer:
+    """Describes a memory checkpoint that a new group can restore, which is newer than what the bucket has.
+
+    entry: as if it were in `latest`. documents: as in Claim. holders: for each of its shards, by key, the nodes that
+    hold it and the handles of their actors.
+    """
+
+    entry: Entry
+    documents: list[Any]
+    holders: Mapping[str, Sequence[tuple[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """Answers a claim: names the attempt and the one checkpoint that all its ranks restore.
 
@@ -36,7 +49,7 @@ class Claim:
     attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the attempt
     before cost, where nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had come to
     its end with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with
-    the proof.
+    the proof. memory: the memory checkpoint that is restored in place of `restore`; None for none.
     """
 
     attempt: int
@@ -46,6 +59,12 @@ class Claim:
     resume: ResumeRecord | None = None
     is_finished: bool = False
     refused: tuple[str, ...] = ()
+    memory: MemoryOffer | None = None
+
+    @property
+    def entry(self) -> Entry | None:
+        """Returns the checkpoint that all ranks restore, wherever it lies; None to start fresh."""
+        return self.memory.entry if self.memory is not None else self.restore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ What such an actor does is in train/worker/node_uploads.py. They end with the co
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -42,6 +42,19 @@ class NodeAgents:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             ).remote()
         return self._actors[node]
+
+    def known(self, node: str) -> Any:
+        """Returns the actor of a node; None when none was started there."""
+        return self._actors.get(node)
+
+    def all(self) -> dict[str, Any]:
+        """Returns the actors by node."""
+        return dict(self._actors)
+
+    def drop(self, checkpoints: Sequence[str]) -> None:
+        """Has all nodes give back what these memory checkpoints hold. It does not wait for them."""
+        for actor in self._actors.values() if checkpoints else ():
+            actor.drop_shards.remote(list(checkpoints))
 
     def handed_over(self, report: Report) -> None:
         """Takes that the actor of its node has a rank's staged save."""

@@ -66,18 +66,21 @@ class RunLog:
         self._lost_work.has_trained = True
         self._ray_metrics.begin(attempt.number, newest, now=now, is_adopted=True)
 
-    def resumed(self, entry: Entry | None, arrivals: Sequence[Arrival]) -> ResumeRecord | None:
+    def resumed(
+        self, entry: Entry | None, arrivals: Sequence[Arrival], *, is_from_memory: bool = False
+    ) -> ResumeRecord | None:
         """Logs that all ranks of the live attempt have restored `entry`. Returns what the end of the last attempt cost.
 
-        Returns None for a run's first attempt. Call it in the event loop.
+        is_from_memory: it is a memory checkpoint. Returns None for a run's first attempt. Call it in the event loop.
         """
-        resume = self._lost_work.resume(entry, arrivals)
+        resume = self._lost_work.resume(entry, arrivals, is_from_memory=is_from_memory)
         if resume is not None:
             self._info(
                 f"resumed after attempt {resume.after} ({resume.cause}): {resume.what}",
                 step=resume.step,
                 attempt=resume.attempt,
                 restored=resume.restored or "nothing",
+                is_from_memory=resume.is_from_memory,
                 world_size=resume.world_size,
                 world_size_before=resume.world_size_before,
                 lost_steps="unknown" if resume.lost_steps is None else resume.lost_steps,

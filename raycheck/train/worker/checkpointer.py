@@ -117,6 +117,7 @@ class Checkpointer:
                 world_size=world_size,
                 buffers=self.settings.buffers,
                 is_shared=self.settings.upload_by == "node",
+                has_memory=self.settings.memory_every_steps is not None,
             )
         entries = self._state.objects if self._state else objects_by_name(given)
         self._counter.watch(entries.values())
@@ -176,7 +177,7 @@ class Checkpointer:
             self._preview = Preview(attempt=1, selection=selection)
             return self._preview
         claim = self._claim_run()
-        if claim.restore is None:
+        if claim.entry is None:
             self._preview = Preview(attempt=claim.attempt, selection=selection)
         else:
             self._claim, self._preview = peek_together(self._group, claim, selection, on_corrupt=on_corrupt)
@@ -224,7 +225,7 @@ class Checkpointer:
         claim = self._claim_run()
         if self._preview is not None:
             self._preview.check(selection)
-        if claim.restore is None:
+        if claim.entry is None:
             result = self._start_fresh(state, claim, selection, export_wait)
         else:
             result = self._fill(state, claim, selection, export_wait, strict=strict, on_corrupt=on_corrupt, cast=cast)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, TypeVar
 
 from raycheck.bucket.attempt_records import ResumeRecord
+from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.reading import Checkpoint
 from raycheck.errors import DamagedError, RaycheckError, StoreError, SupersededError
@@ -30,6 +31,7 @@ from raycheck.train.coordinator.messages import (
 from raycheck.train.data.data_stream import DataStream
 from raycheck.train.group import CLAIM_TIMEOUT_S, Group, ask_until_decided
 from raycheck.train.log import event, logger
+from raycheck.train.worker.memory_shards import MemoryReader
 
 NODE_CHECKS_S = 60.0
 """How long the ranks that have nothing to check wait for the others before a driver's first claim."""
@@ -47,7 +49,8 @@ class RestoreResult:
     seconds, bytes_fetched, tensors: what this rank's restore took. rng: what was done about random state. report:
     which entries were restored, and which were not. resume: what the end of the attempt before cost, None in a run's
     first attempt. is_finished: whether training had ended with this checkpoint: all ranks had left the Checkpointer's
-    block without an exception. A loop that goes on from here trains more, or nothing.
+    block without an exception. A loop that goes on from here trains more, or nothing. is_from_memory: `checkpoint` is a
+    memory checkpoint (SaveSettings.memory_every_steps), which lay in the nodes' memory and not in the bucket.
     """
 
     step: int = 0
@@ -66,6 +69,7 @@ class RestoreResult:
     report: RestoreReport = field(default_factory=RestoreReport)
     resume: ResumeRecord | None = None
     is_finished: bool = False
+    is_from_memory: bool = False
 
     @classmethod
     def of(
@@ -83,6 +87,7 @@ class RestoreResult:
             rng=rng,
             report=done.report,
             resume=resume,
+            is_from_memory=claim.memory is not None,
             is_finished=claim.is_finished and not done.report.skipped,  # entries that were left out are trained anew
         )
 
@@ -185,16 +190,16 @@ def _read_together(
     """Read checkpoint after checkpoint, newest first, until no rank finds damage."""
     began = time.monotonic()
     while True:
-        assert claim.restore is not None, "a fresh run restores nothing"
+        assert claim.entry is not None, "a fresh run restores nothing"
         mine = RankRestore(
             group=group.id,
             rank=group.rank,
             world_size=group.world_size,
-            key=claim.restore.key,
+            key=claim.entry.key,
             on_corrupt=on_corrupt,
             is_peek=is_peek,
         )
-        checkpoint = Checkpoint(group.store, claim.restore, group.fetch(claim.documents))
+        checkpoint = _checkpoint(group, claim, claim.entry)
         result: T | None = None
         try:
             result = read(checkpoint, claim)
@@ -210,12 +215,25 @@ def _read_together(
             assert result is not None, "a rank that found damage never gets a final decision"
             return _Agreed(claim=claim, result=result, resume=decision.resume)
         claim = decision.claim
-        if preview is not None and claim.restore is not None:
+        if claim.entry is None:  # some of the state may be that of the memory checkpoint
+            raise SupersededError(
+                f"rank {group.rank}: {mine.key} is lost ({decision.message}), and the bucket has no checkpoint yet; "
+                "start the workers again, which begin the run anew"
+            )
+        if preview is not None:
             # The script has acted on what peek() said of the damaged one. All ranks are told so, and all start again.
             raise SupersededError(
                 f"rank {group.rank}: peek() answered for {mine.key}, which is damaged ({decision.message}); start the "
-                f"workers again: peek() will answer for {claim.restore.key}"
+                f"workers again: peek() will answer for {claim.entry.key}"
             )
+
+
+def _checkpoint(group: Group, claim: Claim, entry: Entry) -> Checkpoint:
+    """Returns what this rank is to read: the bucket's checkpoint, or one that the nodes hold in memory."""
+    if claim.memory is None:
+        return Checkpoint(group.store, entry, group.fetch(claim.documents))
+    reader = MemoryReader(group.store, claim.memory.holders, group.node)
+    return Checkpoint(group.store, entry, group.fetch(claim.memory.documents), shards=reader)
 
 
 def _arrival(done: Restored, seconds: float) -> Arrival:

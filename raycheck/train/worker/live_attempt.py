@@ -6,7 +6,7 @@ which everything happens.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Self
 
 from ray.exceptions import RayError
@@ -55,6 +55,13 @@ class StartingPoint:
 
     @classmethod
     def restored(cls, claim: Claim, done: Restored) -> Self:
+        if claim.memory is not None:  # the bucket has not got this state
+            return cls(
+                claim=claim,
+                lineage=done.lineage,
+                trained_s=done.trained_s,
+                began_at=done.manifest.began_at or claim.claims[-1],
+            )
         kind: SaveKind = "roll" if done.manifest.rolling else "keep"
         return cls(
             claim=claim,
@@ -103,9 +110,10 @@ class LiveAttempt:
             attempt=start.claim.attempt,
             restored_from=None if start.claim.restore is None else start.claim.restore.key,
             partial=start.lineage,
-            saved_step=counter.step,
+            saved_step=counter.step if start.claim.memory is None else -1,
             began_at=start.began_at,
         )
+        self._memory = self._queue.memory_saves() if settings.memory_every_steps is not None else None
         self._is_prepared = False
         self._metrics: dict[str, object] = {}  # of the newest step
         self._begun = (counter.step, start.saved_as) if start.saved_as else NOTHING_SAVED  # the newest save
@@ -117,7 +125,8 @@ class LiveAttempt:
 
     @property
     def save_status(self) -> SaveStatus:
-        return self._queue.status(self._blocked_s)
+        status = self._queue.status(self._blocked_s)
+        return status if self._memory is None else replace(status, memory_step=self._memory.newest_step)
 
     def end_step(self, metrics: Mapping[str, object] | None, *, tokens: int, episodes: int) -> None:
         """Do all that happens at the end of a step. See Checkpointer.end_step."""
@@ -136,6 +145,7 @@ class LiveAttempt:
         kind = self._triggers.decide_at_step(
             self._counter.progress, is_busy=queue.is_busy, busy_s=queue.busy_s or 0.0, metrics=self._metrics
         )
+        self._save_to_memory(kind)
         if kind:
             self.save_as(kind, metrics, is_by_notice=self._triggers.is_by_notice)
         if self._triggers.must_leave:
@@ -143,6 +153,18 @@ class LiveAttempt:
         self._triggers.report_to_ray()
         self._heartbeat.send(self._message)
         self._clock.go()
+
+    def _save_to_memory(self, kind: SaveKind | None) -> None:
+        """Begin a memory checkpoint if one is due. kind: of the save to the bucket that this step begins, if any.
+
+        Beside that one it is begun only when a node is about to go: the other nodes have a copy of it sooner.
+        """
+        if self._memory is None or (kind and not self._triggers.is_by_notice):
+            return
+        is_first_commit_awaited = self._queue.newest is None and bool(self._state.frozen_components())
+        is_busy = is_first_commit_awaited or self._memory.is_busy
+        if self._triggers.decide_on_memory(self._counter.step, is_busy=is_busy):
+            self._memory.begin(self._counter.progress, self._metrics, trained_s=self._clock.trained_s)
 
     def end_epoch(self) -> None:
         """Count an epoch, and save when due. See Checkpointer.end_epoch."""
@@ -253,6 +275,8 @@ class LiveAttempt:
     def stop(self) -> None:
         """Let the save thread end."""
         self._queue.stop()
+        if self._memory is not None:
+            self._memory.stop()
 
     def _leave_node(self) -> NoReturn:
         """End the attempt for on_preempt="restart": Ray starts the workers again, on nodes that stay."""

@@ -23,9 +23,12 @@ from raycheck.train.coordinator.messages import Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import as_raised
+from raycheck.train.worker.memory_shards import Bytes, MemoryShards, send
 from raycheck.train.worker.upload_and_report import Uploader
 
 START_TIMEOUT_S = 60.0
+NO_RAY = "there is no Ray that could start an actor"
+RANK_UPLOADS = "this rank uploads itself from now on, in spite of upload_by='node'"
 LAST_ANSWER_S = 5.0
 """How much longer than a save may take the rank waits for the actor, which gives up a save by itself."""
 
@@ -45,7 +48,8 @@ class NodeAnswer:
 
 
 class NodeAgent:
-    """Uploads and reports the staged saves of the ranks on its node; also when they die meanwhile.
+    """Uploads and reports the staged saves of the ranks on its node, also when they die meanwhile, and holds the shards
+    of memory checkpoints.
 
     It holds no truth: when it dies, each rank uploads what it has staged itself. Ray calls its methods in threads.
     """
@@ -53,7 +57,9 @@ class NodeAgent:
     def __init__(self) -> None:
         show_log()
         self._lock = threading.Lock()
-        self._uploaders: dict[int, tuple[str, Uploader]] = {}  # by rank: of its newest group
+        self._shards = MemoryShards()
+        # By rank, and whether it is for memory checkpoints: of the rank's newest group.
+        self._uploaders: dict[tuple[int, bool], tuple[str, Uploader]] = {}
         self._under_way: set[tuple[str, int, int]] = set()  # group, rank and number of each save
 
     def save(
@@ -65,12 +71,14 @@ class NodeAgent:
         """
         try:
             staged = shared.open()
-            uploader = self._uploader(group, timeout_s)
+            uploader = self._uploader(group, timeout_s, is_in_memory=report.is_in_memory)
         except OSError as error:
             return NodeAnswer(problem=f"its memory cannot be reached: {error}")
         except RaycheckError as error:  # this process may have got another endpoint, or no credentials
             problem = str(error).replace(group.uri, group.uri.partition("?")[0])
             return NodeAnswer(problem=f"the node's actor does not reach the run: {problem}")
+        if report.is_in_memory:
+            return NodeAnswer(outcome=uploader.upload_and_report(staged, report, deadline))
         at = (group.id, group.rank, report.save)
         with self._lock:
             self._under_way.add(at)
@@ -90,28 +98,65 @@ class NodeAgent:
         with self._lock:
             return all((group, rank, save) in self._under_way for rank in ranks)
 
-    def _uploader(self, group: Group, timeout_s: float) -> Uploader:
+    def shard_sizes(self) -> dict[str, int]:
+        """Returns the size in bytes of each shard of memory checkpoints that is here whole, by key."""
+        return self._shards.sizes()
+
+    def read_shard(self, key: str, start: int, stop: int) -> Bytes | None:
+        """Returns bytes start..stop of such a shard; None when it is not here."""
+        return self._shards.read(key, start, stop)
+
+    def receive(self, key: str, size_bytes: int, start: int, chunk: Bytes) -> None:
+        """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
+        self._shards.receive(key, size_bytes, start, chunk)
+
+    def send_shards(self, checkpoint: str, to: Any, *, timeout_s: float) -> str:
+        """Copies the shards that ranks of this node have of a memory checkpoint to another node's actor.
+
+        Returns why it could not; "" when it could.
+        """
+        try:
+            send(self._shards.own(checkpoint), to, timeout_s=timeout_s)
+        except Exception as error:  # noqa: BLE001  whatever the other node's actor met there
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return ""
+
+    def drop_shards(self, checkpoints: list[str]) -> None:
+        """Gives back what these memory checkpoints hold."""
+        self._shards.drop(checkpoints)
+
+    def _uploader(self, group: Group, timeout_s: float, *, is_in_memory: bool) -> Uploader:
         """Returns the rank's own. The first time, raises ConfigError or StoreError where the run cannot be seen."""
         with self._lock:
-            known = self._uploaders.get(group.rank)
+            known = self._uploaders.get((group.rank, is_in_memory))
         if known is None or known[0] != group.id:
             group.check_shared()
-            known = (group.id, Uploader(group, timeout_s=timeout_s))
+            known = (group.id, Uploader(group, timeout_s=timeout_s, hold=self._shards.put if is_in_memory else None))
             with self._lock:
-                self._uploaders[group.rank] = known
+                self._uploaders[group.rank, is_in_memory] = known
         return known[1]
 
 
 class NodeUploads:
     """Hands the saves of one rank to its node's actor, for as long as that works."""
 
-    def __init__(self, group: Group, *, timeout_s: float) -> None:
-        """timeout_s: how long a save may take; errors name it."""
+    def __init__(self, group: Group, *, timeout_s: float, otherwise: str = RANK_UPLOADS) -> None:
+        """timeout_s: how long a save may take; errors name it. otherwise: what follows when the actor is given up."""
         self._group = group
+        self._otherwise = otherwise
         self._timeout_s = timeout_s
         self._agent: Any = None
         self._has_failed = False  # it, or its start, since it last answered
         self._is_given_up = False
+
+    def prepare(self) -> None:
+        """Have the actor started, so that the first save does not wait for it."""
+        try:
+            self._agent = self._start(time.monotonic() + 2 * START_TIMEOUT_S)
+            if self._agent is None:
+                self._give_up(NO_RAY)
+        except Exception as error:  # noqa: BLE001  the first save meets it again
+            self._note_failure(error)
 
     def save(self, staged: StagedState, report: Report, deadline: float) -> Outcome | None:
         """Have a staged save uploaded and reported, and wait for the outcome. deadline: by time.monotonic.
@@ -130,7 +175,7 @@ class NodeUploads:
             if self._agent is None:
                 self._agent = self._start(deadline)
             if self._agent is None:
-                self._give_up("there is no Ray that could start an actor")
+                self._give_up(NO_RAY)
                 return None
         except Exception as error:  # noqa: BLE001  what is wrong with the copy, the rank's own upload meets again (I9)
             self._note_failure(error)
@@ -185,13 +230,13 @@ class NodeUploads:
         if self._has_failed:
             self._give_up(reason)
         else:
-            self._warn(f"the actor that uploads for this node is of no use now, so this rank uploads: {reason}")
+            self._warn(f"the actor that uploads for this node is of no use for the save under way: {reason}")
         self._has_failed = True
 
     def _give_up(self, why: str) -> None:
         """Have the rank upload from now on."""
         self._is_given_up = True
-        self._warn(f"this rank uploads itself from now on, in spite of upload_by='node': {why}")
+        self._warn(f"{self._otherwise}: {why}")
 
     def _warn(self, text: str) -> None:
         logger.warning(event(text, rank=self._group.rank, run=self._group.uri))

@@ -22,6 +22,7 @@ from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.train.coordinator.messages import Outcome
 from raycheck.train.group import Group, ask_until_decided
 from raycheck.train.log import event, logger
+from raycheck.train.worker.memory_saves import MemorySaves
 from raycheck.train.worker.ray_reports import RayPointers, UnreportedCommit
 from raycheck.train.worker.save_kind import SaveKind
 from raycheck.train.worker.save_thread import UploadThread
@@ -37,7 +38,8 @@ class SaveStatus:
 
     is_busy: the next save would have to wait. busy_s: how long the saves under way may still take, None when there is
     none. blocked_s: how long the newest save has held up training. save_s: how long the newest commit took. unnamed:
-    why the newest commit that asked for a name has not got it; "" when it has.
+    why the newest commit that asked for a name has not got it; "" when it has. memory_step: the step of the newest
+    memory checkpoint of this attempt that can be restored; -1 when there is none.
     """
 
     is_busy: bool = False
@@ -45,6 +47,7 @@ class SaveStatus:
     blocked_s: float = 0.0
     save_s: float = 0.0
     unnamed: str = ""
+    memory_step: int = -1
 
     @classmethod
     def of_slowest(cls, ranks: Sequence["SaveStatus"]) -> Self:
@@ -55,6 +58,7 @@ class SaveStatus:
             blocked_s=max(rank.blocked_s for rank in ranks),
             save_s=max(rank.save_s for rank in ranks),
             unnamed=max(rank.unnamed for rank in ranks),
+            memory_step=min(rank.memory_step for rank in ranks),
         )
 
 
@@ -316,6 +320,18 @@ class SaveQueue:
         self._uploads.wait_until_idle(self._settings.save_timeout_s)
         if self._newest_commit is not None:
             self.pointers.point_to(self._newest_commit)
+
+    def memory_saves(self) -> MemorySaves:
+        """Returns what makes this rank's memory checkpoints."""
+
+        def agree(report: Report) -> None:
+            if not self._has_agreed and not self.saves:
+                self._agree(report)
+            if not self._has_agreed:
+                raise SaveFailedError("the replicas are in doubt; the next save to the bucket compares them")
+
+        timeout_s = self._settings.save_timeout_s
+        return MemorySaves(self._state, self._group, self._report, agree=agree, timeout_s=timeout_s)
 
     def stop(self) -> None:
         """Let the save thread end when its save has ended."""

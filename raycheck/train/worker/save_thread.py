@@ -22,6 +22,8 @@ class UploadThread:
         self._own = Uploader(group, timeout_s=timeout_s)
         self._by_node = NodeUploads(group, timeout_s=timeout_s) if by_node else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-save")
+        if self._by_node is not None:
+            self._thread.submit(self._by_node.prepare)
 
     def save(
         self, staged: StagedState, report: Report, *, deadline: float, committed: Callable[[], None]

@@ -58,6 +58,7 @@ class SaveTriggers:
             "overhead=...": settings.overhead is not None,
             "exports=ExportSettings(every_seconds=...)": exports is not None and exports.every_seconds is not None,
             'when_busy="skip"': settings.when_busy == "skip",
+            "memory_every_steps=...": settings.memory_every_steps is not None,
         }
         for name, is_set in decided_by_rank_zero.items():
             if is_set and not self._broadcast.is_possible:
@@ -136,6 +137,19 @@ class SaveTriggers:
         if kind is None or self._settings.when_busy == "wait":
             return kind
         return kind if self._agree_to_save(progress.step, is_busy=is_busy) else None
+
+    def decide_on_memory(self, step: int, *, is_busy: bool) -> bool:
+        """Decide, together with all ranks, whether to make a memory checkpoint of this step.
+
+        It is due at its steps and when a node is about to go, and left out while the one before is under way: rank 0
+        speaks for all. is_busy: that of this rank is.
+        """
+        if not self.is_by_notice and not _is_multiple(step, self._settings.memory_every_steps):
+            return False
+        if self._group.world_size == 1:
+            return not is_busy
+        mine = None if self._group.rank else RankZeroDecision(step=step, save=None if is_busy else "keep")
+        return self._broadcast.share(mine, step=step).save is not None
 
     def _kind_at_step(self, step: int) -> SaveKind | None:
         settings = self._settings

@@ -5,6 +5,7 @@ reported, since the other ranks must not wait for this one (I9).
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from raycheck.bucket.assembly.plan_cache import Section
@@ -24,10 +25,14 @@ class Uploader:
     refusal: why this process may not upload at all, as the newest save has shown; "" when it may.
     """
 
-    def __init__(self, group: Group, *, timeout_s: float) -> None:
-        """timeout_s: how long a save may take; errors name it."""
+    def __init__(
+        self, group: Group, *, timeout_s: float, hold: Callable[[str, memoryview], None] | None = None
+    ) -> None:
+        """timeout_s: how long a save may take; errors name it. hold: takes each shard and its key for a memory
+        checkpoint; None: the shards are uploaded."""
         self._group = group
         self._timeout_s = timeout_s
+        self._hold = hold
         self.refusal = ""
         self._known_plan = b""  # hash of the plan that the coordinator has, unless it was started again
 
@@ -43,8 +48,12 @@ class Uploader:
         try:
             staged.wait()
             report = replace(report, staged_s=report.staged_s or report.blocked_s + time.monotonic() - began)
-            with ends_by(deadline):
-                staged.upload(self._group.store, report.checkpoint)
+            if self._hold is not None:
+                for shard, data in staged.seal(report.checkpoint).items():
+                    self._hold(shard, data)
+            else:
+                with ends_by(deadline):
+                    staged.upload(self._group.store, report.checkpoint)
             section = Section.of(staged.section())
             is_known = section.plan_hash == self._known_plan
             report = replace(report, shards=staged.records, kept=staged.places, references=staged.references)

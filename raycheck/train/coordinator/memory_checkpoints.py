@@ -1,0 +1,227 @@
+"""Lists the memory checkpoints of a run: which of them all ranks have sealed, and which nodes hold their shards.
+
+They lie between the checkpoints of the bucket, in the memory of the nodes' actors (train/worker/memory_shards.py), and
+never in `latest`. This list is in the coordinator's memory alone: a new driver knows nothing of it, and goes on from
+the bucket. A memory checkpoint is offered to a new group only while the bucket's newest checkpoint is the one that this
+coordinator knows, so that whoever rewinds a run in the bucket is obeyed.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raycheck.bucket.assembly.assemble import assemble
+from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import index_key, shard_key
+from raycheck.bucket.reading import Documents
+from raycheck.bucket.store import Store
+from raycheck.errors import RaycheckError, SaveFailedError
+from raycheck.train.coordinator.messages import MemoryOffer, Outcome, Pending
+from raycheck.train.coordinator.node_agents import NodeAgents
+from raycheck.train.coordinator.rendezvous import Rendezvous
+from raycheck.train.log import event, logger
+
+ANSWER_S = 5.0
+"""How long a claim waits for what the nodes say they hold."""
+LAST_COPIES_S = 10.0
+"""How long a claim waits for copies of what all ranks of the group before have sealed."""
+COPY_TIMEOUT_S = 600.0
+ZONE = "ray.io/availability-zone"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Listed:
+    """Describes a memory checkpoint that can be restored. sizes: of its shards in bytes, by key."""
+
+    entry: Entry
+    documents: Documents
+    sizes: Mapping[str, int]
+
+
+class MemoryCheckpoints:
+    """Lists the newest memory checkpoint of one run, and offers it to the group that claims the run next."""
+
+    def __init__(self, store: Store, agents: NodeAgents) -> None:
+        self.plans = PlanCache()
+        self._store = store
+        self._agents = agents
+        self._newest: _Listed | None = None
+        self._head: Entry | None = None  # the bucket's newest checkpoint, as this coordinator knows it
+        self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}  # by group and step
+        self._names: dict[tuple[str, int], str] = {}  # of these saves
+        self._is_warned = False
+
+    async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
+        """Takes that a rank's shard is sealed in its node's memory, or why not, and waits a while for the outcome."""
+        at = (report.group, report.progress.step)
+        if at not in self._saves:
+            self._end_those_before(at)
+        rendezvous = self._saves.setdefault(at, Rendezvous(report.world_size, awaited="sealed their shards"))
+        self._names[at] = report.checkpoint
+        rendezvous.arrive(report.rank, report)
+        if rendezvous.is_open and (report.failure or rendezvous.is_complete):
+            rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
+        return await rendezvous.answer(up_to_s)
+
+    def committed(self, key: str, step: int) -> None:
+        """Takes that the bucket has a new checkpoint: what memory holds of earlier steps is given back."""
+        self._head = Entry(key=key, step=step, committed_at=0.0, size_bytes=0, metrics={}, manifest_crc32=0)
+        if self._newest is not None and self._newest.entry.step <= step:
+            self.forget()
+
+    def forget(self) -> None:
+        """Gives back what is listed."""
+        if self._newest is not None:
+            self._agents.drop([self._newest.entry.key])
+        self._newest = None
+
+    async def claimed(self, group: str, head: Entry | None) -> MemoryOffer | None:
+        """Ends what earlier groups had begun. Returns what the new group can restore from memory; None for nothing.
+
+        head: the checkpoint of the bucket that the claim names.
+        """
+        deciding = [save.answer(LAST_COPIES_S) for save in self._saves.values() if save.is_deciding]
+        await asyncio.gather(*deciding, return_exceptions=True)
+        undone = [self._names[at] for at, save in self._saves.items() if at[0] != group and not save.is_decided]
+        self._agents.drop(undone)
+        self._saves, self._names = {}, {}
+        known, self._head = self._head, head
+        newest = self._newest
+        if newest is None:
+            return None
+        is_same = (known and known.key) == (head and head.key)
+        if not is_same or (head is not None and head.step >= newest.entry.step):
+            self.forget()
+            return None
+        holders = await self._holders(newest)
+        if lost := sorted(newest.sizes.keys() - holders.keys()):
+            text = f"the memory checkpoint {newest.entry.key} is lost: no node that is alive has {', '.join(lost[:5])}"
+            logger.warning(event(text, run=self._store.uri))
+            self.forget()
+            return None
+        logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
+        return MemoryOffer(entry=newest.entry, documents=[ray.put(newest.documents)], holders=holders)
+
+    def _end_those_before(self, at: tuple[str, int]) -> None:
+        """Fails the saves of earlier steps of a group, which no missing rank will report any more."""
+        for earlier in [key for key in self._saves if key[0] == at[0] and key[1] < at[1]]:
+            if self._saves[earlier].is_open:
+                self._saves[earlier].fail(SaveFailedError(f"{self._names[earlier]}: a later one was begun"))
+                self._agents.drop([self._names[earlier]])
+            if self._saves[earlier].is_decided:
+                del self._saves[earlier], self._names[earlier]
+
+    async def _conclude(self, reports: dict[int, Report]) -> Outcome:
+        """Lists a save of which all ranks have sealed their shards, once other nodes have copies of them."""
+        name = next(iter(reports.values())).checkpoint
+        failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
+        try:
+            if failures:
+                raise SaveFailedError("; ".join(failures))
+            in_order = [reports[rank] for rank in sorted(reports)]
+            made = await asyncio.to_thread(assemble, self._store, in_order, self.plans)
+        except RaycheckError as error:
+            self._agents.drop([name])
+            return Outcome(kind="failed", key=name, message=str(error))
+        await self._copy(name, sorted({report.node for report in in_order}))
+        if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
+            self._agents.drop([name])
+            return Outcome(kind="superseded", key=name)
+        self._list(made.manifest, Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)]))
+        return Outcome(kind="committed", key=name, agree_anew=made.has_copies)
+
+    def _list(self, manifest: Manifest, documents: Documents) -> None:
+        entry = Entry(
+            key=manifest.key,
+            refs=manifest.refs,
+            step=manifest.step,
+            committed_at=time.time(),
+            size_bytes=manifest.size_bytes,
+            metrics={},
+            manifest_crc32=crc32(documents.manifest),
+        )
+        sizes = {
+            shard_key(manifest.key, shard.component, shard.rank): shard.size_bytes
+            for component in manifest.components
+            if component.checkpoint == manifest.key
+            for shard in component.shards
+        }
+        is_older = self._head is not None and self._head.step >= entry.step
+        if is_older or (self._newest is not None and self._newest.entry.step >= entry.step):
+            self._agents.drop([entry.key])
+            return
+        self.forget()
+        self._newest = _Listed(entry=entry, documents=documents, sizes=sizes)
+
+    async def _copy(self, name: str, nodes: Sequence[str]) -> None:
+        """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node."""
+        zones = await asyncio.to_thread(_zones)
+        problems = await asyncio.gather(
+            *(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes)
+        )
+        if any(problems) and not self._is_warned:
+            self._is_warned = True
+            text = f"memory checkpoints survive the loss of workers, and not of a node: {min(filter(None, problems))}"
+            logger.warning(event(text, run=self._store.uri))
+
+    async def _copy_from(self, node: str, name: str, others: Sequence[str]) -> str:
+        """Returns why no other node has a copy of this node's shards; "" when one has."""
+        problem = "the group has only one node"
+        source = self._agents.known(node)
+        for other in others:
+            target = self._agents.known(other)
+            if source is None or target is None:
+                continue
+            try:
+                sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S)
+                problem = await asyncio.wait_for(sending, COPY_TIMEOUT_S)
+            except (TimeoutError, RayError) as error:
+                problem = f"{type(error).__name__} while node {node} copied to {other}"
+            if not problem:
+                break
+        return problem
+
+    async def _holders(self, listed: _Listed) -> dict[str, list[tuple[str, Any]]]:
+        """Returns, by key, the nodes that hold a shard whole, and their actors."""
+        alive = await asyncio.to_thread(_zones)
+        asked = {node: actor for node, actor in self._agents.all().items() if node in alive}
+        answers = await asyncio.gather(*(_sizes(actor) for actor in asked.values()))
+        holders: dict[str, list[tuple[str, Any]]] = {}
+        for (node, actor), sizes in zip(asked.items(), answers, strict=True):
+            for key, size in listed.sizes.items():
+                if sizes.get(key) == size:
+                    holders.setdefault(key, []).append((node, actor))
+        return holders
+
+
+async def _sizes(actor: Any) -> dict[str, int]:
+    try:
+        return dict(await asyncio.wait_for(actor.shard_sizes.remote(), ANSWER_S))
+    except (TimeoutError, RayError):
+        return {}
+
+
+def _zones() -> dict[str, str]:
+    """Returns the zone of each node of the cluster that is alive, "" where it has no label."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node.get("Labels", {}).get(ZONE, "") for node in nodes if node["Alive"]}
+
+
+def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:
+    """Returns the other nodes that may take the copies of `node`, the best one first.
+
+    nodes: those of the group, sorted. zones: of the nodes that are alive. Nodes of another zone come first, and else
+    those that follow in the ring of all nodes, so that each node takes the copies of one other.
+    """
+    at = nodes.index(node)
+    ring = [other for other in (*nodes[at + 1 :], *nodes[:at]) if other in zones]
+    return sorted(ring, key=lambda other: not zones[other] or zones[other] == zones.get(node))

@@ -1,0 +1,140 @@
+"""Memory checkpoints: the next attempt restores what the nodes hold, when it is newer than what the bucket has."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import ray
+import torch
+
+import raycheck
+from raycheck.bucket.attempt_records import read_resumes
+from raycheck.bucket.store import open_store
+from raycheck.bucket.store.address import join_uri
+from raycheck.train.coordinator.memory_checkpoints import neighbours
+from tests.support.invariants import assert_invariants
+from tests.support.ray_jobs import story, wait_for_memory
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
+IN_MEMORY = {"upload_by": "node", "memory_every_steps": 2}
+
+
+@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])  # fsdp: with a frozen layer
+def test_a_group_that_dies_goes_on_from_the_memory_checkpoint(job, s3: str, tmp_path: Path, mode: str) -> None:
+    storage = join_uri(s3, uuid4().hex)
+    trainer = job(
+        storage,
+        "run",
+        mode=mode,
+        every=8,
+        wait_at=8,
+        kill=(1, 15),
+        in_memory=9,
+        settings=IN_MEMORY,
+        max_failures=1,
+        pause_s=0.1,
+    )
+
+    raycheck.fit(trainer)
+
+    (fresh, again) = story(tmp_path, "restored")
+    assert not fresh["is_from_memory"]
+    assert again["is_from_memory"]
+    (held,) = story(tmp_path, "held", rank=1)
+    at = story(tmp_path, "start")[1]["at"]
+    assert held["step"] <= at <= 14
+    assert again["checkpoint"] == f"step-{at:09d}-a1-s0"
+    for rank in (0, 1):
+        steps = story(tmp_path, "step", rank=rank)
+        assert len({event["step"] for event in steps}) == 24
+        assert len({event["step"] for event in steps}) == len({(event["step"], event["loss"]) for event in steps})
+    store = open_store(join_uri(storage, "run"))
+    body = assert_invariants(store)
+    assert body is not None
+    assert at not in [entry.step for entry in body.live], "a memory checkpoint is never in latest"
+    assert read_resumes(store, [2])[2].is_from_memory
+
+
+class Averaged(torch.nn.Module):
+    """Has an average of its weights, which gets no gradient and changes at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(50_000))
+        self.average = torch.nn.Parameter(torch.zeros(50_000), requires_grad=False)
+
+    def step(self, number: int) -> None:
+        with torch.no_grad():
+            self.weight.fill_(number)
+            self.average.lerp_(self.weight, 0.5)
+
+
+@pytest.fixture
+def coordinator(cluster: None, tmp_path: Path) -> Iterator[Any]:
+    started = raycheck.start_coordinator(f"file://{tmp_path}/run", owner=uuid4().hex)
+    yield started
+    ray.kill(started)
+
+
+def test_what_changes_without_a_gradient_is_in_memory_too_and_the_next_save_uploads_it(
+    coordinator: Any, tmp_path: Path
+) -> None:
+    def attempt(steps: range) -> tuple[Any, Averaged]:
+        model = Averaged()
+        group = raycheck.Group(
+            id=uuid4().hex, uri=f"file://{tmp_path}/run", rank=0, world_size=1, coordinator=coordinator
+        )
+        settings = raycheck.SaveSettings(every_steps=4, upload_by="node", memory_every_steps=1)
+        with suppress(ZeroDivisionError), raycheck.Checkpointer({"model": model}, settings, group=group) as ckpt:
+            at = ckpt.restore()
+            restored = copy.deepcopy(model)
+            for number in steps:
+                model.step(number)
+                ckpt.end_step()
+                if number % 4 == 0:
+                    ckpt.wait()
+                else:
+                    wait_for_memory(ckpt, number) if number > 4 else None
+            if steps.stop < 10:
+                raise ZeroDivisionError
+        return at, restored
+
+    attempt(range(1, 8))
+    expected = Averaged()
+    for number in range(1, 8):
+        expected.step(number)
+
+    at, restored = attempt(range(8, 11))
+
+    assert at.is_from_memory
+    assert at.step == 7
+    assert torch.equal(restored.weight, expected.weight)
+    assert torch.equal(restored.average, expected.average)
+    run = raycheck.open_run(f"file://{tmp_path}/run")
+    assert [checkpoint.step for checkpoint in run.checkpoints] == [4, 8, 10]
+    for checkpoint in run.checkpoints:
+        assert not [finding for finding in checkpoint.verify() if finding.problem]
+        assert checkpoint.read_manifest().prefixes().keys() == {"train", "model.frozen"}
+
+
+def test_each_node_copies_to_the_next_one_and_to_another_zone_first() -> None:
+    nodes = ["a", "b", "c", "d"]
+
+    assert [neighbours(node, nodes, dict.fromkeys(nodes, ""))[0] for node in nodes] == ["b", "c", "d", "a"]
+    assert neighbours("a", nodes, {"a": "x", "b": "x", "c": "y", "d": "x"}) == ["c", "b", "d"]
+    assert neighbours("a", nodes, {"a": "", "c": ""}) == ["c"], "b and d are gone"
+    assert neighbours("a", ["a"], {"a": ""}) == []
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(raycheck.ConfigError, match='upload_by="node"'):
+        raycheck.SaveSettings(memory_every_steps=5)
+    with pytest.raises(raycheck.ConfigError, match="memory_every_steps=0"):
+        raycheck.SaveSettings(memory_every_steps=0, upload_by="node")
+    settings = raycheck.SaveSettings(memory_every_steps=5, upload_by="node")
+    with pytest.raises(raycheck.ConfigError, match="memory_every_steps=5: ActorCheckpointer"):
+        raycheck.ActorCheckpointer([object()], dict, "file:///nowhere", settings)
