@@ -179,8 +179,10 @@ class Journal:
         """Returns the number after the highest one that the lane has had."""
         return int(self.rows("SELECT coalesce(max(seq), -1) + 1 FROM requests WHERE lane = ?", lane)[0][0])
 
-    def first_pending(self, lane: str) -> LoggedRequest | None:
-        return next(self._requests("WHERE lane = ? AND status = 'pending' ORDER BY seq LIMIT 1", lane), None)
+    def first_pending(self, lane: str, *, after: int = -1) -> LoggedRequest | None:
+        """Returns the request with the lowest number that has no result, of those after `after`."""
+        where = "WHERE lane = ? AND seq > ? AND status = 'pending' ORDER BY seq LIMIT 1"
+        return next(self._requests(where, lane, after), None)
 
     def missing_before(self, lane: str, seq: int) -> list[int]:
         """Returns the lower numbers that have not come yet."""

@@ -3,12 +3,17 @@
 When the engine has died since the last one, the model is rebuilt first: from its run's newest checkpoint in the bucket,
 or as it was created, and then by running again what the journal has had done since. A number that does not come is
 waited for; then it is given up, and so is the request that waited, for a later number must never take its place.
+
+A save lets the next requests run as soon as the model's state is copied, and has its result after the commit. One save
+is under way at a time. If the engine dies meanwhile, the save comes first again: the model is rebuilt to where it was
+before the save, and what was run since is run again after it.
 """
 
 import asyncio
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from uuid import uuid4
 
 from raycheck import ConfigError, RaycheckError
@@ -20,6 +25,7 @@ from raycheck.tinker.wire.fields import RefusedRequestError
 logger = logging.getLogger("raycheck.tinker")
 MAX_DEATHS = 3
 """A request during which the engine has died this often is given up."""
+SAVES = ("save_weights", "save_weights_for_sampler")
 
 
 class ModelQueue:
@@ -49,6 +55,9 @@ class ModelQueue:
         self._open_in: int | None = None  # the engine's life in which the model is open
         self._over = ""  # why the model will never be open again
         self._deadlines: dict[int, float] = {}  # until when a request waits for those before it, by its number
+        self._at = 0  # the number of the last request whose effect the open model has
+        self._deaths: dict[int, int] = {}  # how often the engine has died during a request, by its number
+        self._saving: tuple[LoggedRequest, asyncio.Task[Result | None]] | None = None
         self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
@@ -56,24 +65,56 @@ class ModelQueue:
         self._came.set()
 
     async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [self._task] if self._saving is None else [self._task, self._saving[1]]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         try:
             while True:
                 self._came.clear()
-                request = self._journal.first_pending(self._context.run)
+                if self._saving is not None and self._saving[1].done():
+                    await self._end_save()
+                after = -1 if self._saving is None else self._saving[0].seq
+                request = self._journal.first_pending(self._context.run, after=after)
                 if request is None:
                     await self._came.wait()
                 elif missing := self._journal.missing_before(self._context.run, request.seq):
                     await self._wait_for(missing, request)
-                else:
-                    self._log(request, *await self._result_of(request))
+                elif self._saving is not None and self._must_wait_for_save(request):
+                    await self._end_save()
+                elif request.kind in SAVES:
+                    await self._begin_save(request)
+                elif (result := await self._result_of(request)) is not None:
+                    self._log(request, *result)
                     await self._after(request)
         except ReplacedError as error:
             logger.warning("stopping: %s model=%s", error, self._context.run)
             self._on_replaced()
+
+    def _must_wait_for_save(self, request: LoggedRequest) -> bool:
+        is_gone = self._open_in != self._context.engine.life  # the save comes first when the model is rebuilt
+        return is_gone or request.kind in (*SAVES, "unload_model")
+
+    async def _begin_save(self, request: LoggedRequest) -> None:
+        """Start a save, and wait until the model may be changed again."""
+        staged = asyncio.Event()
+        task = asyncio.create_task(self._result_of(request, on_staged=staged.set))
+        self._saving = request, task
+        task.add_done_callback(lambda _: staged.set())
+        task.add_done_callback(lambda _: self._came.set())
+        await staged.wait()
+
+    async def _end_save(self) -> None:
+        """Wait for the save that is under way. If the engine has died, it stays to be run again."""
+        assert self._saving is not None, "the caller has looked"
+        request, task = self._saving
+        result = await task
+        self._saving = None
+        if result is not None:
+            self._log(request, *result)
+            await self._after(request)
 
     async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
         """Wait until another request comes. At the deadline fail this one, and what is missing before it for ever."""
@@ -90,52 +131,75 @@ class ModelQueue:
     async def _after(self, request: LoggedRequest) -> None:
         """Save for a recovery when much would have to be run again. The client knows nothing of it."""
         self._deadlines.pop(request.seq, None)
+        self._deaths.pop(request.seq, None)
         if request.kind == "unload_model":
             self._over = f"model {self._context.run} was unloaded"
         context = self._context
-        if request.kind != "optim_step" or self._over or self._journal.uncovered(context.run) < self._recovery_steps:
+        if (
+            request.kind != "optim_step"
+            or self._over
+            or self._saving
+            or self._journal.uncovered(context.run) < self._recovery_steps
+        ):
             return
         try:
             await save_for_recovery(context, request)
         except (EngineGoneError, EngineRefusalError, RaycheckError) as error:
             logger.warning("could not save for a recovery: %s model=%s", error, context.run)
 
-    async def _result_of(self, request: LoggedRequest) -> Result:
-        for _ in range(MAX_DEATHS):
-            if self._over:
-                return failure(self._over, "server")
-            try:
-                if self._open_in != self._context.engine.life:
-                    await self._open(request)
-                if request.seq == 0:
-                    return as_json(_created(self._context))
-                return await OPERATIONS[request.kind](self._context, request)
-            except EngineGoneError as error:
-                logger.warning("the engine died, and is started again: %s model=%s", error, self._context.run)
-            except EngineRefusalError as error:
-                if error.category == "fenced":
-                    self._over = f"another server has taken over model {self._context.run}: {error}"
-                return failure(str(error), error.category)
-            except (ValueError, RefusedRequestError) as error:  # a ConfigError is a ValueError
-                return failure(str(error), "user")
-            except RaycheckError as error:
-                return failure(str(error), "server")
-            except ReplacedError:
-                raise
-            except Exception as error:
-                logger.exception("request failed: kind=%s model=%s", request.kind, self._context.run)
-                return failure(f"{type(error).__name__}: {error}", "server")
-        return failure(f"the engine died {MAX_DEATHS} times while it ran this request", "server")
+    async def _result_of(
+        self, request: LoggedRequest, *, on_staged: Callable[[], None] = lambda: None
+    ) -> Result | None:
+        """Returns the result of a request; None when the engine died, and the request is to be run again."""
+        context = replace(self._context, on_staged=on_staged)
+        if self._over:
+            return failure(self._over, "server")
+        try:
+            if self._open_in != context.engine.life:
+                await self._open()
+            await self._catch_up(request)
+            self._at = request.seq
+            if request.seq == 0:
+                return as_json(_created(context))
+            return await OPERATIONS[request.kind](context, request)
+        except EngineGoneError as error:
+            logger.warning("the engine died, and is started again: %s model=%s", error, context.run)
+            self._open_in = None
+            self._deaths[request.seq] = self._deaths.get(request.seq, 0) + 1
+            if self._deaths[request.seq] < MAX_DEATHS:
+                return None
+            return failure(f"the engine died {MAX_DEATHS} times while it ran this request", "server")
+        except EngineRefusalError as error:
+            if error.category == "fenced":
+                self._over = f"another server has taken over model {context.run}: {error}"
+            return failure(str(error), error.category)
+        except (ValueError, RefusedRequestError) as error:  # a ConfigError is a ValueError
+            return failure(str(error), "user")
+        except RaycheckError as error:
+            return failure(str(error), "server")
+        except ReplacedError:
+            raise
+        except Exception as error:
+            logger.exception("request failed: kind=%s model=%s", request.kind, context.run)
+            return failure(f"{type(error).__name__}: {error}", "server")
 
-    async def _open(self, request: LoggedRequest) -> None:
-        """Bring the model to where it was before `request`."""
+    async def _open(self) -> None:
+        """Bring the model to its newest checkpoint, or to how it began."""
         context, life = self._context, self._context.engine.life
         self._journal.check_current()  # else this claim would fence the server that has taken over
         uri = context.checkpoints.uri_of(context.run)
         note = await context.engine.call("open", context.run, context.facts.shape, uri, context.facts.source)
         found = note.get("covered", 0)
-        covered = found if isinstance(found, int) else 0
-        replayed = [item for item in self._journal.to_replay(context.run, covered) if item.seq < request.seq]
+        if life != context.engine.life:
+            raise EngineGoneError("it died while the model was rebuilt")
+        self._at, self._open_in = found if isinstance(found, int) else 0, life
+
+    async def _catch_up(self, request: LoggedRequest) -> None:
+        """Run again what was run before this request, and the open model does not have."""
+        context, begin, life = self._context, self._at, self._context.engine.life
+        if begin >= request.seq - 1:
+            return
+        replayed = [item for item in self._journal.to_replay(context.run, begin) if item.seq < request.seq]
         if any(item.body is None for item in replayed):
             raise ConfigError(
                 f"model {context.run} cannot be rebuilt: a checkpoint that it was saved to is gone. Resume from a "
@@ -143,11 +207,11 @@ class ModelQueue:
             )
         for item in replayed:
             await OPERATIONS[item.kind](context, item)
+            self._at = item.seq
         if replayed:
-            logger.info("rebuilt model=%s from_request=%d requests=%d", context.run, covered, len(replayed))
+            logger.info("rebuilt model=%s from_request=%d requests=%d", context.run, begin, len(replayed))
         if life != context.engine.life:
             raise EngineGoneError("it died while the model was rebuilt")
-        self._open_in = life
 
     def _log(self, request: LoggedRequest, form: str, result: bytes) -> None:
         self._journal.finish(request.id, "failed" if form == "error" else "done", form, result)

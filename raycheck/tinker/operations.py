@@ -1,7 +1,8 @@
 """What each kind of request does to a model: one function per kind, which returns the result as it is stored.
 
 All of them may be run again: after a death of the engine the model is rebuilt from the bucket and the journal, and the
-request that was under way is run once more. A save looks first whether its checkpoint was committed already.
+request that was under way is run once more. A save looks first whether its checkpoint was committed already. It tells
+when the model's state is copied, and goes on until the commit while the model's next requests run.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from typing import Any
 
 from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.checkpoint_store import CheckpointStore
-from raycheck.tinker.engine.actor import Engine, EngineRefusalError
+from raycheck.tinker.engine.actor import Engine, EngineGoneError, EngineRefusalError
 from raycheck.tinker.engine.lora_shape import AdamParams
 from raycheck.tinker.engine.orders import BaseFacts, LoadSource, PassOutput, SaveOrder
 from raycheck.tinker.journal import Journal, LoggedRequest
@@ -35,13 +36,18 @@ from raycheck.tinker.wire.training_data import (
     batch_in_protobuf,
 )
 
+POLL_S = 0.02
+"""How long to wait before asking again whether a save is committed."""
 Result = tuple[str, bytes]
 """A result's form (see LoggedRequest) and its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """Holds what operations work with: one model's id and facts, and the server's parts."""
+    """Holds what operations work with: one model's id and facts, and the server's parts.
+
+    on_staged: called by a save when the model may be changed again.
+    """
 
     run: str
     facts: ModelFacts
@@ -49,6 +55,7 @@ class Context:
     engine: Engine
     journal: Journal
     checkpoints: CheckpointStore
+    on_staged: Callable[[], None] = lambda: None
 
 
 def as_json(value: Mapping[str, Any]) -> Result:
@@ -142,7 +149,7 @@ async def _save_for_sampling_session(context: Context, request: LoggedRequest) -
             break
         if is_saved:
             raise EngineRefusalError("the weights were saved, and another checkpoint is the newest one", "server")
-        await context.engine.call("save", context.run, SaveOrder(name=None, note=_note(context, request, covered)))
+        await _commit(context, SaveOrder(name=None, note=_note(context, request, covered)))
     context.journal.cover(context.run, covered)
     facts = SamplerFacts(
         base_model=context.facts.base_model,
@@ -169,8 +176,29 @@ async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) 
             expire_after_s=ttl_in(body),
             overwrite=known is not None,
         )
-        await context.engine.call("save", context.run, order)
+        await _commit(context, order)
     context.journal.cover(context.run, covered)
+
+
+async def _commit(context: Context, order: SaveOrder) -> None:
+    """Save the model as it is now, and return when it is committed.
+
+    Raises EngineGoneError when the engine has been started again meanwhile, which may be before or after the commit.
+    """
+    engine, life = context.engine, context.engine.life
+    await engine.call("save", context.run, order)
+    context.on_staged()
+    is_committed = False
+    while not is_committed:
+        try:
+            is_committed = engine.life == life and await engine.call("is_committed", context.run)
+        except EngineRefusalError:
+            if engine.life == life:
+                raise
+        if engine.life != life:
+            raise EngineGoneError("it died before a save was known to be committed")
+        if not is_committed:
+            await asyncio.sleep(POLL_S)
 
 
 async def save_for_recovery(context: Context, request: LoggedRequest) -> None:
@@ -182,7 +210,7 @@ async def save_for_recovery(context: Context, request: LoggedRequest) -> None:
         covered=request.seq,
         metadata={},
     )
-    await context.engine.call("save", context.run, SaveOrder(name=None, note=note))
+    await _commit(context, SaveOrder(name=None, note=note))
     context.journal.cover(context.run, request.seq)
 
 

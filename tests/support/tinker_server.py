@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raycheck.tinker.checkpoint_store import CheckpointStore
-from raycheck.tinker.engine.actor import EngineGoneError, answer_of, value_of
+from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError, answer_of, value_of
 from raycheck.tinker.engine.base_model import BaseModel
 from raycheck.tinker.engine.tenants import Tenants
 from raycheck.tinker.journal import Journal
@@ -62,6 +62,7 @@ class ThreadEngine:
         self.calls: list[str] = []
         self.dies_before: Callable[[str], bool] = lambda _: False
         self.dies_after: Callable[[str], bool] = lambda _: False
+        self.hides_commits = self.fails_commits = False  # saves stay under way, or are said to have failed
         self._base = BaseModel(source)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-engine")
         self._tenants: Tenants | None = None
@@ -91,6 +92,10 @@ class ThreadEngine:
         if self.dies_before(method):
             self.kill()
             raise EngineGoneError("killed before")
+        if method == "is_committed" and self.hides_commits:
+            if self.fails_commits:
+                raise EngineRefusalError("no space left", "server")
+            return False
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, run)
         if self.dies_after(method):
             self.kill()

@@ -50,7 +50,8 @@ class Deaths:
 
 CALLS = [("open", 1), ("open", 2), ("run_pass", 1), ("run_pass", 4), ("optim_step", 1), ("optim_step", 3)]
 CALLS += [("optim_step", 7), ("save", 1), ("save", 2), ("save", 3), ("save", 4)]
-DEFAULT = {("open", 2), ("run_pass", 4), ("optim_step", 3), ("save", 2)}
+CALLS += [("is_committed", 1), ("is_committed", 2), ("is_committed", 3)]
+DEFAULT = {("open", 2), ("run_pass", 4), ("optim_step", 3), ("save", 2), ("is_committed", 1)}
 CASES = [
     pytest.param(*call, id="-".join(map(str, call)), marks=() if call in DEFAULT else pytest.mark.slow)
     for call in CALLS
@@ -93,6 +94,71 @@ def test_an_engine_that_always_dies_in_one_request_fails_that_request_alone(base
             future.result(TIMEOUT_S)
 
         assert train(model, range(1, 2))
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])
+def test_requests_run_while_a_save_is_under_way_and_the_save_has_none_of_them(base, connect, tmp_path, dies) -> None:
+    """When the engine dies, the save comes again, of the state that it was asked for."""
+    bucket = f"memory://{uuid4().hex}"
+    with tinker_server(base, bucket, tmp_path / "s.sqlite") as server:
+        client = connect(server)
+        model, undisturbed = new_model(client, base), new_model(client, base)
+        expected = train(undisturbed, range(6))
+        losses = train(model, range(2))
+        server.engine.hides_commits = True
+        first = model.save_state("first")
+
+        losses += train(model, range(2, 4))
+        second = model.save_state("second")
+        if dies:
+            server.engine.kill()
+        server.engine.hides_commits = False
+
+        paths = [save.result(TIMEOUT_S).path for save in (first, second)]
+        assert losses + train(model, range(4, 6)) == expected
+        for path, step in zip(paths, (2, 4), strict=True):
+            resumed = client.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
+            assert train(resumed, range(step, 6)) == expected[step:]
+        assert server.engine.life == dies
+    assert_saved_once(bucket, paths)
+
+
+def test_a_save_that_fails_leaves_what_ran_meanwhile(base, connect, tmp_path) -> None:
+    with tinker_server(base, f"memory://{uuid4().hex}", tmp_path / "s.sqlite") as server:
+        client = connect(server)
+        model, undisturbed = new_model(client, base), new_model(client, base)
+        expected = train(undisturbed, range(4))
+        losses = train(model, range(1))
+        server.engine.hides_commits = True
+        save = model.save_state("x")
+        losses += train(model, range(1, 3))
+        server.engine.fails_commits = True
+
+        with pytest.raises(tinker.RequestFailedError, match="no space left"):
+            save.result(TIMEOUT_S)
+
+        server.engine.kill()
+        assert losses + train(model, range(3, 4)) == expected
+
+
+def test_the_server_ends_while_a_save_is_under_way_and_the_next_one_makes_it(base, connect, tmp_path) -> None:
+    bucket, port = f"memory://{uuid4().hex}", free_ports(1)[0]
+    with tinker_server(base, bucket, tmp_path / "s.sqlite", port=port) as server:
+        client = connect(server)
+        model, undisturbed = new_model(client, base), new_model(client, base)
+        expected = train(undisturbed, range(5))
+        losses = train(model, range(2))
+        server.engine.hides_commits = True
+        save = model.save_state("two")
+        losses += train(model, range(2, 4))
+    with tinker_server(base, bucket, tmp_path / "s.sqlite", port=port):
+        path = save.result(TIMEOUT_S).path
+        losses += train(model, range(4, 5))
+        resumed = client.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
+
+        assert train(resumed, range(2, 5)) == expected[2:]
+    assert losses == expected
+    assert_saved_once(bucket, [path])
 
 
 def test_the_server_is_started_again_and_the_client_goes_on(base, connect, tmp_path, undisturbed) -> None:

@@ -71,12 +71,16 @@ class Tenants:
         restored checkpoint, when a save of this run has made it; else the model is as it began, and the note empty.
         """
         self.close(model_id)
-        note: Mapping[str, NoteValue] | None = self._base.ranks.from_first(lambda: _own_note(uri, source))
+        ranks = self._base.ranks
+        note: Mapping[str, NoteValue] | None = ranks.from_first(lambda: _fork_or_find(uri, source))
         model = LoraModel(self._base, shape)
         checkpointer = Checkpointer(model.state, SETTINGS, group=self._make_group(uri))
         weights_only = source is not None and not source.with_optimizer and note is None
         checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
         self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer)
+        note = ranks.from_first(
+            lambda: _own_note(uri)
+        )  # a save of a dead engine may have been committed until the claim
         return note or {}
 
     def run_pass(self, model_id: str, batch: TrainingBatch) -> PassOutput:
@@ -98,19 +102,28 @@ class Tenants:
         model.optimizer.zero_grad()
 
     def save(self, model_id: str, order: SaveOrder) -> None:
-        """Save a model, and return when it is committed. Raises SaveFailedError when it is not, ConfigError when
-        another checkpoint keeps the name."""
-        checkpointer = self._tenant(model_id).checkpointer
-        checkpointer.save(
+        """Begin a save: return when the model's state is copied. Call `is_committed` until it is over, and begin no
+        other one before."""
+        self._tenant(model_id).checkpointer.save(
             is_rolling=order.name is None,
             name=order.name,
             note=order.note,
             expire_after_s=order.expire_after_s,
             overwrite=order.overwrite,
         )
+
+    def is_committed(self, model_id: str) -> bool:
+        """Returns whether the save that was begun is committed; False while it is under way. It does not wait.
+
+        Raises SaveFailedError when it has failed, ConfigError when another checkpoint keeps the name.
+        """
+        checkpointer = self._tenant(model_id).checkpointer
+        if any(self._base.ranks.gather(checkpointer.save_status.busy_s is not None)):
+            return False
         checkpointer.wait()
         if checkpointer.save_status.unnamed:
             raise ConfigError(f"the checkpoint has not got its name: {checkpointer.save_status.unnamed}")
+        return True
 
     def sample(self, order: SampleOrder) -> SampleOutput:
         """See Samplers.sample."""
@@ -130,10 +143,15 @@ class Tenants:
         return tenant
 
 
-def _own_note(uri: str, source: LoadSource | None) -> dict[str, NoteValue] | None:
-    """Returns the note of a run's newest checkpoint; None while the run has made none. A new run is forked first."""
+def _fork_or_find(uri: str, source: LoadSource | None) -> dict[str, NoteValue] | None:
+    """Make a new run of a source's checkpoint, unless it is there. Returns as `_own_note` does."""
     if source is not None:
         fork_run(source.uri, uri, source.key)
+    return _own_note(uri)
+
+
+def _own_note(uri: str) -> dict[str, NoteValue] | None:
+    """Returns the note of a run's newest checkpoint; None while the run has made none."""
     try:
         head = open_run(uri).head
     except NotFoundError:
