@@ -24,7 +24,8 @@ ApiKeyFile = Annotated[
 State = Annotated[Path, typer.Option(help="The server's own state: sessions and requests. It must survive restarts.")]
 RayAddress = Annotated[str | None, typer.Option(help="Of a running Ray, such as auto. By default one is started here.")]
 Dtype = Annotated[str, typer.Option(help="The type of the base model's weights: float32, bfloat16 or float16.")]
-NumGpus = Annotated[float, typer.Option(help="How many GPUs Ray reserves for the engine.", min=0)]
+NumGpus = Annotated[float, typer.Option(help="How many GPUs Ray reserves for each rank.", min=0)]
+Ranks = Annotated[int, typer.Option(help="Over how many actors the base model is sharded, and a batch split.", min=1)]
 SessionTimeout = Annotated[
     float, typer.Option(help="Seconds without a sign of life after which a session ends; -1 for never.")
 ]
@@ -41,6 +42,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
     ray_address: RayAddress = None,
     dtype: Dtype = "float32",
     num_gpus: NumGpus = 0,
+    ranks: Ranks = 1,
     session_timeout_s: SessionTimeout = 300,
     storage: Storage = None,
 ) -> None:
@@ -71,6 +73,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
             ray_address=ray_address,
             dtype=dtype,
             num_gpus=num_gpus,
+            ranks=ranks,
             session_timeout_s=None if session_timeout_s < 0 else session_timeout_s,
             storage=settings_of(storage),
         ),

@@ -34,6 +34,7 @@ class TinkerOptions:
     ray_address: str | None
     dtype: str
     num_gpus: float
+    ranks: int
     session_timeout_s: float | None
     storage: StorageSettings | None
 
@@ -65,7 +66,7 @@ async def _serve(options: TinkerOptions, on_start: Callable[[str], None]) -> Non
         return Service(
             ServerSettings(base_model=options.model_name, session_timeout_s=options.session_timeout_s),
             journal=Journal(options.state),
-            engine=RayEngine(options.base_model, dtype=options.dtype, num_gpus=options.num_gpus),
+            engine=RayEngine(options.base_model, dtype=options.dtype, ranks=options.ranks, num_gpus=options.num_gpus),
             checkpoints=CheckpointStore(options.checkpoints, options.storage),
             on_replaced=on_replaced,
         )

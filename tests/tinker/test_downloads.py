@@ -130,7 +130,9 @@ def test_the_adapter_of_a_checkpoint_that_is_gone_goes_with_the_next_export(serv
     model.save_weights_for_sampler("second").result(TIMEOUT_S)
     run = raycheck.open_run(f"{bucket}/{folder_of(model.model_id)}")
     key = next(item.entry.key for item in run.checkpoints if item.name == "sampler_weights.first")
-    raycheck.delete_checkpoint(f"{bucket}/{folder_of(model.model_id)}", key)  # which leaves the export, as an expiry does
+    raycheck.delete_checkpoint(
+        f"{bucket}/{folder_of(model.model_id)}", key
+    )  # which leaves the export, as an expiry does
 
     assert len(list(run.store.list_names("exports/"))) == 2
     model.save_weights_for_sampler("third").result(TIMEOUT_S)

@@ -43,7 +43,7 @@ def test_the_actor_is_killed_and_the_client_goes_on(cluster, base, connect, tmp_
 
 
 def pid_of_engine(engine: RayEngine) -> int:
-    return int(ray.get(engine._actor.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S))
+    return int(ray.get(engine._actors[0].__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S))
 
 
 @contextmanager

@@ -1,18 +1,24 @@
-"""The engine as a Ray actor, and how the server calls it.
+"""The engine as Ray actors, one for each rank, and how the server calls them.
 
-Every call names a method of Tenants. What the method raises comes back as a value that says whose fault it was, so that
-an exception of Ray's always means that the actor is gone. A new actor is started then, which knows no model yet:
-whoever calls opens its models again.
+Every call names a method of Tenants, and goes to all ranks, in the same order to each. What the method raises comes
+back as a value that says whose fault it was, so that an exception of Ray's always means that an actor is gone. All of
+them are started anew then, and know no model yet: whoever calls opens its models again. So they are when a call failed
+on some ranks only, for then the ranks may differ.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
-from raycheck import FencedError, Group, RaycheckError, SupersededError, start_coordinator
+from raycheck import ConfigError, FencedError, Group, RaycheckError, SupersededError, start_coordinator
+from raycheck.tinker.engine.ranks import Ranks
 
+logger = logging.getLogger("raycheck.tinker")
+GRACE_S = 60.0
+"""How much longer the other ranks may take than the one that has failed."""
 Category = Literal["user", "server", "fenced"]
 
 
@@ -68,54 +74,163 @@ def value_of(answer: EngineAnswer) -> Any:
 
 
 class EngineActor:
-    """Runs in the actor's process: Tenants over one base model."""
+    """Runs in one rank's process: Tenants over one base model."""
 
-    def __init__(self, source: str, dtype: str, owner: str) -> None:
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._tenants: Any = None
+        self._ranks = Ranks()
+        self._nodes: list[str] = []
+        self._store: Any = None
+
+    def serve_rendezvous(self, size: int) -> tuple[str, int]:
+        """Let this rank be the first one, at which the others find each other. Returns its address and port."""
+        from ray.util import get_node_ip_address
+
+        host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._store = _tcp_store(host, 0, size, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def start(self, source: str, dtype: str, ranks: Ranks, rendezvous: tuple[str, int] | None) -> None:
+        """Join the other ranks, and load the base model. Raises ConfigError when it cannot be loaded."""
+        import ray
+
         from raycheck.tinker.engine.base_model import BaseModel
         from raycheck.tinker.engine.tenants import Tenants
 
-        self._owner = owner
-        self._tenants = Tenants(BaseModel(source, dtype=dtype), self._group)
+        if rendezvous is not None:
+            _join(ranks, self._store, rendezvous)
+        self._ranks = ranks
+        self._nodes = ranks.gather(ray.get_runtime_context().get_node_id())
+        self._tenants = Tenants(BaseModel(source, dtype=dtype, ranks=ranks), self._group)
 
     def call(self, method: str, args: tuple[Any, ...]) -> EngineAnswer:
         return answer_of(lambda: getattr(self._tenants, method)(*args))
 
     def _group(self, uri: str) -> Group:
+        rank = self._ranks.rank
+        start, coordinator = self._ranks.from_first(lambda: self._new_group(uri))
+        return Group(
+            id=start,
+            uri=uri,
+            rank=rank,
+            world_size=self._ranks.size,
+            coordinator=coordinator,
+            is_first_on_node=self._nodes.index(self._nodes[rank]) == rank,
+        )
+
+    def _new_group(self, uri: str) -> tuple[str, Any]:
         start = uuid4().hex[:16]
-        coordinator = start_coordinator(uri, owner=self._owner, suffix=f":{start}")
-        return Group(id=start, uri=uri, rank=0, world_size=1, coordinator=coordinator)
+        return start, start_coordinator(uri, owner=self._owner, suffix=f":{start}")
+
+
+def _join(ranks: Ranks, store: Any, rendezvous: tuple[str, int]) -> None:
+    """Make the process group: values of the CPU go by gloo, and those of GPUs by NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    if store is None:
+        store = _tcp_store(*rendezvous, ranks.size, is_master=False)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
+
+
+def _tcp_store(*args: Any, **settings: Any) -> Any:
+    import torch.distributed
+
+    return vars(torch.distributed)["TCPStore"](*args, **settings)  # torch's type hints do not have it
 
 
 class RayEngine:
-    """Starts the actor, and starts it again when it died. num_cpus, num_gpus: what Ray reserves for it."""
+    """Starts the actors, and starts all of them again when one died.
 
-    def __init__(self, source: str, *, dtype: str = "float32", num_cpus: float = 1, num_gpus: float = 0) -> None:
+    ranks: how many there are; the base model is sharded over them. num_cpus, num_gpus: what Ray reserves for each.
+    """
+
+    def __init__(
+        self, source: str, *, dtype: str = "float32", ranks: int = 1, num_cpus: float = 1, num_gpus: float = 0
+    ) -> None:
         self.life = 0
         self._new = (source, dtype)
+        self._size = ranks
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-        self._actor: Any = None
+        self._actors: list[Any] = []
         self._starting = asyncio.Lock()
 
     async def call(self, method: str, *args: Any) -> Any:
         import ray
 
-        if self._actor is None:
+        if not self._actors:
             await self._start()
-        actor, life = self._actor, self.life
-        try:
-            answer: EngineAnswer = await actor.call.remote(method, args)
-        except ray.exceptions.RayError as error:
-            async with self._starting:
-                if life == self.life:
-                    self.life, self._actor = life + 1, None
-                    ray.kill(actor)
-            raise EngineGoneError(str(error)) from error
-        return value_of(answer)
+        actors, life = self._actors, self.life
+        given = (method, args) if len(actors) == 1 else (method, ray.put(args))
+        calls = [asyncio.ensure_future(_successful(actor.call.remote(*given))) for actor in actors]
+        waiting = (await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION))[1]
+        if waiting and not _deaths(calls):
+            waiting = (await asyncio.wait(waiting, timeout=GRACE_S, return_when=asyncio.FIRST_EXCEPTION))[1]
+        for call in waiting:
+            call.cancel()
+        if died := _deaths(calls):
+            await self._end(life)
+            raise EngineGoneError(str(died[0])) from died[0]
+        refusals = [error for error in map(_error, calls) if isinstance(error, EngineRefusalError)]
+        if not refusals:
+            return calls[0].result()
+        fenced = [error for error in refusals if error.category == "fenced"]
+        if len(refusals) < len(actors) and not fenced:
+            logger.warning("the ranks are started again: %s failed on some only: %s", method, refusals[0])
+            await self._end(life)
+        raise (fenced or refusals)[0]
+
+    async def _end(self, life: int) -> None:
+        """End all actors of this life. The next call starts new ones."""
+        async with self._starting:
+            if life == self.life:
+                _kill(self._actors)
+                self.life, self._actors = life + 1, []
 
     async def _start(self) -> None:
+        """Start the actors. Raises EngineGoneError when one ends, and ConfigError for a base model that cannot be."""
         import ray
 
         async with self._starting:
-            if self._actor is None:
-                owner = uuid4().hex[:16]
-                self._actor = ray.remote(EngineActor).options(**self._resources).remote(*self._new, owner)
+            if self._actors:
+                return
+            owner = uuid4().hex[:16]
+            kind: Any = ray.remote(EngineActor)
+            new = kind.options(**self._resources)
+            actors = [new.remote(owner) for _ in range(self._size)]
+            try:
+                found = await actors[0].serve_rendezvous.remote(self._size) if self._size > 1 else None
+                places = [Ranks(rank=rank, size=self._size) for rank in range(self._size)]
+                pairs = zip(actors, places, strict=True)
+                await asyncio.gather(*[actor.start.remote(*self._new, place, found) for actor, place in pairs])
+            except ray.exceptions.RayError as error:
+                _kill(actors)
+                self.life += 1
+                if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, ConfigError):
+                    raise error.cause from None
+                raise EngineGoneError(str(error)) from error
+            self._actors = actors
+
+
+async def _successful(call: Any) -> Any:
+    """Returns the value that a rank answers with. Raises EngineRefusalError for an error, and Ray's for a death."""
+    return value_of(await call)
+
+
+def _error(call: "asyncio.Task[Any]") -> BaseException | None:
+    """Returns what a call has raised; None for one that has not, or not yet."""
+    return None if not call.done() or call.cancelled() else call.exception()
+
+
+def _deaths(calls: "list[asyncio.Task[Any]]") -> list[BaseException]:
+    """Returns the errors of the calls that no rank has answered."""
+    return [error for call in calls if (error := _error(call)) and not isinstance(error, EngineRefusalError)]
+
+
+def _kill(actors: list[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        ray.kill(actor)

@@ -47,7 +47,10 @@ class _Tenant:
 
 
 class Tenants:
-    """Holds the models. make_group: returns this process's place as the only rank of a run at a URI."""
+    """Holds the models. make_group: returns this process's place among the ranks that save the run at a URI.
+
+    With several ranks each has Tenants of its own, and gets the same calls in the same order.
+    """
 
     def __init__(self, base: BaseModel, make_group: Callable[[str], Group]) -> None:
         self._base = base
@@ -68,22 +71,13 @@ class Tenants:
         restored checkpoint, when a save of this run has made it; else the model is as it began, and the note empty.
         """
         self.close(model_id)
-        if source is not None:
-            fork_run(source.uri, uri, source.key)
-        note: Mapping[str, NoteValue] = {}
-        try:
-            head = open_run(uri).head
-        except NotFoundError:
-            head = None
-        is_own = head is not None and not _BORROWED.fullmatch(head.entry.key)
-        if head is not None and is_own:
-            note = head.read_manifest().note
+        note: Mapping[str, NoteValue] | None = self._base.ranks.from_first(lambda: _own_note(uri, source))
         model = LoraModel(self._base, shape)
         checkpointer = Checkpointer(model.state, SETTINGS, group=self._make_group(uri))
-        weights_only = source is not None and not source.with_optimizer and not is_own
+        weights_only = source is not None and not source.with_optimizer and note is None
         checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
         self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer)
-        return dict(note)
+        return note or {}
 
     def run_pass(self, model_id: str, batch: TrainingBatch) -> PassOutput:
         """See passes.run_pass."""
@@ -134,3 +128,14 @@ class Tenants:
         if tenant is None:
             raise ConfigError(f"model {model_id} is not loaded")
         return tenant
+
+
+def _own_note(uri: str, source: LoadSource | None) -> dict[str, NoteValue] | None:
+    """Returns the note of a run's newest checkpoint; None while the run has made none. A new run is forked first."""
+    if source is not None:
+        fork_run(source.uri, uri, source.key)
+    try:
+        head = open_run(uri).head
+    except NotFoundError:
+        return None
+    return None if head is None or _BORROWED.fullmatch(head.entry.key) else dict(head.read_manifest().note)
