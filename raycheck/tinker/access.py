@@ -3,6 +3,7 @@
 import hmac
 import json
 import logging
+import sqlite3
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -14,6 +15,8 @@ from raycheck.tinker.wire.fields import RefusedRequestError
 logger = logging.getLogger("raycheck.tinker")
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 OPEN_PATHS = frozenset({"/api/v1/healthz"})
+DOWNLOADS = "/api/v1/downloads/"
+"""Addresses below it are signed, and need no key."""
 MIN_KEY = 12
 
 
@@ -36,7 +39,8 @@ def guard(key: str) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         shown = request.headers.get("x-api-key", "").encode("utf-8", "surrogateescape")
-        if key and request.path not in OPEN_PATHS and not hmac.compare_digest(shown, key.encode()):
+        is_open = request.path in OPEN_PATHS or request.path.startswith(DOWNLOADS)
+        if key and not is_open and not hmac.compare_digest(shown, key.encode()):
             return problem("the header x-api-key has not this server's key (TINKER_API_KEY)", 401)
         try:
             return await handler(request)
@@ -54,6 +58,13 @@ def guard(key: str) -> Middleware:
             return problem(str(error), 503)  # the store's trouble may pass: the SDK asks again
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             return problem(f"the body is not JSON: {error}", 422)
+        except (OSError, sqlite3.OperationalError) as error:  # a full disk, or a connection: it may pass
+            logger.exception("%s %s", request.method, request.path)
+            return problem(f"the server could not do it now: {error}", 503)
+        except Exception as error:
+            logger.exception("%s %s", request.method, request.path)
+            # Not a 500, which the SDK would repeat for five minutes, with the same end.
+            return problem(f"a fault of the server, whose log says more: {type(error).__name__}: {error}", 400)
 
     return guarded
 

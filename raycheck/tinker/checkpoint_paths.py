@@ -1,8 +1,8 @@
 """How the API's names lie in the bucket.
 
 A training run `SESSION:train:N` is the raycheck run BASE/SESSION.train.N. Its checkpoint tinker://RUN/weights/NAME is
-the one that raycheck knows there as `weights.NAME`; the kinds share no name. The adapter of a sampler checkpoint is a
-Hugging Face directory below `exports/` of that run.
+the one that raycheck knows there as `weights.NAME`; the kinds share no name. The adapter of a sampler or
+external checkpoint is a Hugging Face directory below `exports/` of that run.
 """
 
 import re
@@ -11,15 +11,19 @@ from typing import Literal
 
 from raycheck.tinker.wire.fields import NAME, RefusedRequestError
 
-CheckpointType = Literal["training", "sampler"]
-TYPE_OF_SEGMENT: dict[str, CheckpointType] = {"weights": "training", "sampler_weights": "sampler"}
+CheckpointType = Literal["training", "sampler", "external"]
+TYPE_OF_SEGMENT: dict[str, CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 _RUN = re.compile(r"([A-Za-z0-9_-]{1,100}):train:(\d{1,9})")
 _FOLDER = re.compile(r"([A-Za-z0-9_-]{1,100})\.train\.(\d{1,9})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPath:
-    """Names a checkpoint. segment: "weights" or "sampler_weights"."""
+    """Names a checkpoint. segment: one of TYPE_OF_SEGMENT."""
 
     run: str
     segment: str
@@ -41,8 +45,8 @@ class CheckpointPath:
             raise RefusedRequestError(f"{run[:200]!r} is no training run: they are called SESSION:train:NUMBER")
         if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
             raise RefusedRequestError(
-                f"{checkpoint_id[:200]!r} is no checkpoint of a run: give weights/NAME or sampler_weights/NAME, with a "
-                "name of 1 to 80 letters, digits, '_' and '-'"
+                f"{checkpoint_id[:200]!r} is no checkpoint of a run: give weights/NAME, sampler_weights/NAME or "
+                "external_weights/NAME, with a name of 1 to 80 letters, digits, '_' and '-'"
             )
         return cls(run=run, segment=segment, name=name)
 

@@ -45,6 +45,19 @@ def _json_in(note: Mapping[str, Any], name: str) -> dict[str, str] | None:
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) and found else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterFiles:
+    """Holds the files of an exported adapter. sizes: in bytes, by name."""
+
+    run: Run
+    place: str
+    sizes: Mapping[str, int]
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Returns bytes start..stop of a file. Raises NotFoundError, and StoreError."""
+        return bytes(self.run.store.get_range(f"{self.place}/{name}", start, stop))
+
+
 class CheckpointStore:
     """Reads and changes the runs below `root`."""
 
@@ -122,6 +135,22 @@ class CheckpointStore:
             store.head(f"{place}/adapter_config.json")  # the last file of such a directory
             return
         export_hf(found.uri, below(found.uri, *place.split("/")), step=found.key, storage=self._storage)
+        self._clear_exports(found.path.run)
+
+    def adapter_files(self, found: StoredCheckpoint) -> AdapterFiles:
+        """Returns the files of a checkpoint's adapter, after `export_adapter`."""
+        place = self._export(found)
+        run = open_run(found.uri, self._storage)
+        listed = {item.key.removeprefix(f"{place}/"): item.size_bytes for item in run.store.list_objects(f"{place}/")}
+        return AdapterFiles(run=run, place=place, sizes=dict(sorted(listed.items())))
+
+    def _clear_exports(self, run: str) -> None:
+        """Delete the adapters of checkpoints of a run that have expired or are gone."""
+        kept = {self._export(found) for found in self.of_run(run)}
+        opened = open_run(self.uri_of(run), self._storage)
+        for name in opened.store.list_names("exports/"):
+            if f"exports/{name}" not in kept:
+                _delete_export(opened, f"exports/{name}")
 
     def adapter_uri(self, found: StoredCheckpoint) -> str:
         return below(found.uri, *self._export(found).split("/"))
@@ -139,14 +168,17 @@ class CheckpointStore:
             open_run(found.uri, self._storage).unname_checkpoint(path.raycheck_name)
         else:
             delete_checkpoint(found.uri, found.key, storage=self._storage)
-        store = open_run(found.uri, self._storage).store
-        place = self._export(found)
-        store.delete(f"{place}/adapter_config.json")  # first, as no reader starts without it
-        for item in list(store.list_objects(f"{place}/")):
-            store.delete(item.key)
+        _delete_export(open_run(found.uri, self._storage), self._export(found))
 
     def set_ttl(self, path: CheckpointPath, ttl_s: int | None) -> None:
         """Let a checkpoint expire `ttl_s` seconds from now; None: never. Raises RefusedRequestError (404)."""
         found = self.find(path)
         run = open_run(found.uri, self._storage)
         run.name_checkpoint(found.key, path.raycheck_name, expire_after_s=ttl_s, overwrite=True)
+
+
+def _delete_export(run: Run, place: str) -> None:
+    store = run.store
+    store.delete(f"{place}/adapter_config.json")  # first, as no reader starts without it
+    for item in list(store.list_objects(f"{place}/")):
+        store.delete(item.key)

@@ -139,6 +139,16 @@ async def save_weights_for_sampler(context: Context, request: LoggedRequest) -> 
     return as_json({"type": "save_weights_for_sampler", "path": path.text})
 
 
+async def save_weights_external(context: Context, request: LoggedRequest) -> Result:
+    """Commit a checkpoint and write its adapter as a Hugging Face directory, to be downloaded."""
+    path = CheckpointPath(run=context.run, segment="external_weights", name=checkpoint_name_in(body_of(request)))
+    await _save(context, request, path)
+    found = await asyncio.to_thread(context.checkpoints.find, path)
+    await asyncio.to_thread(context.checkpoints.export_adapter, found)
+    files = await asyncio.to_thread(context.checkpoints.adapter_files, found)
+    return as_json({"type": "save_weights_external", "path": path.text, "size_bytes": sum(files.sizes.values())})
+
+
 async def _save_for_sampling_session(context: Context, request: LoggedRequest) -> Result:
     """Commit a checkpoint without a name, of which the newest two stay, and make a sampling session of it."""
     body = body_of(request)
@@ -241,5 +251,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "load_weights": load_weights,
     "save_weights": save_weights,
     "save_weights_for_sampler": save_weights_for_sampler,
+    "save_weights_external": save_weights_external,
     "unload_model": unload_model,
 }

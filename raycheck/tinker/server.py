@@ -9,7 +9,7 @@ from aiohttp import web
 from raycheck import ConfigError
 from raycheck.tinker.access import check_bind, guard
 from raycheck.tinker.journal import ReplacedError
-from raycheck.tinker.routes import catalog, futures, sampling, sessions, training
+from raycheck.tinker.routes import catalog, downloads, futures, sampling, sessions, training
 from raycheck.tinker.routes.requests import MAX_BODY_BYTES, SAMPLING, SERVICE
 from raycheck.tinker.sampling import Sampling
 from raycheck.tinker.service import Service
@@ -20,7 +20,7 @@ def make_app(service: Service, sampling_requests: Sampling, *, key: str = "") ->
     app = web.Application(middlewares=[guard(key)], client_max_size=MAX_BODY_BYTES)
     app[SERVICE] = service
     app[SAMPLING] = sampling_requests
-    for topic in (sessions, training, futures, sampling, catalog):
+    for topic in (sessions, training, futures, sampling, catalog, downloads):
         topic.add_to(app)
     return app
 

@@ -387,7 +387,9 @@ def check_body(kind: str, body: Mapping[str, Any], seq: int | None) -> None:
     """Raises RefusedRequestError or ValueError for a body that this kind of request cannot have."""
     if kind == "optim_step":
         adam_params_in(body)
-    if kind in ("save_weights", "save_weights_for_sampler"):
+    if kind == "save_weights_external" and body.get("age_encryption_recipients"):
+        raise RefusedRequestError("age_encryption_recipients: this server does not encrypt; give none")
+    if kind in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
         if kind == "save_weights_for_sampler" and body.get("path") is None:
             number_in(body, "sampling_session_seq_id")
         else:

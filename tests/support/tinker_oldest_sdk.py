@@ -6,6 +6,8 @@ what it saw.
 
 import json
 import sys
+import tarfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,12 @@ def main(url: str, base: str) -> None:
     now = model.save_weights_and_get_sampling_client()
     again_sampled = now.sample(prompt, num_samples=1, sampling_params=wanted).result(60).sequences[0]
     rest = client.create_rest_client()
+    archive = rest.get_checkpoint_archive_url_from_tinker_path(sampler_path).result(60)
+    with urllib.request.urlopen(archive.url, timeout=60) as answer, tarfile.open(fileobj=answer, mode="r|") as tar:
+        archived = sorted(member.name for member in tar)
     rest.delete_checkpoint_from_tinker_path(path).result(60)
     seen = {
+        "archived": archived,
         "version": tinker.__version__,
         "losses": losses,
         "again": again,

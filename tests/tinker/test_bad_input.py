@@ -22,6 +22,20 @@ def test_an_unparsable_message_is_refused(server, body) -> None:
     assert "ForwardBackwardRequest" in found["detail"]
 
 
+def test_a_fault_of_the_server_is_said_once(server, monkeypatch) -> None:
+    """The SDK repeats a 500 for five minutes."""
+
+    def broken(*_: object) -> str:
+        raise ZeroDivisionError("a mistake of the server's")
+
+    monkeypatch.setattr(type(server.service), "submit_json", broken)
+
+    status, answer = ask(server.url, "optim_step", {"model_id": "a", "seq_id": 1})
+
+    assert status == 400
+    assert "ZeroDivisionError: a mistake of the server's" in answer["detail"]
+
+
 @pytest.mark.parametrize("path", ["create_session", "create_model", "optim_step", "save_weights", "load_weights"])
 @pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"3", b'{"a":' * 3000, b"{}\x00"])
 def test_a_body_that_is_no_json_object_is_refused(server, path, body) -> None:

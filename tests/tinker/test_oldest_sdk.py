@@ -36,4 +36,5 @@ def test_the_oldest_sdk_trains_saves_resumes_and_samples(server, connect, base, 
     assert seen["again"] == expected[2:]
     assert seen["sampled"][0] == seen["sampled"][1]
     assert seen["listed"] == ["sampler_weights/four"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(seen["archived"])
     assert seen["rank"] == 4

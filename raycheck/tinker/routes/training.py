@@ -26,7 +26,7 @@ def add_to(app: web.Application) -> None:
     app.router.add_post("/api/v1/forward_backward", _forward_backward)
     app.router.add_post("/api/v1/forward", _forward)
     app.router.add_post("/api/v1/load_weights", _load)
-    for kind in ("optim_step", "save_weights", "save_weights_for_sampler"):
+    for kind in ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external"):
         app.router.add_post(f"/api/v1/{kind}", _submit)
 
 

@@ -1,0 +1,134 @@
+"""Adapters for download: their files by signed addresses, and archives of them, streamed from the bucket.
+
+An address is signed by this server and names one checkpoint, one file and a time. Whoever has it needs no key until
+then, since the SDK's own downloads show none. Nothing is copied on the way: bytes go from the bucket to the client.
+"""
+
+import asyncio
+import hmac
+import secrets
+import tarfile
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from urllib.parse import quote
+
+from aiohttp import web
+
+from raycheck.tinker.access import DOWNLOADS
+from raycheck.tinker.checkpoint_paths import CheckpointPath
+from raycheck.tinker.checkpoint_store import AdapterFiles, CheckpointStore
+from raycheck.tinker.routes.requests import SERVICE
+from raycheck.tinker.wire.fields import RefusedRequestError
+
+VALID_S = 3600
+CHUNK_BYTES = 4 * 1024 * 1024
+ARCHIVE = "archive.tar"
+SECRET = web.AppKey("secret", bytes)
+
+
+def add_to(app: web.Application) -> None:
+    app[SECRET] = secrets.token_bytes(32)  # a new server's addresses are new: clients ask again
+    one = "/api/v1/training_runs/{run}/checkpoints/"
+    app.router.add_get(one + "{segment}/{name}/external_weights_urls", _urls)
+    app.router.add_get(one + "{segment}/{name}/archive", _archive)
+    app.router.add_get(one + "{name}/archive", _archive)
+    app.router.add_get(DOWNLOADS + "{run}/{segment}/{name}/{expires}/{signature}/{file}", _download)
+
+
+async def _urls(request: web.Request) -> web.Response:
+    """Answers with a signed address for each file of an adapter."""
+    path = await _wanted(request)
+    files = await asyncio.to_thread(_adapter, request.app[SERVICE].checkpoints, path)
+    expires = int(time.time()) + VALID_S
+    urls = {name: _url(request, path, name, expires) for name in files.sizes}
+    return web.json_response({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+
+async def _archive(request: web.Request) -> web.Response:
+    """Answers as SDK 0.24.1 expects: with the signed address of a tar file, and until when it is valid."""
+    path = await _wanted(request)
+    expires = int(time.time()) + VALID_S
+    until = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
+    return web.Response(status=302, headers={"Location": _url(request, path, ARCHIVE, expires), "Expires": until})
+
+
+async def _wanted(request: web.Request) -> CheckpointPath:
+    """Returns the checkpoint in a request's path, which is there. A bare name is that of sampler weights first."""
+    found = request.match_info
+    store = request.app[SERVICE].checkpoints
+    if "segment" in found:
+        path = CheckpointPath.of(found["run"], f"{found['segment']}/{found['name']}")
+        return (await asyncio.to_thread(store.find, path)).path
+    sampler, training = (
+        CheckpointPath.of(found["run"], f"{of}/{found['name']}") for of in ("sampler_weights", "weights")
+    )
+    first = await asyncio.to_thread(store.find_or_none, sampler)
+    return sampler if first is not None else (await asyncio.to_thread(store.find, training)).path
+
+
+async def _download(request: web.Request) -> web.StreamResponse:
+    """Streams one file, or the archive, to whoever has the address."""
+    found = request.match_info
+    path = CheckpointPath.of(found["run"], f"{found['segment']}/{found['name']}")
+    signed = _signature(request.app[SECRET], path, found["file"], found["expires"])
+    if not hmac.compare_digest(signed, found["signature"]) or time.time() >= int(found["expires"]):
+        raise RefusedRequestError("this address was not signed by this server, or is over: ask for a new one", 403)
+    files = await asyncio.to_thread(_adapter, request.app[SERVICE].checkpoints, path)
+    if found["file"] == ARCHIVE:
+        return await _stream(request, files, files.sizes, as_tar=True, called=f"{path.run}_{path.name}.tar")
+    if found["file"] not in files.sizes:
+        raise RefusedRequestError(f"{path.text} has no file {found['file'][:100]!r}", 404)
+    one = {found["file"]: files.sizes[found["file"]]}
+    return await _stream(request, files, one, as_tar=False, called=found["file"])
+
+
+async def _stream(
+    request: web.Request, files: AdapterFiles, sizes: Mapping[str, int], *, as_tar: bool, called: str
+) -> web.StreamResponse:
+    total = sum(_in_tar(size) for size in sizes.values()) + 2 * tarfile.BLOCKSIZE if as_tar else sum(sizes.values())
+    headers = {"Content-Disposition": f'attachment; filename="{called}"', "Content-Length": str(total)}
+    answer = web.StreamResponse(headers=headers)
+    answer.content_type = "application/x-tar" if as_tar else "application/octet-stream"
+    await answer.prepare(request)
+    for name, size in sizes.items():
+        if as_tar:
+            await answer.write(_header(name, size))
+        for start in range(0, size, CHUNK_BYTES):
+            await answer.write(await asyncio.to_thread(files.read, name, start, min(start + CHUNK_BYTES, size)))
+        if as_tar:
+            await answer.write(bytes(-size % tarfile.BLOCKSIZE))
+    if as_tar:
+        await answer.write(bytes(2 * tarfile.BLOCKSIZE))
+    await answer.write_eof()
+    return answer
+
+
+def _header(name: str, size: int) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = size, 0o644
+    return member.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _in_tar(size: int) -> int:
+    return tarfile.BLOCKSIZE + size + -size % tarfile.BLOCKSIZE
+
+
+def _adapter(store: CheckpointStore, path: CheckpointPath) -> AdapterFiles:
+    """Returns the files of a checkpoint's adapter, which is exported now if it was not."""
+    found = store.find(path)
+    store.export_adapter(found)
+    return store.adapter_files(found)
+
+
+def _url(request: web.Request, path: CheckpointPath, file: str, expires: int) -> str:
+    signature = _signature(request.app[SECRET], path, file, str(expires))
+    # Behind a proxy that ends TLS this server sees plain HTTP, which the client would not reach.
+    scheme = "https" if request.headers.get("X-Forwarded-Proto") == "https" else request.scheme
+    way = "/".join(quote(part, safe=":") for part in (path.run, path.segment, path.name, str(expires), signature, file))
+    return f"{scheme}://{request.host}{DOWNLOADS}{way}"
+
+
+def _signature(secret: bytes, path: CheckpointPath, file: str, expires: str) -> str:
+    return hmac.digest(secret, f"{path.text} {file} {expires}".encode(), "sha256").hex()
