@@ -25,7 +25,7 @@ from raycheck.tinker.wire.fields import RefusedRequestError
 logger = logging.getLogger("raycheck.tinker")
 MAX_DEATHS = 3
 """A request during which the engine has died this often is given up."""
-SAVES = ("save_weights", "save_weights_for_sampler")
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 
 class ModelQueue:

@@ -78,9 +78,8 @@ class Tenants:
         weights_only = source is not None and not source.with_optimizer and note is None
         checkpointer.restore(only=["model"] if weights_only else None, on_corrupt="raise")
         self._tenants[model_id] = _Tenant(model=model, checkpointer=checkpointer)
-        note = ranks.from_first(
-            lambda: _own_note(uri)
-        )  # a save of a dead engine may have been committed until the claim
+        # Asked anew: a save of an engine that died may have been committed before the claim, and restored.
+        note = ranks.from_first(lambda: _own_note(uri))
         return note or {}
 
     def run_pass(self, model_id: str, batch: TrainingBatch) -> PassOutput:
