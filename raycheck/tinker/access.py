@@ -58,7 +58,8 @@ def guard(key: str) -> Middleware:
             return problem(str(error), 503)  # the store's trouble may pass: the SDK asks again
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             return problem(f"the body is not JSON: {error}", 422)
-        except (OSError, sqlite3.OperationalError) as error:  # a full disk, or a connection: it may pass
+        except (OSError, sqlite3.OperationalError, sqlite3.ProgrammingError) as error:
+            # A full disk, a connection, or a server that is just ending and has closed its file: it may pass.
             logger.exception("%s %s", request.method, request.path)
             return problem(f"the server could not do it now: {error}", 503)
         except Exception as error:

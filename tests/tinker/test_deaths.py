@@ -141,6 +141,7 @@ def test_a_save_that_fails_leaves_what_ran_meanwhile(base, connect, tmp_path) ->
         assert losses + train(model, range(3, 4)) == expected
 
 
+@pytest.mark.slow  # the SDK waits for up to 30 s before it asks again
 def test_the_server_ends_while_a_save_is_under_way_and_the_next_one_makes_it(base, connect, tmp_path) -> None:
     bucket, port = f"memory://{uuid4().hex}", free_ports(1)[0]
     with tinker_server(base, bucket, tmp_path / "s.sqlite", port=port) as server:
