@@ -18,6 +18,7 @@ from tests.support.cluster_files import (
     PAGE,
     RAY_VERSION,
     STAYING,
+    TINKER,
     cluster_spec,
     environment,
     head_pod,
@@ -100,13 +101,13 @@ def tolerates(pod: dict, taint: dict[str, str]) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", [*KUBERAY, PAGE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*KUBERAY, PAGE, TINKER], ids=lambda path: path.name)
 def test_the_api_server_would_take_every_object(path: Path) -> None:
     for item in objects(path).values():
         assert problems(item) == []
 
 
-@pytest.mark.parametrize("path", [*KUBERAY, PAGE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*KUBERAY, PAGE, TINKER], ids=lambda path: path.name)
 def test_a_misspelt_name_would_be_refused(path: Path) -> None:
     for item in objects(path).values():
         wrongs = list(misspelt(item))

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 JOB = CLUSTER / "kuberay/ray-job.train.yaml"
 STAYING = CLUSTER / "kuberay/ray-cluster.autoscaler.yaml"
+TINKER = CLUSTER / "kuberay/ray-job.tinker.yaml"
 PAGE = CLUSTER / "kuberay/deployment.page.yaml"
 AWS = CLUSTER / "autoscaler/aws.yaml"
 GCP = CLUSTER / "autoscaler/gcp.yaml"
