@@ -21,18 +21,36 @@ from tests.support.virtual_environments import prepare_venv
 VERSION = "0.6.1"
 FOLDER = Path(__file__).parents[2] / ".venv-tinker-cookbook"
 PYTHON = FOLDER / "bin/python"
-NEEDED = ("chz", "blobfile", "pyrage", "termcolor", "tiktoken", "tml-renderers", "lxml", "pycryptodomex")
+NEEDED = (
+    "chz",
+    "blobfile",
+    "pyrage",
+    "termcolor",
+    "tiktoken",
+    "tml-renderers",
+    "lxml",
+    "pycryptodomex",
+    "pylatexenc",
+    "math-verify",
+    "latex2sympy2-extended",
+    "antlr4-python3-runtime==4.13.2",
+)
 MODEL = "meta-llama/Llama-3.2-1B"
 TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 """Where the recipes take the tokenizer of MODEL from."""
 DATA = "HuggingFaceH4/no_robots"
+SUMS = "openai/gsm8k"
+ANSWERS = [f"\\boxed{{{number}}}" for number in range(4)]
+"""Are one token each, so that a model that knows nothing gives some of the answers by chance, and earns rewards."""
 WORDS = tuple(
     re.findall(r"\w+", "a fox is no dog and a dog is no fox but both run and bark at night when the moon is full")
 )
 
 
 def prepare() -> None:
-    prepare_venv(FOLDER, f"cookbook-{VERSION}", "--no-deps", f"tinker_cookbook=={VERSION}", *NEEDED, finds_ours=True)
+    prepare_venv(
+        FOLDER, f"cookbook-{VERSION}-with-math", "--no-deps", f"tinker_cookbook=={VERSION}", *NEEDED, finds_ours=True
+    )
 
 
 def make_workplace(folder: Path, rows: int = 64) -> None:
@@ -45,6 +63,7 @@ def make_workplace(folder: Path, rows: int = 64) -> None:
     )
     tool.train_from_iterator([" ".join(WORDS)] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tool, eos_token="<|end_of_text|>", bos_token="<|end_of_text|>")
+    tokenizer.add_tokens(ANSWERS)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -69,6 +88,19 @@ def make_workplace(folder: Path, rows: int = 64) -> None:
                     {"role": "assistant", "content": text(7 * number + 3, 8)},
                 ]
                 file.write(json.dumps({"prompt": talk[0]["content"], "messages": talk}) + "\n")
+
+
+def make_sums(folder: Path, rows: int = 64) -> None:
+    """Write sums below `folder`, as the recipes of reinforcement learning take them."""
+    (folder / SUMS).mkdir(parents=True)
+    files = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name in ("train", "test"))
+    (folder / SUMS / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:{files}\n---\n")
+    for name in ("train", "test"):
+        lines = [
+            {"question": f"How many dogs are {number % 4} dogs?", "answer": f"It is so. #### {number % 4}"}
+            for number in range(rows)
+        ]
+        (folder / SUMS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def text(number: int, length: int) -> str:

@@ -28,6 +28,17 @@ CHAT_SL = {
     "max_length": 256,
     "behavior_if_log_dir_exists": "resume",
 }
+RL_LOOP = {
+    "recipe": "rl_loop",
+    "loss_fn": "importance_sampling",
+    "batch_size": 4,
+    "group_size": 16,
+    "max_tokens": 48,
+    "max_steps": 6,
+    "save_every": 2,
+    "lora_rank": 4,
+    "learning_rate": 1e-2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +46,7 @@ def workplace(tmp_path_factory) -> Path:
     cookbook.prepare()
     folder = tmp_path_factory.mktemp("cookbook")
     cookbook.make_workplace(folder)
+    cookbook.make_sums(folder)
     return folder
 
 
@@ -127,6 +139,27 @@ def test_chat_sl_is_killed_and_resumes_and_its_rolling_checkpoints_go(server, wo
     kept = [item.checkpoint_id for run in runs for item in rest.list_checkpoints(run).result().checkpoints]
     assert {"weights/final", "sampler_weights/final", "weights/000008"} <= set(kept)
     assert not {"weights/000006", "weights/000007"} & set(kept)
+
+
+def test_rl_loop_is_killed_and_resumes_while_the_engine_dies(server, workplace, start, monkeypatch) -> None:
+    """It gives no seed for what it samples. With one that follows from the prompt its metrics are those of an
+    undisturbed run, line by line."""
+    monkeypatch.setattr("raycheck.tinker.sampling.draw_seed", lambda: 11)
+    whole, killed = workplace / "rl-whole", workplace / "rl-killed"
+    finish(start(whole, RL_LOOP), workplace)
+
+    process = start(killed, RL_LOOP)
+    wait_for_steps(process, killed, 3)
+    process.kill()
+    process.wait()
+    before = len(steps_in(killed))
+    server.engine.kill()
+    finish(start(killed, RL_LOOP), workplace)
+
+    assert 3 <= before < 6
+    assert list(steps_in(whole)) == list(range(6))
+    assert any(line["reward/total"] for line in steps_in(whole).values()), "something was learned from"
+    assert steps_in(killed) == steps_in(whole)
 
 
 def names_in(log: Path) -> list[str]:
