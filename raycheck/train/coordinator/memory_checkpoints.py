@@ -136,10 +136,13 @@ class MemoryCheckpoints:
         if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
             self._agents.drop([name])
             return Outcome(kind="superseded", key=name)
-        self._list(made.manifest, Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)]))
-        return Outcome(kind="committed", key=name, agree_anew=made.has_copies)
+        is_listed = self._list(
+            made.manifest, Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
+        )
+        return Outcome(kind="committed" if is_listed else "superseded", key=name)
 
-    def _list(self, manifest: Manifest, documents: Documents) -> None:
+    def _list(self, manifest: Manifest, documents: Documents) -> bool:
+        """List a memory checkpoint, unless the bucket or memory has one that is as new. Returns whether it is listed."""
         entry = Entry(
             key=manifest.key,
             refs=manifest.refs,
@@ -158,9 +161,10 @@ class MemoryCheckpoints:
         is_older = self._head is not None and self._head.step >= entry.step
         if is_older or (self._newest is not None and self._newest.entry.step >= entry.step):
             self._agents.drop([entry.key])
-            return
+            return False
         self.forget()
         self._newest = _Listed(entry=entry, documents=documents, sizes=sizes)
+        return True
 
     async def _copy(self, name: str, nodes: Sequence[str]) -> None:
         """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node."""
