@@ -156,7 +156,7 @@ class MemoryCheckpoints:
         return Outcome(kind="committed" if is_listed else "superseded", key=name, agree_anew=made.has_copies)
 
     def _list(self, manifest: Manifest, documents: Documents) -> bool:
-        """List a memory checkpoint, unless the bucket or memory has one that is as new. Returns whether it is listed."""
+        """List a memory checkpoint, unless bucket or memory has one that is as new. Returns whether it is listed."""
         entry = Entry(
             key=manifest.key,
             refs=manifest.refs,
