@@ -17,6 +17,7 @@ from raycheck.bucket.format.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
+from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
@@ -243,7 +244,8 @@ class Components:
 
         boxes: all that this rank may write, by component. Raises ConfigError when the host has too little memory.
         """
-        stagers = [(stager, boxes.get(TRAIN, ())) for stager in (*self._train, *(slot[TRAIN] for slot in self._memory))]
+        memory, self._memory = self._memory, []
+        stagers = [(stager, boxes.get(TRAIN, ())) for stager in self._train]
         if self._restored is None:  # after a restore a frozen component will hardly be written
             written = boxes.keys() - self._referred.keys() - {TRAIN}
             stagers += [(self._stager(name), boxes[name]) for name in sorted(written)]
@@ -252,6 +254,21 @@ class Components:
         logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, size_bytes)
         for stager, own in stagers:
             stager.prepare(own, world_size=world_size)
+        if memory:
+            self._prepare_memory(memory, boxes.get(TRAIN, ()), world_size=world_size)
+
+    def _prepare_memory(self, memory: list[dict[str, Stager]], boxes: Sequence[LocalBox], *, world_size: int) -> None:
+        """Claim the buffers for memory checkpoints, once those for the bucket are there: these come first."""
+        stagers = [slot[TRAIN] for slot in memory]
+        size_bytes = sum(stager.needed_bytes(boxes, world_size=world_size) for stager in stagers)
+        try:
+            check_fits(size_bytes, available_bytes())
+            for stager in stagers:
+                stager.prepare(boxes, world_size=world_size)
+        except ConfigError as error:
+            logging.getLogger("raycheck").warning("no memory checkpoints rank=%d: %s", self._rank, error)
+            return
+        self._memory = memory
 
     def stage(
         self, selected: Mapping[str, BoxesAndSources], leaves: Leaves, also: Places, forms: Mapping[str, Forms]
@@ -297,6 +314,8 @@ class Components:
         The other arguments: see `stage`. Returns None when the bucket has no shard at all of another component than
         `train`: such a component is mostly large and never changes, so a save to the bucket uploads it first.
         """
+        if not self._memory:
+            raise SaveFailedError(f"rank {self._rank}: the host has no room for memory checkpoints")
         referred, kept, staged = self._still_referred(selected, forms), [], []
         stagers = self._memory[slot]
         for component, (boxes, sources) in selected.items():

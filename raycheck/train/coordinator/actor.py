@@ -90,7 +90,7 @@ class Coordinator:
         )
         self._base = BaseCalls(register, self._protocol.me)
         self._node_agents = NodeAgents()
-        self._memory = MemoryCheckpoints(self._store, self._node_agents)
+        self._memory = MemoryCheckpoints(self._store, self._node_agents, lambda: self._run_log.now)
         self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
 
     # --- calls of a worker group's ranks ---
@@ -124,7 +124,7 @@ class Coordinator:
             if group not in self._claims:
                 await self._finish_commits()
                 claim = await asyncio.to_thread(self._protocol.claim, group, world_size)
-                claim = replace(claim, memory=await self._memory.claimed(group, claim.restore))
+                claim = replace(claim, memory=await self._memory.claimed(claim.attempt, claim.restore))
                 if claim.entry is None:
                     claim = replace(claim, resume=self._run_log.resumed(None, []))
                 self._claims = {group: claim}
@@ -182,6 +182,8 @@ class Coordinator:
         """Takes a rank's report of its upload, and waits a while for the outcome of the save."""
         await self._adopt(report.group)
         if report.is_in_memory:
+            if report.failure:
+                self._agreement_of(report).fail(_save_failed(report, report.failure))
             if report.section is not None and not self._memory.plans.remember(report.section):
                 return PlanWanted()
             return await self._memory.report(report, min(WAIT_S, patience_s))
@@ -300,6 +302,7 @@ class Coordinator:
         claim = self._claims[rank_restore.group]
         refused = (*claim.refused, f"{rank_restore.key} ({problem})")
         claim = replace(claim, restore=entry, documents=documents, is_finished=False, refused=refused)
+        self._memory.has_head(entry.key, entry.step)
         self._claims[rank_restore.group] = claim  # a rank that claims only now gets it too
         return RestoreDecision(kind="again", claim=claim, message=problem)
 
@@ -339,7 +342,8 @@ class Coordinator:
 
     def _agreement_of(self, report: Report) -> Rendezvous[tuple[Report, Holdings], Agreement]:
         return self._agreements.setdefault(
-            (report.group, report.save), Rendezvous(report.world_size, awaited="brought their replicas' checksums")
+            (report.group, -report.progress.step if report.is_in_memory else report.save),
+            Rendezvous(report.world_size, awaited="brought their replicas' checksums"),
         )
 
     def _compare(
@@ -368,6 +372,8 @@ class Coordinator:
         async with self._lock:
             if group not in self._claims and group not in self._adopted:
                 self._adopted[group] = await asyncio.to_thread(self._protocol.take_over, group)
+                if head := await asyncio.to_thread(self._protocol.head):
+                    self._memory.has_head(head.key, head.step)
 
     async def _finish_uploads(self, group: str) -> None:
         """Step 7: before the claim of a new group, waits once for all of its ranks until the nodes have uploaded."""

@@ -7,8 +7,7 @@ coordinator knows, so that whoever rewinds a run in the bucket is obeyed.
 """
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ ANSWER_S = 5.0
 """How long a claim waits for what the nodes say they hold."""
 LAST_COPIES_S = 10.0
 """How long a claim waits for copies of what all ranks of the group before have sealed."""
-COPY_TIMEOUT_S = 600.0
+COPY_TIMEOUT_S = 120.0
 ZONE = "ray.io/availability-zone"
 
 
@@ -50,23 +49,27 @@ class _Listed:
 class MemoryCheckpoints:
     """Lists the newest memory checkpoint of one run, and offers it to the group that claims the run next."""
 
-    def __init__(self, store: Store, agents: NodeAgents) -> None:
+    def __init__(self, store: Store, agents: NodeAgents, now: Callable[[], float]) -> None:
+        """now: returns the store's time in unix seconds."""
         self.plans = PlanCache()
         self._store = store
         self._agents = agents
+        self._now = now
         self._newest: _Listed | None = None
-        self._head: Entry | None = None  # the bucket's newest checkpoint, as this coordinator knows it
+        self._head: tuple[str, int] | None = None  # key and step of the bucket's newest checkpoint, as known here
         self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}  # by group and step
-        self._names: dict[tuple[str, int], str] = {}  # of these saves
+        self._attempt = self._last_step = 0
         self._is_warned = False
 
     async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
         """Takes that a rank's shard is sealed in its node's memory, or why not, and waits a while for the outcome."""
         at = (report.group, report.progress.step)
         if at not in self._saves:
+            if at[1] < self._last_step:
+                return Outcome(kind="failed", key=report.checkpoint, message="a later memory checkpoint was begun")
             self._end_those_before(at)
+        self._last_step = at[1]
         rendezvous = self._saves.setdefault(at, Rendezvous(report.world_size, awaited="sealed their shards"))
-        self._names[at] = report.checkpoint
         rendezvous.arrive(report.rank, report)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
@@ -74,77 +77,91 @@ class MemoryCheckpoints:
 
     def committed(self, key: str, step: int) -> None:
         """Takes that the bucket has a new checkpoint: what memory holds of earlier steps is given back."""
-        self._head = Entry(key=key, step=step, committed_at=0.0, size_bytes=0, metrics={}, manifest_crc32=0)
+        self.has_head(key, step)
         if self._newest is not None and self._newest.entry.step <= step:
-            self.forget()
+            self._newest = None
+        self._agents.keep(self._newest_key, (self._attempt, step))
+
+    def has_head(self, key: str, step: int) -> None:
+        """Takes which checkpoint is the bucket's newest one."""
+        self._head = key, step
 
     def forget(self) -> None:
         """Gives back what is listed."""
-        if self._newest is not None:
-            self._agents.drop([self._newest.entry.key])
         self._newest = None
+        self._agents.keep(None, (self._attempt, -1))
 
-    async def claimed(self, group: str, head: Entry | None) -> MemoryOffer | None:
+    async def claimed(self, attempt: int, head: Entry | None) -> MemoryOffer | None:
         """Ends what earlier groups had begun. Returns what the new group can restore from memory; None for nothing.
 
-        head: the checkpoint of the bucket that the claim names.
+        attempt: the new group's. head: the checkpoint of the bucket that the claim names.
         """
         deciding = [save.answer(LAST_COPIES_S) for save in self._saves.values() if save.is_deciding]
         await asyncio.gather(*deciding, return_exceptions=True)
-        undone = [self._names[at] for at, save in self._saves.items() if at[0] != group and not save.is_decided]
-        self._agents.drop(undone)
-        self._saves, self._names = {}, {}
-        known, self._head = self._head, head
+        self._saves, self._attempt, self._last_step = {}, attempt, 0
+        known, self._head = self._head, (head.key, head.step) if head is not None else None
         newest = self._newest
-        if newest is None:
-            return None
-        is_same = (known and known.key) == (head and head.key)
-        if not is_same or (head is not None and head.step >= newest.entry.step):
+        if known != self._head or newest is None or (head is not None and head.step >= newest.entry.step):
             self.forget()
             return None
+        self._agents.keep(newest.entry.key, (attempt, -1))
+        try:
+            offer = await self._offer(newest)
+        except (RayError, RaycheckError, OSError) as error:
+            logger.warning(event(f"{newest.entry.key} is not restored from memory: {error}", run=self._store.uri))
+            offer = None
+        if offer is None:
+            self.forget()
+        return offer
+
+    @property
+    def _newest_key(self) -> str | None:
+        return self._newest.entry.key if self._newest is not None else None
+
+    async def _offer(self, newest: _Listed) -> MemoryOffer | None:
+        """Returns what can be restored, if the nodes that are alive have all of it."""
         holders = await self._holders(newest)
         if lost := sorted(newest.sizes.keys() - holders.keys()):
             text = f"the memory checkpoint {newest.entry.key} is lost: no node that is alive has {', '.join(lost[:5])}"
             logger.warning(event(text, run=self._store.uri))
-            self.forget()
             return None
+        documents = await asyncio.to_thread(ray.put, newest.documents)
         logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
-        return MemoryOffer(entry=newest.entry, documents=[ray.put(newest.documents)], holders=holders)
+        return MemoryOffer(entry=newest.entry, documents=[documents], holders=holders)
 
     def _end_those_before(self, at: tuple[str, int]) -> None:
         """Fails the saves of earlier steps of a group, which no missing rank will report any more."""
         for earlier in [key for key in self._saves if key[0] == at[0] and key[1] < at[1]]:
             if self._saves[earlier].is_open:
-                self._saves[earlier].fail(SaveFailedError(f"{self._names[earlier]}: a later one was begun"))
-                self._agents.drop([self._names[earlier]])
+                self._saves[earlier].fail(SaveFailedError("a later memory checkpoint was begun"))
             if self._saves[earlier].is_decided:
-                del self._saves[earlier], self._names[earlier]
+                del self._saves[earlier]
 
     async def _conclude(self, reports: dict[int, Report]) -> Outcome:
         """Lists a save of which all ranks have sealed their shards, once other nodes have copies of them."""
         name = next(iter(reports.values())).checkpoint
         failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
+        if failures:
+            return Outcome(kind="failed", key=name, message="; ".join(failures))
+        in_order = [reports[rank] for rank in sorted(reports)]
         try:
-            if failures:
-                raise SaveFailedError("; ".join(failures))
-            in_order = [reports[rank] for rank in sorted(reports)]
             made = await asyncio.to_thread(assemble, self._store, in_order, self.plans)
         except RaycheckError as error:
-            self._agents.drop([name])
             return Outcome(kind="failed", key=name, message=str(error))
         await self._copy(name, sorted({report.node for report in in_order}))
         if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
-            self._agents.drop([name])
             return Outcome(kind="superseded", key=name)
-        self._list(made.manifest, Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)]))
-        return Outcome(kind="committed", key=name, agree_anew=made.has_copies)
+        documents = Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
+        is_listed = self._list(made.manifest, documents)
+        return Outcome(kind="committed" if is_listed else "superseded", key=name, agree_anew=made.has_copies)
 
-    def _list(self, manifest: Manifest, documents: Documents) -> None:
+    def _list(self, manifest: Manifest, documents: Documents) -> bool:
+        """List a memory checkpoint, unless bucket or memory has one that is as new. Returns whether it is listed."""
         entry = Entry(
             key=manifest.key,
             refs=manifest.refs,
             step=manifest.step,
-            committed_at=time.time(),
+            committed_at=self._now(),
             size_bytes=manifest.size_bytes,
             metrics={},
             manifest_crc32=crc32(documents.manifest),
@@ -154,13 +171,14 @@ class MemoryCheckpoints:
             for component in manifest.components
             if component.checkpoint == manifest.key
             for shard in component.shards
+            if shard.size_bytes  # nobody reads of an empty one
         }
-        is_older = self._head is not None and self._head.step >= entry.step
+        is_older = self._head is not None and self._head[1] >= entry.step
         if is_older or (self._newest is not None and self._newest.entry.step >= entry.step):
-            self._agents.drop([entry.key])
-            return
-        self.forget()
+            return False
         self._newest = _Listed(entry=entry, documents=documents, sizes=sizes)
+        self._agents.keep(entry.key, (manifest.attempt, manifest.step))
+        return True
 
     async def _copy(self, name: str, nodes: Sequence[str]) -> None:
         """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node."""
@@ -180,6 +198,7 @@ class MemoryCheckpoints:
         for other in others:
             target = self._agents.known(other)
             if source is None or target is None:
+                problem = f"there is no actor on node {other if target is None else node}"
                 continue
             try:
                 sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S)
@@ -219,9 +238,15 @@ def _zones() -> dict[str, str]:
 def neighbours(node: str, nodes: Sequence[str], zones: Mapping[str, str]) -> list[str]:
     """Returns the other nodes that may take the copies of `node`, the best one first.
 
-    nodes: those of the group, sorted. zones: of the nodes that are alive. Nodes of another zone come first, and else
-    those that follow in the ring of all nodes, so that each node takes the copies of one other.
+    nodes: those of the group, sorted. zones: of the nodes that are alive. Nodes of other zones come first, beginning
+    with the one at this node's place in its own zone, so that they share the copies evenly. Then come those that follow
+    in the ring of all nodes.
     """
     at = nodes.index(node)
     ring = [other for other in (*nodes[at + 1 :], *nodes[:at]) if other in zones]
-    return sorted(ring, key=lambda other: not zones[other] or zones[other] == zones.get(node))
+    zone = zones.get(node)
+    apart = [other for other in nodes if zone and zones.get(other) and zones[other] != zone]
+    alike = [other for other in nodes if zones.get(other) == zone]
+    first = alike.index(node) % len(apart) if apart and node in alike else 0
+    turned = [*apart[first:], *apart[:first]]
+    return [*turned, *(other for other in ring if other not in turned)]

@@ -4,7 +4,7 @@ What such an actor does is in train/worker/node_uploads.py. They end with the co
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -51,10 +51,13 @@ class NodeAgents:
         """Returns the actors by node."""
         return dict(self._actors)
 
-    def drop(self, checkpoints: Sequence[str]) -> None:
-        """Has all nodes give back what these memory checkpoints hold. It does not wait for them."""
-        for actor in self._actors.values() if checkpoints else ():
-            actor.drop_shards.remote(list(checkpoints))
+    def keep(self, checkpoint: str | None, floor: tuple[int, int]) -> None:
+        """Has all nodes give back what they hold in memory, but for this checkpoint and those above the floor.
+
+        floor: an attempt and a step. It does not wait for them.
+        """
+        for actor in self._actors.values():
+            actor.keep_shards.remote(checkpoint, floor)
 
     def handed_over(self, report: Report) -> None:
         """Takes that the actor of its node has a rank's staged save."""

@@ -104,6 +104,11 @@ class ProtocolCalls:
             self._run_log.adopted(attempt, found[0].entry(found[0].head or ""), now=found[1].at)
         return attempt.last_save
 
+    def head(self) -> Entry | None:
+        """Reads which checkpoint is the newest one; None when there is none."""
+        found = self._register.read()
+        return found[0].entry(found[0].head or "") if found is not None else None
+
     def conclude(self, reports: dict[int, Report]) -> Outcome:
         """Steps 15 to 18: makes one save's reports a checkpoint and commits it, if every rank's upload succeeded.
 

@@ -103,6 +103,11 @@ class RunLog:
         self._lost_work.group_failed(causes)
 
     @property
+    def now(self) -> float:
+        """Returns the store's time in unix seconds, as it follows from the claim's."""
+        return self._lost_work.now
+
+    @property
     def has_trained(self) -> bool:
         """Returns whether any group of this driver has completed a step, as far as `LostWork` knows."""
         return self._lost_work.has_trained

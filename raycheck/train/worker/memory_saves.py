@@ -5,7 +5,7 @@ that goes wrong here stops the training, or touches the bucket: a memory checkpo
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -18,11 +18,10 @@ from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger
 from raycheck.train.worker.node_uploads import NodeUploads
-from raycheck.train.worker.training_progress import numbers_of
 
 MAX_PAUSE_S = 300.0
 """The longest pause after failures: each costs the training a copy of the state."""
-OUTCOME_S = 10.0
+OUTCOME_S = 1.0
 """How long a rank waits for an outcome that rank 0 has heard already."""
 
 
@@ -38,11 +37,12 @@ class MemorySaves:
         group: Group,
         report: Report,
         *,
-        agree: Callable[[Report], None],
+        agree: Callable[[Report, bool], None],
         timeout_s: float,
     ) -> None:
         """report: all that is the same in each report of this attempt. agree: has the ranks settle who writes each
-        replica, unless they have, and raises SaveFailedError when they cannot now. timeout_s: how long one may take."""
+        replica, unless they have; True: anew. It raises SaveFailedError when they cannot now. timeout_s: how long
+        one may take."""
         self._agree = agree
         self._state = state
         self._group = group
@@ -56,22 +56,28 @@ class MemorySaves:
         self.newest_step = -1
         self._said = ""
         self._failures = 0  # in a row
+        self._must_agree = False
         self._not_before = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Returns whether the next one has to be left out: the one before is under way, or has just failed."""
+        if self._node.is_given_up:
+            return True
         return time.monotonic() < self._not_before or (self._pending is not None and not self._pending.done())
 
-    def begin(self, progress: Progress, metrics: Mapping[str, object], *, trained_s: float) -> None:
+    def begin(self, progress: Progress, *, trained_s: float) -> None:
         """Stage the state for a memory checkpoint of this step. Every rank calls it at the same steps."""
         began = time.monotonic()
-        report = replace(self._report, progress=progress, trained_s=trained_s, metrics=numbers_of(metrics))
+        report = replace(self._report, progress=progress, trained_s=trained_s)
         staged: StagedState | None = None
         try:
             if not self._wait_for_last():
                 raise SaveFailedError("the memory checkpoint before it is still under way")
-            self._agree(report)
+            if self._node.is_given_up:
+                raise SaveFailedError("its node does not hold memory checkpoints")
+            self._agree(report, self._must_agree)
+            self._must_agree = False
             staged = self._state.stage_for_memory(progress, self._slot)
             problem = "" if staged is not None else "what gets no gradient is not in the bucket yet"
         except RaycheckError as error:
@@ -98,6 +104,8 @@ class MemorySaves:
             is_listed = self._pending.result(OUTCOME_S)
         except FutureTimeoutError:
             return False
+        except Exception:  # noqa: BLE001  nothing here may end the training
+            is_listed = False
         self._pending = None
         self._slot = 1 - self._slot if is_listed else self._slot
         return True
@@ -109,7 +117,7 @@ class MemorySaves:
         if is_listed:
             self.newest_step = report.progress.step
         else:
-            self._not_before = time.monotonic() + min(2.0**self._failures, MAX_PAUSE_S)
+            self._not_before = time.monotonic() + min(2.0 ** min(self._failures, 10), MAX_PAUSE_S)
         return is_listed
 
     def _hand_over(self, staged: StagedState, report: Report, deadline: float) -> bool:
@@ -121,7 +129,9 @@ class MemorySaves:
                 return False
             if outcome.kind == "failed":
                 self._say(outcome.message)
+            self._must_agree |= outcome.agree_anew
         except Exception as error:  # noqa: BLE001  whatever it was, training goes on, and the bucket has the truth
+            staged.keep_buffers_apart()  # the coordinator may list it all the same
             self._say(f"{type(error).__name__}: {error}")
             return False
         return outcome.kind == "committed"

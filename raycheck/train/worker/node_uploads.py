@@ -23,7 +23,7 @@ from raycheck.train.coordinator.messages import Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import as_raised
-from raycheck.train.worker.memory_shards import Bytes, MemoryShards, send
+from raycheck.train.worker.memory_shards import Bytes, MemoryShards, Place, send
 from raycheck.train.worker.upload_and_report import Uploader
 
 START_TIMEOUT_S = 60.0
@@ -121,9 +121,9 @@ class NodeAgent:
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return ""
 
-    def drop_shards(self, checkpoints: list[str]) -> None:
-        """Gives back what these memory checkpoints hold."""
-        self._shards.drop(checkpoints)
+    def keep_shards(self, checkpoint: str | None, floor: Place) -> None:
+        """Gives back all shards but those of this memory checkpoint, and of those above the floor."""
+        self._shards.keep(checkpoint, floor)
 
     def _uploader(self, group: Group, timeout_s: float, *, is_in_memory: bool) -> Uploader:
         """Returns the rank's own. The first time, raises ConfigError or StoreError where the run cannot be seen."""
@@ -148,6 +148,11 @@ class NodeUploads:
         self._agent: Any = None
         self._has_failed = False  # it, or its start, since it last answered
         self._is_given_up = False
+
+    @property
+    def is_given_up(self) -> bool:
+        """Returns whether the actor is asked for nothing any more."""
+        return self._is_given_up
 
     def prepare(self) -> None:
         """Have the actor started, so that the first save does not wait for it."""

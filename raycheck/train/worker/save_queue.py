@@ -12,6 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from typing import Self
 
+from raycheck.bucket.assembly.replica_agreement import Agreement
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
@@ -28,6 +29,8 @@ from raycheck.train.worker.save_kind import SaveKind
 from raycheck.train.worker.save_thread import UploadThread
 from raycheck.train.worker.training_progress import numbers_of
 
+MEMORY_AGREEMENT_S = 10.0
+"""How long the ranks wait for each other before a memory checkpoint."""
 LAST_ANSWER_S = 2.0
 """How much longer the end of training waits than a save may take, so that it hears the outcome of the last save."""
 
@@ -39,7 +42,7 @@ class SaveStatus:
     is_busy: the next save would have to wait. busy_s: how long the saves under way may still take, None when there is
     none. blocked_s: how long the newest save has held up training. save_s: how long the newest commit took. unnamed:
     why the newest commit that asked for a name has not got it; "" when it has. memory_step: the step of the newest
-    memory checkpoint of this attempt that can be restored; -1 when there is none.
+    memory checkpoint that this attempt has made; -1 when it has made none.
     """
 
     is_busy: bool = False
@@ -324,10 +327,18 @@ class SaveQueue:
     def memory_saves(self) -> MemorySaves:
         """Returns what makes this rank's memory checkpoints."""
 
-        def agree(report: Report) -> None:
-            if not self._has_agreed and not self.saves:
-                self._agree(report)
-            if not self._has_agreed:
+        has_agreed = self._group.world_size == 1
+
+        def agree(report: Report, anew: bool) -> None:
+            """Has the ranks agree for memory alone until the first save to the bucket, which does so by itself."""
+            nonlocal has_agreed
+            if self._group.world_size == 1:
+                return
+            if not self.saves and not self._has_agreed:
+                if anew or not has_agreed:
+                    self._state.use_agreement(self._agreement(report, timeout_s=MEMORY_AGREEMENT_S))
+                    has_agreed = True
+            elif anew or not self._has_agreed:
                 raise SaveFailedError("the replicas are in doubt; the next save to the bucket compares them")
 
         timeout_s = self._settings.save_timeout_s
@@ -347,11 +358,16 @@ class SaveQueue:
 
     def _agree(self, report: Report) -> None:
         """Have the ranks settle which of them writes each replica, and check that replicas are equal on all of them."""
-        holdings = self._state.replica_checksums()
-        deadline = time.monotonic() + self._settings.save_timeout_s
         self._has_agreed = False
+        self._state.use_agreement(self._agreement(report, timeout_s=self._settings.save_timeout_s))
+        self._has_agreed = True
+
+    def _agreement(self, report: Report, *, timeout_s: float) -> Agreement:
+        """Bring this rank's checksums, and return what all ranks are told. Raises SaveFailedError, and ConfigError."""
+        holdings = self._state.replica_checksums()
+        deadline = time.monotonic() + timeout_s
         what = f"agreement before the save of step {report.progress.step}"
-        agreement = ask_until_decided(
+        agreement: Agreement = ask_until_decided(
             self._group,
             "agree",
             report,
@@ -360,8 +376,7 @@ class SaveQueue:
             what=what,
             late=lambda missing: SaveFailedError(f"rank {report.rank}: {what}: {missing}"),
         )
-        self._state.use_agreement(agreement)
-        self._has_agreed = True
+        return agreement
 
     def _note_failure(self, number: int, message: str) -> None:
         """Count a failed save. Raises SaveFailedError after too many in a row."""

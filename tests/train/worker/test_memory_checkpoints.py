@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -16,6 +17,7 @@ from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.train.coordinator.memory_checkpoints import neighbours
+from raycheck.train.worker.memory_shards import MemoryShards
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import story, wait_for_memory
 
@@ -138,3 +140,30 @@ def test_settings_that_cannot_work_are_refused() -> None:
     settings = raycheck.SaveSettings(memory_every_steps=5, upload_by="node")
     with pytest.raises(raycheck.ConfigError, match="memory_every_steps=5: ActorCheckpointer"):
         raycheck.ActorCheckpointer([object()], dict, "file:///nowhere", settings)
+
+
+def test_no_node_takes_the_copies_of_many_others() -> None:
+    nodes = [f"{zone}{number}" for zone in "ab" for number in range(8)]
+    zones = {node: node[0] for node in nodes}
+
+    first = [neighbours(node, nodes, zones)[0] for node in nodes]
+
+    assert sorted(first) == nodes
+    assert all(zones[node] != zones[other] for node, other in zip(nodes, first, strict=True))
+
+
+def test_what_comes_late_is_not_held() -> None:
+    shards = MemoryShards()
+    names = ["step-000000004-a1-s0", "step-000000008-a1-s0", "step-000000002-a2-s0"]
+    first, second, of_next_attempt = (f"checkpoints/{name}/train/__0_0.distcp" for name in names)
+    shards.put(first, memoryview(b"abcd"))
+    shards.put(second, memoryview(b"abcd"))
+
+    shards.keep(names[0], (2, -1))
+    shards.put(second, memoryview(b"late"))
+    shards.receive(second, 4, 0, np.zeros(4, np.uint8))
+    shards.put(of_next_attempt, memoryview(b"efgh"))
+
+    assert shards.sizes() == {first: 4, of_next_attempt: 4}
+    shards.keep(names[2], (2, 2))
+    assert shards.sizes() == {of_next_attempt: 4}
