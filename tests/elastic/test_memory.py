@@ -94,6 +94,8 @@ def agents() -> list[psutil.Process]:
     return found
 
 
+# By default train/worker/test_memory_checkpoints.py kills a worker, and has one actor copy to another.
+@pytest.mark.slow
 def test_a_node_that_is_gone_is_restored_from_its_neighbours_memory_on_fewer_ranks(
     nodes: Arena, drive: Drive, row: Row
 ) -> None:

@@ -108,7 +108,7 @@ async def _stream(
 def _header(name: str, size: int) -> bytes:
     member = tarfile.TarInfo(name)
     member.size, member.mode = size, 0o644
-    return member.tobuf(tarfile.USTAR_FORMAT)
+    return member.tobuf(tarfile.GNU_FORMAT)  # ustar ends at 8 GiB a file
 
 
 def _in_tar(size: int) -> int:

@@ -1,6 +1,7 @@
 """Memory checkpoints: the next attempt restores what the nodes hold, when it is newer than what the bucket has."""
 
 import copy
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,8 @@ from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.train.coordinator.memory_checkpoints import neighbours
-from raycheck.train.worker.memory_shards import MemoryShards
+from raycheck.train.worker.memory_shards import CHUNK_BYTES, MemoryReader, MemoryShards
+from raycheck.train.worker.node_uploads import NodeAgent
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import story, wait_for_memory
 
@@ -167,3 +169,46 @@ def test_what_comes_late_is_not_held() -> None:
     assert shards.sizes() == {first: 4, of_next_attempt: 4}
     shards.keep(names[2], (2, 2))
     assert shards.sizes() == {of_next_attempt: 4}
+
+
+class HoldingAgent(NodeAgent):
+    """Holds what a test gives it, as if a rank had sealed it."""
+
+    def hold(self, key: str, shard: bytes) -> None:
+        self._shards.put(key, memoryview(shard))
+
+
+def end(actor: Any) -> None:
+    """Kills an actor, and waits until it answers no more."""
+    ray.kill(actor)
+    deadline = time.monotonic() + 30
+    with pytest.raises(ray.exceptions.RayActorError):
+        while time.monotonic() < deadline:
+            ray.get(actor.shard_sizes.remote(), timeout=10)
+
+
+def test_a_shard_is_copied_in_chunks_and_read_from_whoever_has_it(cluster: None, tmp_path: Path) -> None:
+    name = "step-000000004-a1-s0"
+    key = f"checkpoints/{name}/train/__0_0.distcp"
+    shard = np.random.default_rng(1).bytes(2 * CHUNK_BYTES + 5)
+    store = open_store(f"file://{tmp_path}")
+    store.put_if_absent("other", b"in the bucket")
+    actors = [ray.remote(HoldingAgent).options(num_cpus=0, max_concurrency=8).remote() for _ in range(2)]  # type: ignore[attr-defined]
+    first, second = actors
+    try:
+        ray.get(first.hold.remote(key, shard), timeout=60)
+        assert ray.get(first.send_shards.remote(name, second, timeout_s=60.0), timeout=90) == ""
+        assert ray.get(second.shard_sizes.remote(), timeout=30) == {key: len(shard)}
+        reader = MemoryReader(store, {key: [("a", first), ("b", second)]}, "b")
+        part = CHUNK_BYTES - 3, CHUNK_BYTES + 7
+
+        assert bytes(reader.get_range(key, *part)) == shard[slice(*part)]
+        assert bytes(reader.get_range("other", 3, 6)) == b"the"
+        end(second)
+        assert bytes(reader.get_range(key, 0, 9)) == shard[:9]
+        end(first)
+        with pytest.raises(raycheck.DamagedError, match="is in no node's memory any more"):
+            reader.get_range(key, 0, 9)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
