@@ -59,11 +59,12 @@ class MemoryCheckpoints:
         self._head: tuple[str, int] | None = None  # key and step of the bucket's newest checkpoint, as known here
         self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}  # by group and step
         self._attempt = self._last_step = 0
-        self._is_warned = False
+        self._is_used = self._is_warned = False
 
     async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
         """Takes that a rank's shard is sealed in its node's memory, or why not, and waits a while for the outcome."""
         at = (report.group, report.progress.step)
+        self._is_used = True
         if at not in self._saves:
             if at[1] < self._last_step:
                 return Outcome(kind="failed", key=report.checkpoint, message="a later memory checkpoint was begun")
@@ -80,7 +81,8 @@ class MemoryCheckpoints:
         self.has_head(key, step)
         if self._newest is not None and self._newest.entry.step <= step:
             self._newest = None
-        self._agents.keep(self._newest_key, (self._attempt, step))
+        if self._is_used:
+            self._agents.keep(self._newest_key, (self._attempt, step))
 
     def has_head(self, key: str, step: int) -> None:
         """Takes which checkpoint is the bucket's newest one."""
@@ -101,6 +103,8 @@ class MemoryCheckpoints:
         self._saves, self._attempt, self._last_step = {}, attempt, 0
         known, self._head = self._head, (head.key, head.step) if head is not None else None
         newest = self._newest
+        if not self._is_used:
+            return None
         if known != self._head or newest is None or (head is not None and head.step >= newest.entry.step):
             self.forget()
             return None

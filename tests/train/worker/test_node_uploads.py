@@ -55,12 +55,17 @@ def until_gone(pids: list[int], within_s: float = 30.0) -> None:
 
 @contextmanager
 def held_in_upload(job, s3: str, checkpoint: str) -> Iterator[tuple[str, Rule, InThread]]:
-    """Trains until rank 1's shard of this checkpoint is on its way. Yields the storage, what holds it, and the fit."""
+    """Trains until both ranks' shards of this checkpoint are with the actor, and rank 1's is on its way.
+
+    Yields the storage, what holds that one, and the fit."""
     with fault_proxy(s3) as proxy:
         storage = join_uri(proxy.uri, uuid4().hex)
         held = proxy.rule("hold", "PUT", f"{checkpoint}/train/__1_0.distcp")
+        other = proxy.rule("hold", "PUT", f"{checkpoint}/train/__0_0.distcp")
         fitting = InThread(lambda: raycheck.fit(job(storage, "run", settings=BY_NODE)))
         held.wait()
+        other.wait()
+        other.release()
         yield storage, held, fitting
 
 
