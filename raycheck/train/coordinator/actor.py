@@ -302,7 +302,7 @@ class Coordinator:
         claim = self._claims[rank_restore.group]
         refused = (*claim.refused, f"{rank_restore.key} ({problem})")
         claim = replace(claim, restore=entry, documents=documents, is_finished=False, refused=refused)
-        self._memory.has_head(entry.key, entry.step)
+        self._memory.note_head(entry.key, entry.step)
         self._claims[rank_restore.group] = claim  # a rank that claims only now gets it too
         return RestoreDecision(kind="again", claim=claim, message=problem)
 
@@ -373,7 +373,7 @@ class Coordinator:
             if group not in self._claims and group not in self._adopted:
                 self._adopted[group] = await asyncio.to_thread(self._protocol.take_over, group)
                 if head := await asyncio.to_thread(self._protocol.head):
-                    self._memory.has_head(head.key, head.step)
+                    self._memory.note_head(head.key, head.step)
 
     async def _finish_uploads(self, group: str) -> None:
         """Step 7: before the claim of a new group, waits once for all of its ranks until the nodes have uploaded."""

@@ -78,13 +78,13 @@ class MemoryCheckpoints:
 
     def committed(self, key: str, step: int) -> None:
         """Takes that the bucket has a new checkpoint: what memory holds of earlier steps is given back."""
-        self.has_head(key, step)
+        self.note_head(key, step)
         if self._newest is not None and self._newest.entry.step <= step:
             self._newest = None
         if self._is_used:
             self._agents.keep(self._newest_key, (self._attempt, step))
 
-    def has_head(self, key: str, step: int) -> None:
+    def note_head(self, key: str, step: int) -> None:
         """Takes which checkpoint is the bucket's newest one."""
         self._head = key, step
 
