@@ -1,31 +1,49 @@
 """`python -m tests.bench.goodput`: the share of a training's time that stands while its workers are killed.
 
-One seeded trace of kills is replayed over three ways to checkpoint one training (goodput_job.py), one after the other on
-one Ray of several nodes: after so many seconds of training, that rank gets a SIGKILL. Ray restarts the workers, and what
-each way restores decides which steps are done again. Beside each share stands its limit: what is left on the very trace,
-by Young's and Daly's model, when only saves, restarts and the steps since the last save cost anything.
+Seeded traces of kills are replayed over each way to checkpoint one training (goodput_job.py), in rounds, on one Ray of
+several nodes: after so many seconds of training, that rank gets a SIGKILL. Ray restarts the workers, and what each way
+restores decides which steps are done again. Each way saves as often as Daly's formula says for what its save costs, which
+is measured before. Beside each share stands its limit: what is left on the very traces, by Young's and Daly's model, when
+only saves, restarts and the steps since the last save cost anything.
 """
 
 import argparse
 import json
 import os
+import random
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.ceilings import Raw
 from tests.bench.goodput_job import BARE, OURS, WAYS, WORKERS
-from tests.bench.goodput_rows import FULL, QUICK, Event, Kill, Scale, Watched, counted, first_step, rows, trace
+from tests.bench.goodput_rows import (
+    CALIBRATION_EVERY,
+    FULL,
+    QUICK,
+    Event,
+    Kill,
+    Scale,
+    Watched,
+    counted,
+    first_step,
+    rows,
+    step_cost,
+    steps_between,
+    trace,
+)
 from tests.bench.place import new_folder
 from tests.bench.plots import OURS as OUR_COLOR
 from tests.bench.plots import PEERS as PEER_COLOR
@@ -37,6 +55,7 @@ ROOT = Path(__file__).parents[2]
 SEED = 7
 UP_WITHIN_S = 300.0
 LOOK_EVERY_S = 0.2
+NEVER = 1_000_000
 ENV = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -49,28 +68,25 @@ T = TypeVar("T")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.goodput", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="about 10 minutes instead of 70")
+    parser.add_argument("--quick", action="store_true", help="some 8 minutes instead of 50")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--server", choices=("auto", "ceph", "ministack", "moto"), default="auto")
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
-    kills = trace(scale, ranks=WORKERS, seed=SEED)
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="goodput-") as scratch, started(arguments.server) as server:
         os.sched_setaffinity(0, cores)  # Ray's nodes need the server's core too
+        raw_get_s = raw_get(server.uri, scale)
         with arena(ENV) as nodes:
             nodes.add(WORKERS)
-            watched = {}
-            for number, way in enumerate(WAYS):
-                folder = Path(scratch, str(number))
-                folder.mkdir()
-                config = {"way": way, "folder": str(folder), "uri": new_folder(server.uri), **asdict(scale)}
-                with driver(nodes.address, config) as run:
-                    watched[way] = watch(run, kills, scale)
-                print(f"{way}: {len(watched[way].restarts_s)} kills", flush=True)
+            bench = Bench(nodes.address, server.uri, Path(scratch), scale)
+            found = bench.measure()
         command = shlex.join(["python", "-m", "tests.bench.goodput", *sys.argv[1:]])
         about = {"command": command, "server": server.name, "seed": SEED, "cores": os.cpu_count(), **asdict(scale)}
-    doc = {"about": about, "rows": rows(watched, kills, scale, bare=BARE)}
+    bare_s = statistics.median(restart_s for one in found.pop(BARE) for restart_s in one.restarts_s)
+    about |= {"pace_s": bench.pace_s, "bare_s": bare_s, "raw_get_s": raw_get_s}
+    table = rows(found, bench.traces, bench.every, pace_s=bench.pace_s, bare_s=bare_s, raw_get_s=raw_get_s)
+    doc = {"about": about, "rows": table}
     show(doc)
     for path in (RESULTS / "goodput.json", arguments.json):
         if path is not None:
@@ -81,6 +97,72 @@ def main() -> int:
     except ImportError as error:
         print(f"no plot: {error.name} is not installed (pip install 'raycheck[bench]')")
     return 0
+
+
+def raw_get(uri: str, scale: Scale) -> float:
+    """Seconds of a raw GET of what one rank restores: weights and two moments of AdamW in float32."""
+    size_bytes = 3 * 4 * scale.layers * scale.width * (scale.width + 1) // WORKERS
+    turns = Raw(uri, size_bytes).shapes(lambda: None).values()
+    return min(statistics.median(turn()["load"] for _ in range(3)) for turn in turns)
+
+
+class Bench:
+    """Measures what a save costs in each way, and then hurts all ways, round by round, in a shuffled order.
+
+    pace_s: what a step takes when nothing is saved. every: steps between saves, by way.
+    """
+
+    def __init__(self, address: str, uri: str, scratch: Path, scale: Scale) -> None:
+        self._address, self._uri, self._scratch, self._scale = address, uri, scratch, scale
+        self._drivers = 0
+        self.pace_s = 0.0
+        self.every: dict[str, int] = {}
+        self.traces = [trace(scale, ranks=WORKERS, seed=SEED + number) for number in range(scale.rounds)]
+
+    def measure(self) -> dict[str, list[Watched]]:
+        scale, order = self._scale, list(WAYS)
+        self.pace_s = self._calibrated(BARE, _median_step)
+        for way in WAYS:
+            if way != BARE:
+                cost_s = self._calibrated(way, self._cost)
+                self.every[way] = steps_between(cost_s, pace_s=self.pace_s, scale=scale)
+                print(f"{way}: a save costs {cost_s:.3f} s: every {self.every[way]} steps", flush=True)
+        found: dict[str, list[Watched]] = {way: [] for way in WAYS}
+        chance = random.Random(SEED)
+        for number, kills in enumerate(self.traces):
+            chance.shuffle(order)
+            for way in order:
+                # Without saves nothing is lost by a kill but the restart, which is all that is asked of this way.
+                hurt = [replace(kill, after_s=1.0) for kill in kills] if way == BARE else kills
+                with self._driver(way, self.every.get(way, 1)) as run:
+                    found[way].append(watch(run, hurt))
+                print(f"round {number + 1}, {way}: {found[way][-1].steps_lost} steps lost", flush=True)
+        return found
+
+    def _calibrated(self, way: str, find: Callable[[list[Event]], float | None]) -> float:
+        with self._driver(way, CALIBRATION_EVERY, bucket_every=NEVER) as run:
+            run.first_step(since=0.0)
+            return run.wait_for(lambda: find(run.events()), within_s=UP_WITHIN_S)
+
+    def _cost(self, events: list[Event]) -> float | None:
+        saves = sum(event["kind"] == "save" for event in events)
+        return step_cost(events, pace_s=self.pace_s) if saves > self._scale.calibrated else None
+
+    @contextmanager
+    def _driver(self, way: str, every: int, *, bucket_every: int = 0) -> Iterator["Driver"]:
+        """bucket_every: of raycheck with memory checkpoints; by default as raycheck without them."""
+        self._drivers += 1
+        folder = self._scratch / str(self._drivers)
+        folder.mkdir()
+        often = bucket_every or self.every.get(OURS, 1)
+        facts = {"way": way, "every": every, "bucket_every": often, "folder": str(folder)}
+        with driver(self._address, {**facts, "uri": new_folder(self._uri), **asdict(self._scale)}) as run:
+            yield run
+
+
+def _median_step(events: list[Event]) -> float | None:
+    steps = [event["seconds"] for event in events if event["kind"] == "step"]
+    return statistics.median(steps) if len(steps) >= 40 else None
 
 
 class Driver:
@@ -105,6 +187,9 @@ class Driver:
         with suppress(ProcessLookupError):  # it went by itself
             os.kill(pid, signal.SIGKILL)
         return at
+
+    def wait_until(self, at: float) -> None:
+        self.wait_for(lambda: time.time() >= at or None, within_s=at - time.time() + UP_WITHIN_S)
 
     def wait_for(self, what: Callable[[], T | None], *, within_s: float) -> T:
         deadline = time.monotonic() + within_s
@@ -133,30 +218,42 @@ def driver(address: str, config: dict[str, Any]) -> Iterator[Driver]:
             process.kill()  # all of its job dies with it
 
 
-def watch(run: Driver, kills: Sequence[Kill], scale: Scale) -> Watched:
-    first = up = run.first_step(since=0.0)
-    end, restarts_s = first + scale.wall_s, []
-    for kill in kills:
-        until = min(up + kill.after_s, end)
-        run.wait_for(lambda until=until: time.time() >= until or None, within_s=scale.wall_s + UP_WITHIN_S)
-        if until == end:
-            break
+def watch(run: Driver, kills: Sequence[Kill]) -> Watched:
+    """Hurt a way. The last of `kills` does not happen: there it ends."""
+    up, restarts_s = run.first_step(since=0.0), []
+    for kill in kills[:-1]:
+        run.wait_until(up + kill.after_s)
         at = run.kill(kill.rank)
         up = run.first_step(since=at)
         restarts_s.append(up - at)
-        end = max(end, up)  # a restart is not cut off
+    end = up + kills[-1].after_s
+    run.wait_until(end)
     return counted(run.events(), end=end, restarts_s=restarts_s)
 
 
 def show(doc: dict[str, Any]) -> None:
     about = doc["about"]
-    table = Table(title=f"{about['server']}, {about['cores']} cores; a save every {about['every']} steps")
-    for name in ("", "goodput", "limit", "kills", "steps lost", "save blocks, s", "restart, s", "/ bare"):
+    title = (
+        f"{about['server']}, {about['cores']} cores; a kill every {about['mtbf_s']:.0f} s of training; a step takes "
+        f"{about['pace_s']:.2f} s, a bare restart {about['bare_s']:.1f} s, a raw GET {about['raw_get_s']:.2f} s"
+    )
+    table = Table(title=title)
+    for name in (
+        "",
+        "every",
+        "goodput",
+        "limit",
+        "kills",
+        "lost a kill",
+        "save blocks, s",
+        "restart, s",
+        "/ bare + GET",
+    ):
         table.add_column(name)
     for way, row in doc["rows"].items():
-        seconds = (f"{row['save_s']:.2f}", f"{row['restart_s']:.1f}", f"{row['restart_ratio']:.2f}")
-        counts = (f"{row['kills']}", f"{row['steps_lost']}")
-        table.add_row(way, f"{row['goodput']:.3f}", f"{row['limit']:.3f}", *counts, *seconds)
+        seconds = (f"{row['save_s']:.3f}", f"{row['restart_s']:.1f}", f"{row['restart_ratio']:.2f}")
+        counts = (f"{row['kills']}", f"{row['lost_per_kill']:.1f}")
+        table.add_row(way, f"{row['every']}", f"{row['goodput']:.3f}", f"{row['limit']:.3f}", *counts, *seconds)
     Console(width=None if Console().is_terminal else 160).print(table)
 
 

@@ -1,6 +1,6 @@
 """The training that goodput.py hurts, and the driver that starts it: `python -m tests.bench.goodput_job '{"way": ...}'`.
 
-One FSDP2 training, three ways to checkpoint it, and none. The two peers are written as their documentation has it; both
+One FSDP2 training, four ways to checkpoint it, and none. The two peers are written as their documentation has it; both
 resume as a careful user would. Each rank tells its story in a file of its own, one line per event.
 """
 
@@ -35,7 +35,8 @@ RUN = "run"
 
 
 class Training:
-    """One rank of it. config: folder (of the stories), every (steps between saves), step_s, width, layers."""
+    """One rank of it. config: folder (of the stories), every (steps between saves; for raycheck with memory, between
+    memory checkpoints, and bucket_every between saves to the bucket), step_s, width, layers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -94,8 +95,17 @@ class App(Stateful):
 
 
 def by_raycheck(training: Training, config: dict[str, Any]) -> None:
+    _by_raycheck(training, raycheck.SaveSettings(every_steps=config["every"]))
+
+
+def by_memory(training: Training, config: dict[str, Any]) -> None:
+    every, bucket_every = config["every"], config["bucket_every"]
+    _by_raycheck(training, raycheck.SaveSettings(every_steps=bucket_every, memory_every_steps=every, upload_by="node"))
+
+
+def _by_raycheck(training: Training, settings: raycheck.SaveSettings) -> None:
     state = {"model": training.model, "optimizer": training.optimizer}
-    with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=config["every"])) as ckpt:
+    with raycheck.Checkpointer(state, settings) as ckpt:
         for step in training.steps(ckpt.restore().step):
             if training.is_due(step):
                 with training.saving():
@@ -143,9 +153,11 @@ def by_nothing(training: Training, config: dict[str, Any]) -> None:
 
 
 OURS = "raycheck"
+MEMORY = "raycheck, memory checkpoints"
 BARE = "no checkpoints"
 WAYS: dict[str, Callable[[Training, dict[str, Any]], None]] = {
     OURS: by_raycheck,
+    MEMORY: by_memory,
     "Ray Train's report": by_report,
     "DCP on s3fs, newest directory": by_dcp,
     BARE: by_nothing,
@@ -168,14 +180,14 @@ def main() -> None:
             name=RUN, failure_config=ray.train.FailureConfig(max_failures=-1), **_storage(config)
         ),
     )
-    if config["way"] == OURS:
+    if config["way"] in (OURS, MEMORY):
         raycheck.fit(trainer)
     else:
         trainer.fit()
 
 
 def _storage(config: dict[str, Any]) -> dict[str, Any]:
-    if config["way"] == OURS:
+    if config["way"] in (OURS, MEMORY):
         return {"storage_path": config["uri"]}
     files, path = pyarrow_files(config["uri"])
     return {"storage_path": path, "storage_filesystem": files}

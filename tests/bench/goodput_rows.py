@@ -1,4 +1,5 @@
-"""What goodput.py is about, without any Ray: a trace of kills, what a rank's story comes to, and the limit beside it."""
+"""What goodput.py is about, without any Ray: traces of kills, the interval of each way, what a rank's story comes to, and
+the limit beside it."""
 
 import random
 import statistics
@@ -10,24 +11,28 @@ from raycheck.train.worker.young_daly import daly_interval_s
 
 Event = dict[str, Any]
 Row = dict[str, float]
+CALIBRATION_EVERY = 8
+"""Steps between the saves by which the cost of one is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """step_s: of one training step, at least. every: steps between saves, for all ways. mtbf_s: seconds of training
-    between kills, on average. wall_s: how long each way is watched, from its first step on. width, layers: of the model.
+    """step_s: of one training step, at least. mtbf_s: seconds of training between kills, on average. rounds, kills: each
+    way is hurt in so many rounds, so often in each. calibrated: how many saves measure what one costs. width, layers: of
+    the model.
     """
 
     step_s: float
-    every: int
     mtbf_s: float
-    wall_s: float
+    rounds: int
+    kills: int
+    calibrated: int
     width: int
     layers: int
 
 
-FULL = Scale(step_s=0.5, every=20, mtbf_s=120.0, wall_s=1200.0, width=1024, layers=8)
-QUICK = Scale(step_s=0.25, every=20, mtbf_s=40.0, wall_s=150.0, width=512, layers=6)
+FULL = Scale(step_s=0.25, mtbf_s=10.0, rounds=3, kills=10, calibrated=6, width=1024, layers=8)
+QUICK = Scale(step_s=0.25, mtbf_s=10.0, rounds=1, kills=4, calibrated=4, width=512, layers=6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +45,8 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What one way came to. saves_s: for how long each save blocked rank 0. restarts_s: from each kill to the first step
-    after it. steps: those that stand."""
+    """What one way came to in one round. saves_s: for how long each save blocked rank 0. restarts_s: from each kill to
+    the first step after it. steps: those that stand."""
 
     wall_s: float
     steps: int
@@ -52,11 +57,11 @@ class Watched:
 
 
 def trace(scale: Scale, *, ranks: int, seed: int) -> list[Kill]:
-    """The same for every way; far longer than any of them is watched."""
-    chance, kills = random.Random(seed), list[Kill]()
-    while sum(kill.after_s for kill in kills) <= 2 * scale.wall_s:
-        kills.append(Kill(after_s=chance.expovariate(1 / scale.mtbf_s), rank=chance.randrange(ranks)))
-    return kills
+    """The kills of one round, the same for every way. One more than there are: the round ends where it would come."""
+    chance = random.Random(seed)
+    return [
+        Kill(after_s=chance.expovariate(1 / scale.mtbf_s), rank=chance.randrange(ranks)) for _ in range(scale.kills + 1)
+    ]
 
 
 def first_step(events: Sequence[Event], *, since: float) -> float | None:
@@ -65,6 +70,23 @@ def first_step(events: Sequence[Event], *, since: float) -> float | None:
     if not starts:
         return None
     return next((event["at"] for event in events[starts[-1] :] if event["kind"] == "step"), None)
+
+
+def step_cost(events: Sequence[Event], *, pace_s: float) -> float | None:
+    """Returns what a save costs, in seconds: how much longer a step takes on average than `pace_s`, between the first
+    and the last save, times the steps between two saves; but at least what a save blocks. None with fewer than two."""
+    saves = [event for event in events if event["kind"] == "save"]
+    if len(saves) < 2:
+        return None
+    wall_s = saves[-1]["at"] - saves[0]["at"]
+    steps = sum(event["kind"] == "step" and saves[0]["at"] < event["at"] < saves[-1]["at"] for event in events)
+    blocked_s = statistics.median(save["seconds"] for save in saves[1:])
+    return max(blocked_s, (wall_s - steps * pace_s) / (len(saves) - 1))
+
+
+def steps_between(cost_s: float, *, pace_s: float, scale: Scale) -> int:
+    """Daly's interval in steps, at least one."""
+    return max(1, round(daly_interval_s(cost_s, scale.mtbf_s) / pace_s))
 
 
 def counted(events: Sequence[Event], *, end: float, restarts_s: Sequence[float]) -> Watched:
@@ -87,41 +109,52 @@ def counted(events: Sequence[Event], *, end: float, restarts_s: Sequence[float])
     )
 
 
-def rows(watched: dict[str, Watched], kills: Sequence[Kill], scale: Scale, *, bare: str) -> dict[str, Row]:
-    """By way. A step counts for what it takes at best: the least median of all ways. restart_ratio: to the restart of
-    `bare`, which restores nothing (R14, but for the raw GET of the state, which would be added to that one)."""
-    pace_s = min(found.median_step_s for found in watched.values())
+def rows(
+    watched: dict[str, list[Watched]],
+    traces: Sequence[Sequence[Kill]],
+    every: dict[str, int],
+    *,
+    pace_s: float,
+    bare_s: float,
+    raw_get_s: float,
+) -> dict[str, Row]:
+    """By way. watched, traces: one per round. every: steps between saves. pace_s: what a step takes at best, for which
+    each one counts. bare_s: the median restart that restores nothing; restart_ratio is to that and a raw GET (R14)."""
     found_rows = {}
-    for way, found in watched.items():
-        cost_s = statistics.median(found.saves_s or (0.0,))
-        restart_s = statistics.median(found.restarts_s or (0.0,))
-        most = limit(kills, interval_s=scale.every * pace_s, cost_s=cost_s, restart_s=restart_s, wall_s=found.wall_s)
+    for way, rounds in watched.items():
+        saves_s = [save_s for found in rounds for save_s in found.saves_s]
+        restarts_s = [restart_s for found in rounds for restart_s in found.restarts_s]
+        cost_s, restart_s = statistics.median(saves_s or (0.0,)), statistics.median(restarts_s)
+        wall_s, steps = sum(found.wall_s for found in rounds), sum(found.steps for found in rounds)
+        lost = sum(found.steps_lost for found in rounds)
+        shares = [limit(kills, interval_s=every[way] * pace_s, cost_s=cost_s, restart_s=restart_s) for kills in traces]
         found_rows[way] = {
-            "goodput": found.steps * pace_s / found.wall_s,
-            "limit": most,
-            "steps": found.steps,
-            "steps_lost": found.steps_lost,
-            "kills": len(found.restarts_s),
+            "goodput": steps * pace_s / wall_s,
+            "limit": statistics.fmean(shares),
+            "every": every[way],
+            "steps": steps,
+            "steps_lost": lost,
+            "kills": len(restarts_s),
+            "lost_per_kill": lost / len(restarts_s),
             "save_s": cost_s,
             "restart_s": restart_s,
-            "restart_ratio": restart_s / max(statistics.median(watched[bare].restarts_s or (0.0,)), 1e-9),
-            "median_step_s": found.median_step_s,
-            "wall_s": found.wall_s,
-            "best_interval_s": daly_interval_s(cost_s, scale.mtbf_s),
+            "restart_ratio": restart_s / (bare_s + raw_get_s),
+            "median_step_s": statistics.median(found.median_step_s for found in rounds),
+            "wall_s": wall_s,
         }
     return found_rows
 
 
-def limit(kills: Sequence[Kill], *, interval_s: float, cost_s: float, restart_s: float, wall_s: float) -> float:
-    """Young's and Daly's model replayed over the trace: the share of `wall_s` that stands when a save after each
+def limit(kills: Sequence[Kill], *, interval_s: float, cost_s: float, restart_s: float) -> float:
+    """Young's and Daly's model replayed over one round: the share of its time that stands when a save after each
     `interval_s` costs `cost_s`, a kill costs `restart_s` and what was trained since the last save, and nothing else."""
-    at = stands_s = 0.0
-    for kill in kills:
-        saves, rest_s = divmod(min(kill.after_s, wall_s - at), interval_s + cost_s)
+    wall_s = stands_s = 0.0
+    for number, kill in enumerate(kills):
+        saves, rest_s = divmod(kill.after_s, interval_s + cost_s)
         stands_s += saves * interval_s
-        if at + kill.after_s >= wall_s:
-            return (stands_s + min(rest_s, interval_s)) / wall_s
-        at += kill.after_s + restart_s
-        if at >= wall_s:
-            return stands_s / at
-    raise AssertionError("the trace is longer than what is watched")
+        wall_s += kill.after_s
+        if number < len(kills) - 1:
+            wall_s += restart_s
+        else:
+            stands_s += min(rest_s, interval_s)  # nobody is killed at the end
+    return stands_s / wall_s
