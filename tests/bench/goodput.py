@@ -56,6 +56,8 @@ SEED = 7
 UP_WITHIN_S = 300.0
 LOOK_EVERY_S = 0.2
 NEVER = 1_000_000
+OBJECT_STORE_BYTES = 512 * 1024 * 1024
+"""Above 70 % of it Ray has each process collect its garbage, which stops all ranks for a second or so."""
 ENV = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -78,7 +80,7 @@ def main() -> int:
         os.sched_setaffinity(0, cores)  # Ray's nodes need the server's core too
         raw_get_s = raw_get(server.uri, scale)
         with arena(ENV) as nodes:
-            nodes.add(WORKERS)
+            nodes.add(WORKERS, object_store_memory=OBJECT_STORE_BYTES)
             bench = Bench(nodes.address, server.uri, Path(scratch), scale)
             found = bench.measure()
         command = shlex.join(["python", "-m", "tests.bench.goodput", *sys.argv[1:]])
@@ -145,17 +147,16 @@ class Bench:
             return run.wait_for(lambda: find(run.events()), within_s=UP_WITHIN_S)
 
     def _cost(self, events: list[Event]) -> float | None:
-        saves = sum(event["kind"] == "save" for event in events)
-        return step_cost(events, pace_s=self.pace_s) if saves > self._scale.calibrated else None
+        return step_cost(events, saves=self._scale.calibrated, pace_s=self.pace_s)
 
     @contextmanager
     def _driver(self, way: str, every: int, *, bucket_every: int = 0) -> Iterator["Driver"]:
-        """bucket_every: of raycheck with memory checkpoints; by default as raycheck without them."""
+        """bucket_every: of raycheck with memory checkpoints; by default a tenth as often, since what memory does not
+        survive is rarer."""
         self._drivers += 1
         folder = self._scratch / str(self._drivers)
         folder.mkdir()
-        often = bucket_every or self.every.get(OURS, 1)
-        facts = {"way": way, "every": every, "bucket_every": often, "folder": str(folder)}
+        facts = {"way": way, "every": every, "bucket_every": bucket_every or 10 * every, "folder": str(folder)}
         with driver(self._address, {**facts, "uri": new_folder(self._uri), **asdict(self._scale)}) as run:
             yield run
 

@@ -13,6 +13,7 @@ Event = dict[str, Any]
 Row = dict[str, float]
 CALIBRATION_EVERY = 8
 """Steps between the saves by which the cost of one is measured."""
+WARM_UP_SAVES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +73,16 @@ def first_step(events: Sequence[Event], *, since: float) -> float | None:
     return next((event["at"] for event in events[starts[-1] :] if event["kind"] == "step"), None)
 
 
-def step_cost(events: Sequence[Event], *, pace_s: float) -> float | None:
-    """Returns what a save costs, in seconds: how much longer a step takes on average than `pace_s`, between the first
-    and the last save, times the steps between two saves; but at least what a save blocks. None with fewer than two."""
-    saves = [event for event in events if event["kind"] == "save"]
-    if len(saves) < 2:
+def step_cost(events: Sequence[Event], *, saves: int, pace_s: float) -> float | None:
+    """Returns what a save costs, in seconds: how much longer the steps around `saves` of them take than `pace_s` each,
+    but at least what a save blocks. The first ones do not count, beside which processes start. None before the last."""
+    told = [event for event in events if event["kind"] == "save"][WARM_UP_SAVES : WARM_UP_SAVES + saves + 1]
+    if len(told) <= saves:
         return None
-    wall_s = saves[-1]["at"] - saves[0]["at"]
-    steps = sum(event["kind"] == "step" and saves[0]["at"] < event["at"] < saves[-1]["at"] for event in events)
-    blocked_s = statistics.median(save["seconds"] for save in saves[1:])
-    return max(blocked_s, (wall_s - steps * pace_s) / (len(saves) - 1))
+    begin, end = told[0]["at"], told[-1]["at"]
+    steps = sum(event["kind"] == "step" and begin < event["at"] < end for event in events)
+    blocked_s = statistics.median(save["seconds"] for save in told)
+    return max(blocked_s, (end - begin - steps * pace_s) / saves)
 
 
 def steps_between(cost_s: float, *, pace_s: float, scale: Scale) -> int:

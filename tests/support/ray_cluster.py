@@ -68,7 +68,8 @@ class Arena:
         return str(self._cluster.address)
 
     def add(self, count: int = 1, **options: Any) -> list[Any]:
-        return [self._cluster.add_node(num_cpus=1, object_store_memory=MEMORY_BYTES, **options) for _ in range(count)]
+        facts = {"num_cpus": 1, "object_store_memory": MEMORY_BYTES, **options}
+        return [self._cluster.add_node(**facts) for _ in range(count)]
 
     @property
     def workers(self) -> list[Any]:
