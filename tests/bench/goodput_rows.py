@@ -32,8 +32,8 @@ class Scale:
     layers: int
 
 
-FULL = Scale(step_s=0.25, mtbf_s=10.0, rounds=3, kills=10, calibrated=6, width=1024, layers=8)
-QUICK = Scale(step_s=0.25, mtbf_s=10.0, rounds=1, kills=4, calibrated=4, width=512, layers=6)
+FULL = Scale(step_s=0.25, mtbf_s=6.0, rounds=3, kills=10, calibrated=6, width=512, layers=6)
+QUICK = Scale(step_s=0.25, mtbf_s=6.0, rounds=1, kills=4, calibrated=4, width=512, layers=6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

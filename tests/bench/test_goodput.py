@@ -4,9 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench.goodput_rows import QUICK, Kill, Watched, counted, first_step, limit, rows, trace
+from tests.bench.goodput_rows import (
+    QUICK,
+    WARM_UP_SAVES,
+    Kill,
+    Watched,
+    counted,
+    first_step,
+    limit,
+    rows,
+    step_cost,
+    steps_between,
+    trace,
+)
 
-NEVER = Kill(after_s=1e9, rank=0)
 STORY = [
     {"kind": "start", "at": 10.0, "step": 0},
     *({"kind": "step", "at": 10.0 + step, "step": step, "seconds": 1.0} for step in (1, 2, 3)),
@@ -17,20 +28,33 @@ STORY = [
 ]
 
 
-def watched(*, steps: int, median_step_s: float) -> Watched:
+def watched(*, steps: int, lost: int = 0) -> Watched:
     return Watched(
-        wall_s=100.0, steps=steps, steps_lost=0, median_step_s=median_step_s, saves_s=(1.0,), restarts_s=(5.0, 9.0, 6.0)
+        wall_s=100.0, steps=steps, steps_lost=lost, median_step_s=0.25, saves_s=(1.0,), restarts_s=(5.0, 9.0, 6.0)
     )
 
 
-def test_a_trace_is_the_same_every_time_and_outlasts_what_is_watched() -> None:
+def saved(*, blocked_s: float, slowed_s: float, saves: int) -> list[dict[str, float | str]]:
+    """A story with a save after each two steps of a second; the step after it takes longer."""
+    story: list[dict[str, float | str]] = []
+    at = 0.0
+    for _ in range(saves):
+        for seconds in (1.0 + slowed_s, 1.0):
+            at += seconds
+            story.append({"kind": "step", "at": at, "seconds": seconds})
+        at += blocked_s
+        story.append({"kind": "save", "at": at, "seconds": blocked_s})
+    return story
+
+
+def test_a_trace_is_the_same_every_time_and_has_one_kill_more_than_happen() -> None:
     kills = trace(QUICK, ranks=2, seed=7)
 
     assert kills == trace(QUICK, ranks=2, seed=7)
     assert kills != trace(QUICK, ranks=2, seed=8)
-    assert {kill.rank for kill in kills} == {0, 1}
-    assert sum(kill.after_s for kill in kills) > 2 * QUICK.wall_s
-    longer = trace(replace(QUICK, wall_s=1e5), ranks=2, seed=7)
+    assert len(kills) == QUICK.kills + 1
+    longer = trace(replace(QUICK, kills=5000), ranks=2, seed=7)
+    assert {kill.rank for kill in longer} == {0, 1}
     assert sum(kill.after_s for kill in longer) / len(longer) == pytest.approx(QUICK.mtbf_s, rel=0.1)
 
 
@@ -51,29 +75,46 @@ def test_a_group_is_up_with_its_own_first_step() -> None:
     assert first_step(STORY[:8], since=15.0) == 21.0
 
 
+@pytest.mark.parametrize(("blocked_s", "slowed_s"), [(0.5, 0.0), (0.25, 0.5), (0.0078125, 0.125)])
+def test_a_save_costs_what_it_blocks_and_what_it_slows(blocked_s: float, slowed_s: float) -> None:
+    story = saved(blocked_s=blocked_s, slowed_s=slowed_s, saves=WARM_UP_SAVES + 4)
+
+    assert step_cost(story, saves=3, pace_s=1.0) == pytest.approx(blocked_s + slowed_s)
+    assert step_cost(story[:-1], saves=3, pace_s=1.0) is None
+    assert step_cost(story, saves=3, pace_s=2.0) == blocked_s, "at least that"
+
+
+def test_each_way_saves_as_often_as_daly_says_but_not_more_than_once_a_step() -> None:
+    assert steps_between(0.2, pace_s=0.25, scale=QUICK) == pytest.approx((2 * 0.2 * QUICK.mtbf_s) ** 0.5 / 0.25, abs=1)
+    assert steps_between(1e-9, pace_s=0.25, scale=QUICK) == 1
+
+
 @pytest.mark.parametrize(
-    ("kills", "cost_s", "share"),
+    ("after_s", "cost_s", "share"),
     [
-        ([NEVER], 0.0, 1.0),
-        ([NEVER], 1.0, (9 * 10 + 1) / 100),  # nine saves, and one second since the last
-        ([Kill(after_s=45.0, rank=0), NEVER], 0.0, (40 + 50) / 100),
-        ([Kill(after_s=97.0, rank=0), NEVER], 0.0, 90 / 102),  # the restart is not cut off
+        ([100.0], 0.0, 1.0),
+        ([100.0], 1.0, (9 * 10 + 1) / 100),  # nine saves, and one second since the last
+        ([45.0, 55.0], 0.0, (40 + 55) / 105),
+        ([3.0, 27.0, 10.0], 0.0, (0 + 20 + 10) / 50),
     ],
 )
-def test_the_limit_is_what_saves_restarts_and_lost_steps_leave(kills: list[Kill], cost_s: float, share: float) -> None:
-    assert limit(kills, interval_s=10.0, cost_s=cost_s, restart_s=5.0, wall_s=100.0) == pytest.approx(share)
+def test_the_limit_is_what_saves_restarts_and_lost_steps_leave(
+    after_s: list[float], cost_s: float, share: float
+) -> None:
+    kills = [Kill(after_s=seconds, rank=0) for seconds in after_s]
+
+    assert limit(kills, interval_s=10.0, cost_s=cost_s, restart_s=5.0) == pytest.approx(share)
 
 
-def test_steps_count_for_what_they_take_at_best() -> None:
-    found = rows(
-        {"quick": watched(steps=200, median_step_s=0.25), "slowed": watched(steps=160, median_step_s=0.3)},
-        [NEVER],
-        QUICK,
-        bare="quick",
-    )
+def test_rounds_are_added_up_and_steps_count_for_what_they_take_at_best() -> None:
+    rounds = [watched(steps=200, lost=5), watched(steps=160, lost=4)]
+    kills = [Kill(after_s=50.0, rank=0), Kill(after_s=50.0, rank=1)]
 
-    assert found["slowed"]["restart_ratio"] == 1.0
-    assert found["quick"]["goodput"] == pytest.approx(0.5)
-    assert found["slowed"]["goodput"] == pytest.approx(0.4)
-    assert found["slowed"]["restart_s"] == 6.0
-    assert found["slowed"]["kills"] == 3
+    found = rows({"way": rounds}, [kills, kills], {"way": 4}, pace_s=0.25, bare_s=5.5, raw_get_s=0.5)["way"]
+
+    assert found["goodput"] == pytest.approx(360 * 0.25 / 200)
+    assert found["kills"] == 6
+    assert found["lost_per_kill"] == 9 / 6
+    assert found["restart_s"] == 6.0
+    assert found["restart_ratio"] == 1.0
+    assert found["every"] == 4
