@@ -1,17 +1,18 @@
-"""Training runs and their checkpoints, as they lie in the bucket: listed, deleted, given another expiry."""
+"""Training runs and their checkpoints, as they lie in the bucket: listed, copied, deleted, given another expiry."""
 
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import web
 
-from raycheck.tinker.checkpoint_paths import CheckpointPath
+from raycheck.tinker.checkpoint_paths import CheckpointPath, run_id_of
 from raycheck.tinker.checkpoint_store import StoredCheckpoint
 from raycheck.tinker.models import shape_in_note
-from raycheck.tinker.routes.requests import SERVICE, json_body, window
-from raycheck.tinker.service import Service
+from raycheck.tinker.routes.requests import SERVICE, json_body, once, window
+from raycheck.tinker.service import Service, canonical
 from raycheck.tinker.wire.fields import RefusedRequestError, text_in, ttl_in
 
 OWNER = "raycheck"
@@ -20,6 +21,7 @@ OWNER = "raycheck"
 def add_to(app: web.Application) -> None:
     runs = "/api/v1/training_runs"
     app.router.add_post("/api/v1/weights_info", _weights_info)
+    app.router.add_post("/api/v1/copy_weights", _copy)
     app.router.add_get("/api/v1/checkpoints", _all_checkpoints)
     app.router.add_get(runs, _runs)
     app.router.add_get(f"{runs}/{{run}}", _run)
@@ -123,6 +125,23 @@ async def _training_run(service: Service, run: str) -> dict[str, Any] | None:
         "last_sampler_checkpoint": _newest(found, "sampler"),
         "user_metadata": metadata,
     }
+
+
+async def _copy(request: web.Request) -> web.Response:
+    """Copies a checkpoint into a run of its own. The run's id follows from the call's idempotency key, so that a
+    repetition finds it, also on another server."""
+    service, body = request.app[SERVICE], await json_body(request)
+    source, ttl_s = CheckpointPath.parse(text_in(body, "source_path")), ttl_in(body)
+    if body.get("session_id") is not None or body.get("model_seq_id") is not None:
+        raise RefusedRequestError("session_id, model_seq_id: this server copies into a new session only; give neither")
+    key = request.headers.get("x-idempotency-key") or uuid4().hex
+    run = run_id_of(f"session_{canonical({'key': key, 'body': body})[:16]}", 0)
+
+    async def answer() -> dict[str, Any]:
+        copied = await asyncio.to_thread(service.checkpoints.copy, source, run, ttl_s)
+        return {"tinker_path": copied.text}
+
+    return await once(request, answer)
 
 
 async def _delete(request: web.Request) -> web.Response:
