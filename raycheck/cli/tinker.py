@@ -29,6 +29,10 @@ Ranks = Annotated[int, typer.Option(help="Over how many actors the base model is
 SessionTimeout = Annotated[
     float, typer.Option(help="Seconds without a sign of life after which a session ends; -1 for never.")
 ]
+DirectDownloads = Annotated[
+    bool,
+    typer.Option(help="Sign addresses of the bucket for downloads, which then do not pass this server; s3:// only."),
+]
 
 
 def tinker(  # noqa: PLR0917  typer makes options of them
@@ -44,6 +48,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
     num_gpus: NumGpus = 0,
     ranks: Ranks = 1,
     session_timeout_s: SessionTimeout = 300,
+    direct_downloads: DirectDownloads = False,
     storage: Storage = None,
 ) -> None:
     """Serve the training API of the tinker SDK: clients train LoRA models here, save, load and resume them.
@@ -75,6 +80,7 @@ def tinker(  # noqa: PLR0917  typer makes options of them
             num_gpus=num_gpus,
             ranks=ranks,
             session_timeout_s=None if session_timeout_s < 0 else session_timeout_s,
+            direct_downloads=direct_downloads,
             storage=settings_of(storage),
         ),
         on_start=lambda address: out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)")),

@@ -72,6 +72,10 @@ class AdapterFiles:
         """Returns bytes start..stop of a file. Raises NotFoundError, and StoreError."""
         return bytes(self.run.store.get_range(f"{self.place}/{name}", start, stop))
 
+    def signed_address(self, name: str, valid_s: int) -> str:
+        """Returns an address of a file in the bucket itself. Raises ConfigError where the store signs none."""
+        return self.run.store.signed_address(f"{self.place}/{name}", valid_s)
+
 
 class CheckpointStore:
     """Reads and changes the runs below `root`."""

@@ -36,6 +36,7 @@ class TinkerOptions:
     num_gpus: float
     ranks: int
     session_timeout_s: float | None
+    direct_downloads: bool
     storage: StorageSettings | None
 
 
@@ -44,6 +45,8 @@ def run_server(options: TinkerOptions, *, on_start: Callable[[str], None]) -> No
     import ray
 
     check_bind(options.host, options.key)
+    if options.direct_downloads and not options.checkpoints.startswith("s3://"):
+        raise ConfigError("direct_downloads: only a bucket of s3:// signs addresses; leave it out for this one")
     CheckpointStore(options.checkpoints, options.storage).runs()  # an address that cannot be read is said at once
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("raycheck.tinker").setLevel(logging.INFO)
@@ -64,7 +67,11 @@ async def _serve(options: TinkerOptions, on_start: Callable[[str], None]) -> Non
 
     def make_service(on_replaced: Callable[[], None]) -> Service:
         return Service(
-            ServerSettings(base_model=options.model_name, session_timeout_s=options.session_timeout_s),
+            ServerSettings(
+                base_model=options.model_name,
+                session_timeout_s=options.session_timeout_s,
+                direct_downloads=options.direct_downloads,
+            ),
             journal=Journal(options.state),
             engine=RayEngine(options.base_model, dtype=options.dtype, ranks=options.ranks, num_gpus=options.num_gpus),
             checkpoints=CheckpointStore(options.checkpoints, options.storage),

@@ -47,6 +47,7 @@ class ServerSettings:
     that has not come; the SDK itself repeats a request for five minutes. recovery_steps: after so many steps since its
     newest save a model is saved for a recovery. session_timeout_s: a session without a sign of
     life for so long ends, and its models are unloaded; None: never. cleanup_s: how often that is looked at.
+    direct_downloads: files are downloaded from the bucket by addresses that its credentials sign.
     """
 
     base_model: str
@@ -54,6 +55,7 @@ class ServerSettings:
     recovery_steps: int = 200
     session_timeout_s: float | None = 300.0
     cleanup_s: float = 60.0
+    direct_downloads: bool = False
 
 
 class Service:

@@ -15,6 +15,7 @@ import tinker
 from safetensors.torch import load, load_file
 
 import raycheck
+from raycheck.bucket.store.address import join_uri
 from raycheck.tinker.checkpoint_paths import folder_of
 from raycheck.tinker.routes import downloads
 from tests.support.tinker_client import TIMEOUT_S, ask, new_model, train
@@ -112,6 +113,20 @@ def test_an_address_is_for_one_file_and_for_a_time(server, connect, base, monkey
     monkeypatch.setattr(downloads, "VALID_S", -1)
     with pytest.raises(urllib.error.HTTPError, match="403"):
         fetched(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
+
+
+def test_direct_downloads_come_from_the_bucket(s3, connect, base, tmp_path) -> None:
+    settings = {"direct_downloads": True}
+    with tinker_server(base, join_uri(s3, "direct"), tmp_path / "server.sqlite", settings=settings) as server:
+        model = new_model(connect(server), base)
+        train(model, range(1))
+        path = model.save_weights_external("one").result(TIMEOUT_S).path
+        urls = tinker.RestClient(base_url=server.url, api_key=KEY).get_external_weights_urls(path).result().urls
+
+    adapter = load(fetched(urls["adapter_model.safetensors"]))  # the server has ended
+
+    assert any(tensor.abs().sum() for name, tensor in adapter.items() if "lora_B" in name)
+    assert urls.keys() >= {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_what_is_not_there_and_encryption_are_refused(server, connect, base) -> None:

@@ -152,6 +152,13 @@ class Store(ABC):
         """Reads exactly the bytes start..stop; nobody may write to the result. Raises NotFoundError, and CorruptError
         when the object is shorter."""
 
+    def signed_address(self, key: str, valid_s: int) -> str:
+        """Returns an HTTP address at which anyone may read the object for `valid_s` seconds; nothing is asked of the
+        store. It ends earlier when the credentials that sign it do. Raises ConfigError where no address can be signed.
+        """
+        del key, valid_s
+        raise ConfigError(f"{self}: only s3:// with credentials signs addresses")
+
     @abstractmethod
     def head(self, key: str) -> int:
         """Returns the object's size in bytes. Raises NotFoundError."""

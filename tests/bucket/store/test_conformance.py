@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
 
 import fsspec
@@ -18,6 +20,7 @@ import pytest
 from raycheck.bucket.store import Store, Upload, open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.bucket.store.interface import MAX_CONDITIONAL_BYTES
+from raycheck.bucket.store.s3.s3fs_store import S3Store
 from raycheck.demo.server import s3_server
 from raycheck.errors import ConfigError, ConflictError, CorruptError, NotFoundError, RaycheckError, StoreError
 from tests.bucket.conftest import share, share_cloud
@@ -82,6 +85,22 @@ def test_get_returns_exactly_the_bytes_that_were_put(store):
     assert store.get_data("a/b/c.bin", len(data)) == data
     assert type(store.get_data("a/b/c.bin")) is bytes
     assert store.head("a/b/c.bin") == len(data)
+
+
+def test_a_signed_address_is_read_without_credentials_and_for_a_time(store):
+    store.put("a/b c+é.bin", b"0123456789")
+    if not isinstance(store, S3Store):
+        with pytest.raises(ConfigError, match="only s3:// with credentials signs addresses"):
+            store.signed_address("a/b c+é.bin", 60)
+        return
+
+    address = store.signed_address("a/b c+é.bin", 60)
+
+    with urllib.request.urlopen(address, timeout=WAIT_S) as answer:
+        assert answer.read() == b"0123456789"
+    asked = parse_qs(urlsplit(address).query)
+    assert asked["X-Amz-Expires"] == ["60"]
+    assert asked["X-Amz-Algorithm"] == ["AWS4-HMAC-SHA256"]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, lambda data: memoryview(data)[1:-1]])

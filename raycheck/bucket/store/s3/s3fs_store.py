@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from botocore.exceptions import FlexibleChecksumError
+from botocore.handlers import set_operation_specific_signer
 
 from raycheck.bucket.store.client_options import on_every_request, on_write, s3fs_options
 from raycheck.bucket.store.interface import (
@@ -94,6 +95,16 @@ class S3Store(RemoteStore):
                 raise CorruptError(f"{self}: {key}: {size} bytes came for a range of {stop - start}")
 
         return await read_body(await client.get_object(**self._at(key), Range=f"bytes={start}-{stop - 1}"), check)
+
+    def signed_address(self, key: str, valid_s: int) -> str:
+        if self._settings.anonymous:
+            return super().signed_address(key, valid_s)
+
+        async def call(client: Any) -> str:
+            client.meta.events.register_first("choose-signer.s3", _as_requests, unique_id="raycheck")
+            return str(await client.generate_presigned_url("get_object", self._at(key), valid_s))
+
+        return self._run(key, call)
 
     def head(self, key: str) -> int:
         async def call(client: Any) -> int:
@@ -295,3 +306,8 @@ class S3Store(RemoteStore):
             return self._judge(key, ChangedError())
         translated, may_repeat = translate(self.uri, key, error, self._settings)
         return translated, Repeat.UNCONDITIONAL if may_repeat else Repeat.NOTHING
+
+
+def _as_requests(signature_version: str, context: dict[str, Any], signing_name: str, **_: object) -> str:
+    """Has botocore sign addresses as it signs requests. By default it takes version 2, which many stores refuse."""
+    return set_operation_specific_signer(context, signing_name) or signature_version
