@@ -1,4 +1,4 @@
-"""The checkpoints in the bucket: found, listed, copied, deleted. All by raycheck's public interface.
+"""The checkpoints in the bucket: found, listed, copied, published, deleted. All by raycheck's public interface.
 
 Nothing about a checkpoint is kept elsewhere: one is there when its run's `latest` has its name, and pending while it
 has not. Every method talks to the bucket, and is called in a thread.
@@ -25,11 +25,16 @@ from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, i
 from raycheck.tinker.wire.fields import RefusedRequestError
 
 MAX_NOTES = 4096
+PUBLIC = "public"
+"""The score that is 1 for a published checkpoint. Scores lie in `latest`, where every commit keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCheckpoint:
-    """Describes a committed checkpoint. note: what its save said of it. times: by the store's clock."""
+    """Describes a committed checkpoint.
+
+    note: what its save said of it. times: by the store's clock. is_public: somebody has published it.
+    """
 
     path: CheckpointPath
     uri: str
@@ -39,6 +44,7 @@ class StoredCheckpoint:
     expires_at: float | None
     size_bytes: int
     is_head: bool
+    is_public: bool
 
     @property
     def is_copy(self) -> bool:
@@ -134,6 +140,7 @@ class CheckpointStore:
                 expires_at=entry.expires_at,
                 size_bytes=entry.size_bytes,
                 is_head=entry.key == opened.latest.head,
+                is_public=_is_public(item.scores),
             )
 
     def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
@@ -179,7 +186,7 @@ class CheckpointStore:
 
     def copy(self, source: CheckpointPath, run: str, ttl_s: int | None) -> CheckpointPath:
         """Make the new run `run` of a checkpoint, which has its kind and name there. Within one bucket no tensor is
-        copied. Returns its path. Raises RefusedRequestError (404).
+        copied. Returns its path. The copy is not public. Raises RefusedRequestError (404).
 
         A repetition for the same `run` goes on where a killed one was, also when the source was deleted since. The copy
         is listed when it has its name, which it gets last.
@@ -192,8 +199,10 @@ class CheckpointStore:
             fork_run(found.uri, uri, found.key, storage=self._storage)
             copied = open_run(uri, self._storage)
         target = replace(source, run=run)
-        if copied.head is not None and copied.head.name is None:
-            copied.name_checkpoint(copied.head.entry.key, target.raycheck_name, expire_after_s=ttl_s)
+        if (head := copied.head) is not None and head.name is None:
+            if _is_public(head.scores):
+                copied.score(head.entry.key, {PUBLIC: 0.0})
+            copied.name_checkpoint(head.entry.key, target.raycheck_name, expire_after_s=ttl_s)
         return target
 
     def delete(self, path: CheckpointPath) -> None:
@@ -212,11 +221,21 @@ class CheckpointStore:
             delete_checkpoint(found.uri, found.key, storage=self._storage)
         _delete_export(open_run(found.uri, self._storage), self._export(found))
 
+    def set_public(self, path: CheckpointPath, is_public: bool) -> None:
+        """Mark a checkpoint as public, or as not. Raises RefusedRequestError (404)."""
+        found = self.find(path)
+        if found.is_public != is_public:
+            open_run(found.uri, self._storage).score(found.key, {PUBLIC: float(is_public)})
+
     def set_ttl(self, path: CheckpointPath, ttl_s: int | None) -> None:
         """Let a checkpoint expire `ttl_s` seconds from now; None: never. Raises RefusedRequestError (404)."""
         found = self.find(path)
         run = open_run(found.uri, self._storage)
         run.name_checkpoint(found.key, path.raycheck_name, expire_after_s=ttl_s, overwrite=True)
+
+
+def _is_public(scores: Mapping[str, float]) -> bool:
+    return scores.get(PUBLIC) == 1.0
 
 
 def _delete_export(run: Run, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Copies of checkpoints by the real SDK: each in a run of its own, without a copied tensor, made once."""
+"""Copied and published checkpoints by the real SDK. A copy is in a run of its own, shares its tensors, and is made once."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -215,6 +215,7 @@ def test_a_copy_that_was_killed_after_any_write_is_made_by_a_repetition(
 ) -> None:
     model = new_model(connect(server), base)
     source = CheckpointPath.parse(model.save_state("one").result(TIMEOUT_S).path)
+    CheckpointStore(bucket).set_public(source, True)
     number, is_killed = 0, True
 
     while is_killed:
@@ -226,10 +227,11 @@ def test_a_copy_that_was_killed_after_any_write_is_made_by_a_repetition(
         (found,) = CheckpointStore(bucket).of_run(run)
         assert found.path == copied
         assert before in ([], [found])
+        assert not found.is_public
         assert raycheck.open_run(found.uri).latest.loans
         number += 1
 
-    assert number > 4  # the source's hold, the reserved name, manifest, `latest`, the copy's name
+    assert number > 5  # the source's hold, the reserved name, manifest, `latest`, that it is not public, its name
 
 
 def test_a_deleted_copy_is_gone_with_its_run_and_gives_its_source_back(server, connect, base, bucket, rest) -> None:
@@ -278,3 +280,57 @@ def test_a_copy_cannot_be_trained_on(server, connect, base, rest) -> None:
     status, found = ask(server.url, "optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
 
     assert (status, found["detail"]) == (404, f"there is no model {run}")
+
+
+def public_in(rest: tinker.RestClient, model: tinker.TrainingClient) -> dict[str, bool]:
+    return {item.checkpoint_id: item.public for item in rest.list_checkpoints(model.model_id).result().checkpoints}
+
+
+def test_a_published_checkpoint_stays_so_while_its_model_trains_and_for_every_server(
+    server, connect, base, bucket, rest, tmp_path
+) -> None:
+    model = new_model(connect(server), base)
+    paths = [model.save_state(name).result(TIMEOUT_S).path for name in ("one", "two")]
+    sampler = model.save_weights_for_sampler("one").result(TIMEOUT_S).path
+
+    for path in (paths[0], paths[0], sampler):  # twice is as once
+        rest.publish_checkpoint_from_tinker_path(path).result()
+    train(model, range(1))
+    model.save_state("three").result(TIMEOUT_S)
+    rest.set_checkpoint_ttl_from_tinker_path(sampler, 3600).result()
+
+    expected = {"weights/one": True, "weights/two": False, "sampler_weights/one": True, "weights/three": False}
+    assert public_in(rest, model) == expected
+    with tinker_server(base, bucket, tmp_path / "new.sqlite") as other:
+        elsewhere = tinker.RestClient(base_url=other.url, api_key=KEY)
+        assert public_in(elsewhere, model) == expected
+        for path in (sampler, sampler, paths[1]):
+            elsewhere.unpublish_checkpoint_from_tinker_path(path).result()
+    assert public_in(rest, model) == {**expected, "sampler_weights/one": False}
+    assert run_of(bucket, paths[1]).at("weights.two").scores == {}  # it has never been public
+
+
+def test_copies_and_what_overwrites_a_published_checkpoint_are_not_public(server, connect, base, rest) -> None:
+    model = new_model(connect(server), base)
+    path = model.save_state("one").result(TIMEOUT_S).path
+    rest.publish_checkpoint_from_tinker_path(path).result()
+
+    copied = rest.copy_weights(path, PROJECT).result(TIMEOUT_S)
+    model.save_state("one", overwrite=True).result(TIMEOUT_S)
+
+    assert not rest.list_checkpoints(run_id_in(copied)).result().checkpoints[0].public
+    assert public_in(rest, model) == {"weights/one": False}
+
+
+def test_what_is_not_there_cannot_be_published(server, connect, base, rest) -> None:
+    model = new_model(connect(server), base)
+    path = model.save_state("one").result(TIMEOUT_S).path
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+
+    for change in (rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path):
+        with pytest.raises(tinker.NotFoundError, match="no such checkpoint"):
+            change(path).result()
+    assert ask(server.url, "training_runs/x/checkpoints/weights/one/publish", {})[0] == 400
+    model.save_state("one").result(TIMEOUT_S)
+    assert public_in(rest, model) == {"weights/one": False}

@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints, as they lie in the bucket: listed, copied, deleted, given another expiry."""
+"""Training runs and their checkpoints, as they lie in the bucket: listed, copied, published, deleted."""
 
 import asyncio
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ def add_to(app: web.Application) -> None:
     app.router.add_get("/api/v1/models/{run}/checkpoints", _checkpoints)  # how older SDKs call it
     app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}", _delete)
     app.router.add_put(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/ttl", _set_ttl)
+    app.router.add_post(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
+    app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
 
 
 async def _weights_info(request: web.Request) -> web.Response:
@@ -149,6 +151,14 @@ async def _delete(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
+async def _publish(request: web.Request) -> web.Response:
+    """Publishes a checkpoint, or with DELETE takes that back. Done already, it is answered alike: the SDK would repeat
+    the 409 of its own service for five minutes."""
+    is_public = request.method == "POST"
+    await asyncio.to_thread(request.app[SERVICE].checkpoints.set_public, _path(request), is_public)
+    return web.Response(status=204)
+
+
 async def _set_ttl(request: web.Request) -> web.Response:
     ttl_s = ttl_in(await json_body(request))
     await asyncio.to_thread(request.app[SERVICE].checkpoints.set_ttl, _path(request), ttl_s)
@@ -172,7 +182,7 @@ def _checkpoint(found: StoredCheckpoint) -> dict[str, Any]:
         "time": _time(found.committed_at),
         "tinker_path": found.path.text,
         "size_bytes": found.size_bytes,
-        "public": False,
+        "public": found.is_public,
         "expires_at": None if found.expires_at is None else _time(found.expires_at),
         "user_metadata": found.user_metadata,
     }
