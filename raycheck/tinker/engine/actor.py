@@ -217,13 +217,14 @@ class RayEngine:
             self._actors = actors
 
     async def _placed(self, actors: list[Any]) -> None:
-        """Wait until Ray has started the actors. Say so when it takes long, since no node may ever have room for them."""
+        """Wait until Ray has started the actors. Say so when it takes long: no node may ever have room for them."""
         import ray
 
         starting = [asyncio.ensure_future(_ready(actor)) for actor in actors]
         waiting = (await asyncio.wait(starting, timeout=PLACED_S, return_when=asyncio.FIRST_EXCEPTION))[1]
         if waiting and not any(map(_error, starting)):
-            has, needs = ray.cluster_resources(), self._resources
+            has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            needs = self._resources
             logger.warning(
                 "%d of %d ranks wait until Ray has room: each needs %g CPUs and %g GPUs, and the cluster has %g and %g "
                 "in all. Add nodes, end what else runs there, or start again with fewer ranks or GPUs",
