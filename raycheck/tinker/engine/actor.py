@@ -228,14 +228,12 @@ class RayEngine:
             logger.warning(
                 "%d of %d ranks wait until Ray has room: each needs %g CPUs and %g GPUs, and the cluster has %g and %g "
                 "in all. Add nodes, end what else runs there, or start again with fewer ranks or GPUs",
-                *(
-                    len(waiting),
-                    len(actors),
-                    needs["num_cpus"],
-                    needs["num_gpus"],
-                    has.get("CPU", 0),
-                    has.get("GPU", 0),
-                ),
+                len(waiting),
+                len(actors),
+                needs["num_cpus"],
+                needs["num_gpus"],
+                has.get("CPU", 0),
+                has.get("GPU", 0),
             )
         await asyncio.gather(*starting)
 
