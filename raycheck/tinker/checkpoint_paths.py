@@ -19,6 +19,7 @@ TYPE_OF_SEGMENT: dict[str, CheckpointType] = {
 }
 _RUN = re.compile(r"([A-Za-z0-9_-]{1,100}):train:(\d{1,9})")
 _FOLDER = re.compile(r"([A-Za-z0-9_-]{1,100})\.train\.(\d{1,9})")
+_BORROWED = re.compile(r"step-\d+-a0-s\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,11 @@ def path_of(run: str, raycheck_name: str | None) -> CheckpointPath | None:
     if segment not in TYPE_OF_SEGMENT or not NAME.fullmatch(name):
         return None
     return CheckpointPath(run=run, segment=segment, name=name)
+
+
+def is_borrowed(key: str) -> bool:
+    """Returns whether a run has begun with the checkpoint of this key: no attempt of the run has made it."""
+    return _BORROWED.fullmatch(key) is not None
 
 
 def run_id_of(session: str, number: int) -> str:

@@ -1,4 +1,4 @@
-"""The checkpoints in the bucket: found, listed, deleted, given another expiry. All by raycheck's public interface.
+"""The checkpoints in the bucket: found, listed, copied, published, deleted. All by raycheck's public interface.
 
 Nothing about a checkpoint is kept elsewhere: one is there when its run's `latest` has its name, and pending while it
 has not. Every method talks to the bucket, and is called in a thread.
@@ -7,19 +7,34 @@ has not. Every method talks to the bucket, and is called in a thread.
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from raycheck import NotFoundError, Run, StorageSettings, delete_checkpoint, export_hf, list_runs, open_run
-from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, path_of, run_in_folder
+from raycheck import (
+    NotFoundError,
+    Run,
+    StorageSettings,
+    delete_checkpoint,
+    delete_run,
+    export_hf,
+    fork_run,
+    list_runs,
+    open_run,
+)
+from raycheck.tinker.checkpoint_paths import CheckpointPath, below, folder_of, is_borrowed, path_of, run_in_folder
 from raycheck.tinker.wire.fields import RefusedRequestError
 
 MAX_NOTES = 4096
+PUBLIC = "public"
+"""The score that is 1 for a published checkpoint. Scores lie in `latest`, where every commit keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCheckpoint:
-    """Describes a committed checkpoint. note: what its save said of it. times: by the store's clock."""
+    """Describes a committed checkpoint.
+
+    note: what its save said of it. times: by the store's clock. is_public: somebody has published it.
+    """
 
     path: CheckpointPath
     uri: str
@@ -29,6 +44,12 @@ class StoredCheckpoint:
     expires_at: float | None
     size_bytes: int
     is_head: bool
+    is_public: bool
+
+    @property
+    def is_copy(self) -> bool:
+        """Says that `CheckpointStore.copy` has made it, whose runs have no other checkpoint."""
+        return self.is_head and is_borrowed(self.key)
 
     @property
     def user_metadata(self) -> dict[str, str] | None:
@@ -119,6 +140,7 @@ class CheckpointStore:
                 expires_at=entry.expires_at,
                 size_bytes=entry.size_bytes,
                 is_head=entry.key == opened.latest.head,
+                is_public=_is_public(item.scores),
             )
 
     def head_of(self, run: str) -> tuple[str, Mapping[str, Any]]:
@@ -162,23 +184,58 @@ class CheckpointStore:
     def _export(self, found: StoredCheckpoint) -> str:
         return f"exports/{found.path.raycheck_name}-{found.key}"
 
+    def copy(self, source: CheckpointPath, run: str, ttl_s: int | None) -> CheckpointPath:
+        """Make the new run `run` of a checkpoint, which has its kind and name there. Within one bucket no tensor is
+        copied. Returns its path. The copy is not public. Raises RefusedRequestError (404).
+
+        A repetition for the same `run` goes on where a killed one was, also when the source was deleted since. The copy
+        is listed when it has its name, which it gets last.
+        """
+        uri = self.uri_of(run)
+        try:
+            copied = open_run(uri, self._storage)
+        except NotFoundError:
+            found = self.find(source)
+            fork_run(found.uri, uri, found.key, storage=self._storage)
+            copied = open_run(uri, self._storage)
+        target = replace(source, run=run)
+        if (head := copied.head) is not None and head.name is None:
+            if _is_public(head.scores):
+                copied.score(head.entry.key, {PUBLIC: 0.0})
+            copied.name_checkpoint(head.entry.key, target.raycheck_name, expire_after_s=ttl_s)
+        return target
+
     def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint. It is gone at once; its objects go some minutes later. Raises RefusedRequestError (404).
 
         The head of a run, from which a live model would be rebuilt, only loses its name, and goes with the next commit.
+        With a copy its run goes, too.
         """
         found = self.find(path)
+        if found.is_copy:
+            delete_run(found.uri, keep_shared=True, storage=self._storage)
+            return
         if found.is_head:
             open_run(found.uri, self._storage).unname_checkpoint(path.raycheck_name)
         else:
             delete_checkpoint(found.uri, found.key, storage=self._storage)
         _delete_export(open_run(found.uri, self._storage), self._export(found))
 
+    def set_public(self, path: CheckpointPath, is_public: bool) -> None:
+        """Mark a checkpoint as public, or as not. Raises RefusedRequestError (404)."""
+        found = self.find(path)
+        if found.is_public != is_public:
+            open_run(found.uri, self._storage).score(found.key, {PUBLIC: float(is_public)})
+
     def set_ttl(self, path: CheckpointPath, ttl_s: int | None) -> None:
         """Let a checkpoint expire `ttl_s` seconds from now; None: never. Raises RefusedRequestError (404)."""
         found = self.find(path)
         run = open_run(found.uri, self._storage)
         run.name_checkpoint(found.key, path.raycheck_name, expire_after_s=ttl_s, overwrite=True)
+
+
+def _is_public(scores: Mapping[str, float]) -> bool:
+    return scores.get(PUBLIC) == 1.0
 
 
 def _delete_export(run: Run, place: str) -> None:

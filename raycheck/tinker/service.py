@@ -156,6 +156,8 @@ class Service:
 
     def create_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """Create a training run from nothing. Returns the request's id and the run's."""
+        if (role := body.get("model_role") or "policy") != "policy":
+            raise RefusedRequestError(f"model_role={str(role)[:100]!r}: models of this server have no value head", 422)
         lora = dict_in(body, "lora_config")
         seed = optional_number_in(lora, "seed")
         try:

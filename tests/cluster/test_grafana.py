@@ -29,6 +29,7 @@ BOARD: dict[str, Any] = json.loads((ROOT / "cluster/grafana/raycheck.json").read
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 EXPORTED = {f"ray_{name}" for name in GAUGES} | {f"ray_{name}_total" for name in COUNTERS}
 """As Ray's agent writes them: all get its prefix, counters the suffix of Prometheus."""
+OF_MEMORY = {name for name in EXPORTED if "memory" in name}
 SAMPLE = re.compile(r'^(ray_raycheck_\w+)\{(?:.*,)?run="([^"]*)".*\} (\S+)$', re.MULTILINE)
 BOUND_S = 150.0
 
@@ -135,7 +136,7 @@ class Exports:
 
 
 @contextmanager
-def hurt_run(storage: str, folder: Path) -> Iterator[Exports]:
+def hurt_run(storage: str, folder: Path, config: dict[str, Any]) -> Iterator[Exports]:
     """Afterwards it ends by itself, and well."""
     env = {
         **os.environ,
@@ -145,7 +146,7 @@ def hurt_run(storage: str, folder: Path) -> Iterator[Exports]:
         "RAY_metrics_report_interval_ms": "1000",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.support.interrupted_run", str(folder), storage]
+    command = [sys.executable, "-m", "tests.support.interrupted_run", str(folder), storage, json.dumps(config)]
     with (
         (folder / "driver.log").open("wb") as log,
         subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log) as process,
@@ -166,12 +167,12 @@ def test_ray_exports_all_that_the_dashboard_shows(s3: str, tmp_path: Path) -> No
     with fault_proxy(s3) as proxy:
         proxy.rule("deny", "PUT", "step-000000008-a2-.*distcp", times=100)  # fails the first save after the restart
         held = proxy.rule("hold", "PUT", "step-000000012-a2-.*distcp")  # makes those after it be left out
-        with hurt_run(join_uri(proxy.uri, uuid4().hex), tmp_path) as exports:
+        with hurt_run(join_uri(proxy.uri, uuid4().hex), tmp_path, {"settings": {"when_busy": "skip"}}) as exports:
             exports.wait(lambda _: held.reached.is_set())
             exports.wait(lambda seen: "ray_raycheck_skipped_saves_total" in seen)
             held.release()
             seen = exports.wait(
-                lambda seen: seen.keys() >= EXPORTED and seen["ray_raycheck_last_committed_step"] >= 12
+                lambda seen: seen.keys() >= EXPORTED - OF_MEMORY and seen["ray_raycheck_last_committed_step"] >= 12
             ).copy()
 
     counted = {name.removeprefix("ray_raycheck_").removesuffix("_total"): value for name, value in seen.items()}
@@ -188,3 +189,18 @@ def test_ray_exports_all_that_the_dashboard_shows(s3: str, tmp_path: Path) -> No
         assert 0 < counted[name] < BOUND_S, name
     for name in ("saved_bytes", "restored_bytes", "upload_mb_per_second"):
         assert counted[name] > 0, name
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray itself warns
+def test_ray_exports_from_where_a_restart_was_restored(s3: str, tmp_path: Path) -> None:
+    settings = {"upload_by": "node", "memory_every_steps": 1}
+    config = {"settings": settings, "every": 1000, "in_memory": 1}
+    with hurt_run(join_uri(s3, uuid4().hex), tmp_path, config) as exports:
+        seen = exports.wait(lambda seen: seen.keys() >= OF_MEMORY).copy()
+
+    assert seen["ray_raycheck_restores_from_memory_total"] == seen["ray_raycheck_restores_total"] == 1
+    assert seen["ray_raycheck_memory_checkpoints_total"] >= 1
+    assert seen["ray_raycheck_last_memory_step"] >= 1
+    assert seen["ray_raycheck_memory_bytes"] > 0

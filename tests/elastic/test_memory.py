@@ -1,6 +1,7 @@
 """Fails a run that makes memory checkpoints, and checks from where the next attempt goes on: memory or the bucket."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from tests.support.invariants import assert_invariants
 from tests.support.ray_cluster import Arena, Driver, wait_for
@@ -48,6 +50,11 @@ def holds(driver: Driver, *, more_than: int) -> None:
         return told.memory_step > max(more_than, told.last_step - 2 * IN_MEMORY)
 
     wait_for(is_there, within_s=90, why=driver.log[-2000:])
+
+
+def holds_again(driver: Driver, *, after: int) -> None:
+    """Waits until this attempt has made a memory checkpoint of a step above `after`."""
+    wait_for(lambda: driver.story.attempts[1].memory_step > after, within_s=90, why=driver.log[-2000:])
 
 
 def ends_well(driver: Driver, *, steps: int) -> None:
@@ -160,6 +167,53 @@ def test_actors_that_die_with_the_workers_give_way_to_the_bucket(nodes: Arena, d
     os.kill(driver.story.attempts[1].pids[1], signal.SIGKILL)
     goes_on(driver, row, what="both nodes' actors and a worker killed", since=since, is_from_memory=False)
     ends_well(driver, steps=130)
+
+
+@pytest.mark.slow
+def test_an_actor_killed_at_any_moment_of_a_save_costs_no_step(nodes: Arena, drive: Drive, row: Row) -> None:
+    """Around saves to memory, and to the bucket at step 60. Each time memory checkpoints are made again afterwards."""
+    nodes.add(2)
+    driver = drive(workers=2, steps=200, settings=SETTINGS, pause_s=0.2)
+    holds(driver, more_than=0)
+    chance = random.Random(23)
+
+    while (at := driver.story.attempts[1].last_step) < EVERY + 2 * IN_MEMORY:
+        next_save = EVERY if EVERY - 3 * IN_MEMORY <= at < EVERY else at + IN_MEMORY - at % IN_MEMORY
+        driver.reaches(next_save)
+        time.sleep(chance.uniform(0.0, 0.5))
+        for process in chance.sample(agents(), chance.choice([1, 2])):
+            process.kill()
+        holds_again(driver, after=driver.story.attempts[1].last_step)
+    assert list(driver.story.attempts) == [1], "no attempt was lost"
+    assert EVERY in [entry.step for entry in read_latest(open_store(driver.uri)).live]
+
+    holds(driver, more_than=EVERY)
+    since = time.monotonic()
+    os.kill(driver.story.attempts[1].pids[1], signal.SIGKILL)
+    goes_on(driver, row, what="nodes' actors killed again and again, then a worker", since=since, is_from_memory=True)
+    ends_well(driver, steps=200)
+
+
+@pytest.mark.slow
+def test_two_seconds_of_notice_are_enough_for_memory(nodes: Arena, drive: Drive, row: Row) -> None:
+    """The save to the bucket may be in time, too: then it is as new, and the bucket is where the next attempt begins."""
+    nodes.add(2)
+    driver = drive(workers=[1, 2], steps=150, settings=SETTINGS, pause_s=0.2)
+    holds(driver, more_than=0)
+    leaving = nodes.of_rank(driver, 1)
+
+    noticed = driver.story.attempts[1].last_step
+    nodes.drain(leaving, seconds=2)
+    time.sleep(2)
+    since = nodes.kill(leaving)
+    driver.reaches(driver.story.attempts[1].last_step + 1, attempt=2, within_s=BOUND_S)
+
+    start, lost = driver.story.attempts[2].start, driver.story.lost_steps(2)
+    tier = "memory" if start["resume"]["is_from_memory"] else "the bucket"
+    row(f"memory: 2 s of notice, from {tier}", lost_steps=lost, seconds=driver.story.first_new_step_s(2, since=since))
+    assert start["step"] >= noticed, "nothing that was trained before the notice was lost"
+    assert driver.join(within_s=240) == 0, driver.log[-4000:]
+    driver.story.assert_order(150)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""A driver with a Ray of its own: `python -m tests.support.interrupted_run FOLDER STORAGE`.
+"""A driver with a Ray of its own: `python -m tests.support.interrupted_run FOLDER STORAGE CONFIG`.
 
 Its one rank commits step 4, is killed after step 7, and goes on until FOLDER/over is there. FOLDER/nodes.json gets the
-addresses at which the nodes export metrics. Beside the one Ray of the other tests, so in a process of its own.
+addresses at which the nodes export metrics. CONFIG: JSON with more for ray_jobs.py. Beside the one Ray of the other
+tests, so in a process of its own.
 """
 
 import json
@@ -34,7 +35,7 @@ def main() -> None:
         "until": str(folder / "over"),
         "folder": str(folder),
         "uri": join_uri(storage, RUN),
-        "settings": {"when_busy": "skip"},
+        **json.loads(sys.argv[3]),
     }
     trainer = ray.train.torch.TorchTrainer(
         tests.support.ray_jobs.train,

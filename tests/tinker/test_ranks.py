@@ -1,5 +1,6 @@
 """The base model over two ranks, each a Ray actor: against one rank, with a rank killed, and saved for the other."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import pytest
 import ray
 import tinker
 
+from raycheck.tinker.engine import actor
 from raycheck.tinker.engine.actor import RayEngine
 from tests.support.tinker_client import TIMEOUT_S, datum, new_model, train
 from tests.support.tinker_server import RunningServer, tinker_server
@@ -32,6 +34,16 @@ def serve(engines, base, tmp_path):
         return tinker_server(base, f"file://{tmp_path}/bucket", state, engine=engines[ranks])
 
     return make
+
+
+def test_what_no_node_has_room_for_is_waited_for_in_words(cluster, base, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(actor, "PLACED_S", 1.0)
+    engine = RayEngine(base, ranks=2, num_cpus=1000)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(engine.call("facts"), 8))
+
+    assert "2 of 2 ranks wait until Ray has room: each needs 1000 CPUs and 0 GPUs, and the cluster has" in caplog.text
 
 
 Connect = Callable[[RunningServer], tinker.ServiceClient]

@@ -120,7 +120,7 @@ def test_a_policy_gradient_runs(server, connect, base) -> None:
     model = new_model(connect(server), base)
     inputs = {"logprobs": [-4.0] * 6, "advantages": [1.0] * 6}
 
-    for loss_fn in ("importance_sampling", "ppo", "cispo", "gspo", "dro"):
+    for loss_fn in ("importance_sampling", "ppo", "cispo", "gspo", "dro", "dppo"):
         output = model.forward_backward([datum(6, **inputs)], loss_fn).result(TIMEOUT_S)
         assert np.isfinite(output.metrics["loss:sum"])
 

@@ -19,6 +19,8 @@ from raycheck.tinker.engine.ranks import Ranks
 logger = logging.getLogger("raycheck.tinker")
 GRACE_S = 60.0
 """How much longer the other ranks may take than the one that has failed."""
+PLACED_S = 20.0
+"""After how long it is said that Ray has not started an actor."""
 Category = Literal["user", "server", "fenced"]
 
 
@@ -201,6 +203,7 @@ class RayEngine:
             new = kind.options(**self._resources)
             actors = [new.remote(owner) for _ in range(self._size)]
             try:
+                await self._placed(actors)
                 found = await actors[0].serve_rendezvous.remote(self._size) if self._size > 1 else None
                 places = [Ranks(rank=rank, size=self._size) for rank in range(self._size)]
                 pairs = zip(actors, places, strict=True)
@@ -212,6 +215,31 @@ class RayEngine:
                     raise error.cause from None
                 raise EngineGoneError(str(error)) from error
             self._actors = actors
+
+    async def _placed(self, actors: list[Any]) -> None:
+        """Wait until Ray has started the actors. Say so when it takes long: no node may ever have room for them."""
+        import ray
+
+        starting = [asyncio.ensure_future(_ready(actor)) for actor in actors]
+        waiting = (await asyncio.wait(starting, timeout=PLACED_S, return_when=asyncio.FIRST_EXCEPTION))[1]
+        if waiting and not any(map(_error, starting)):
+            has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            needs = self._resources
+            logger.warning(
+                "%d of %d ranks wait until Ray has room: each needs %g CPUs and %g GPUs, and the cluster has %g and %g "
+                "in all. Add nodes, end what else runs there, or start again with fewer ranks or GPUs",
+                len(waiting),
+                len(actors),
+                needs["num_cpus"],
+                needs["num_gpus"],
+                has.get("CPU", 0),
+                has.get("GPU", 0),
+            )
+        await asyncio.gather(*starting)
+
+
+async def _ready(actor: Any) -> None:
+    await actor.__ray_ready__.remote()
 
 
 async def _successful(call: Any) -> Any:

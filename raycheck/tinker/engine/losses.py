@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
-LOW, HIGH, BETA = 0.8, 1.2, 0.05
+LOW, HIGH, BETA, DELTA = 0.8, 1.2, 0.05, 0.2
 
 
 def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
@@ -50,6 +50,22 @@ def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, flo
     return -(logprobs * inputs["advantages"] - penalty) * _weights(logprobs, inputs)
 
 
+def dppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """Policy gradient without the tokens whose probability has already moved far in the direction of the advantage.
+
+    It is the binary total variation of Divergence PPO (arXiv 2602.04879, equation 13). delta_low bounds how far a
+    probability falls, and delta_high how far it rises.
+    """
+    advantages = inputs["advantages"]
+    rise = torch.exp(logprobs.detach()) - torch.exp(inputs["logprobs"])
+    has_risen = (advantages > 0) & (rise > config.get("delta_high", DELTA))
+    has_fallen = (advantages < 0) & (-rise > config.get("delta_low", DELTA))
+    is_out = has_risen | has_fallen
+    # Filled before exp: the gradient of an infinite ratio that is multiplied by 0 would be NaN.
+    ratio = torch.exp((logprobs - inputs["logprobs"]).masked_fill(is_out, 0.0))
+    return -ratio * (advantages * _weights(logprobs, inputs)).masked_fill(is_out, 0.0)
+
+
 def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return inputs["weights"] if "weights" in inputs else torch.ones_like(logprobs)
 
@@ -69,4 +85,5 @@ LOSSES: Mapping[str, LossFunction] = {
     "cispo": cispo,
     "gspo": gspo,
     "dro": dro,
+    "dppo": dppo,
 }

@@ -4,7 +4,6 @@ A model is a function of what is in the bucket and of the requests since then: `
 checkpoint, or draws it anew, and says which requests that covers. So the process may die at any moment.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from raycheck import (
     fork_run,
     open_run,
 )
+from raycheck.tinker.checkpoint_paths import is_borrowed
 from raycheck.tinker.engine.base_model import BaseModel
 from raycheck.tinker.engine.lora_model import LoraModel
 from raycheck.tinker.engine.lora_shape import AdamParams, LoraShape
@@ -36,8 +36,6 @@ from raycheck.tinker.wire.training_data import TrainingBatch
 
 SETTINGS = SaveSettings(every_steps=None, keep_last=1, rolling_keep_last=2, max_failed_saves=1_000_000)
 """Nothing is saved but by request. A checkpoint without a name goes when a newer one is committed."""
-_BORROWED = re.compile(r"step-\d+-a0-s\d+")
-"""The key of a checkpoint that a fork began with: no attempt of this run has made it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,4 +153,4 @@ def _own_note(uri: str) -> dict[str, NoteValue] | None:
         head = open_run(uri).head
     except NotFoundError:
         return None
-    return None if head is None or _BORROWED.fullmatch(head.entry.key) else dict(head.read_manifest().note)
+    return None if head is None or is_borrowed(head.entry.key) else dict(head.read_manifest().note)

@@ -5,5 +5,5 @@ sessions     client/config, sessions, telemetry, what the server has
 training     models, forward_backward, optim_step, loads and saves: all that becomes a future
 futures      retrieve_future
 sampling     sampling sessions, and requests to sample
-catalog      training runs and checkpoints: listed, deleted, their expiry
+catalog      training runs and checkpoints: listed, copied, published, deleted, their expiry
 """

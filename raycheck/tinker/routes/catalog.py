@@ -1,17 +1,18 @@
-"""Training runs and their checkpoints, as they lie in the bucket: listed, deleted, given another expiry."""
+"""Training runs and their checkpoints, as they lie in the bucket: listed, copied, published, deleted."""
 
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import web
 
-from raycheck.tinker.checkpoint_paths import CheckpointPath
+from raycheck.tinker.checkpoint_paths import CheckpointPath, run_id_of
 from raycheck.tinker.checkpoint_store import StoredCheckpoint
 from raycheck.tinker.models import shape_in_note
-from raycheck.tinker.routes.requests import SERVICE, json_body, window
-from raycheck.tinker.service import Service
+from raycheck.tinker.routes.requests import SERVICE, json_body, once, window
+from raycheck.tinker.service import Service, canonical
 from raycheck.tinker.wire.fields import RefusedRequestError, text_in, ttl_in
 
 OWNER = "raycheck"
@@ -20,6 +21,7 @@ OWNER = "raycheck"
 def add_to(app: web.Application) -> None:
     runs = "/api/v1/training_runs"
     app.router.add_post("/api/v1/weights_info", _weights_info)
+    app.router.add_post("/api/v1/copy_weights", _copy)
     app.router.add_get("/api/v1/checkpoints", _all_checkpoints)
     app.router.add_get(runs, _runs)
     app.router.add_get(f"{runs}/{{run}}", _run)
@@ -27,6 +29,8 @@ def add_to(app: web.Application) -> None:
     app.router.add_get("/api/v1/models/{run}/checkpoints", _checkpoints)  # how older SDKs call it
     app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}", _delete)
     app.router.add_put(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/ttl", _set_ttl)
+    app.router.add_post(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
+    app.router.add_delete(f"{runs}/{{run}}/checkpoints/{{segment}}/{{name}}/publish", _publish)
 
 
 async def _weights_info(request: web.Request) -> web.Response:
@@ -125,8 +129,33 @@ async def _training_run(service: Service, run: str) -> dict[str, Any] | None:
     }
 
 
+async def _copy(request: web.Request) -> web.Response:
+    """Copies a checkpoint into a run of its own. The run's id follows from the call's idempotency key, so that a
+    repetition finds it, also on another server."""
+    service, body = request.app[SERVICE], await json_body(request)
+    source, ttl_s = CheckpointPath.parse(text_in(body, "source_path")), ttl_in(body)
+    if body.get("session_id") is not None or body.get("model_seq_id") is not None:
+        raise RefusedRequestError("session_id, model_seq_id: this server copies into a new session only; give neither")
+    key = request.headers.get("x-idempotency-key") or uuid4().hex
+    run = run_id_of(f"session_{canonical({'key': key, 'body': body})[:16]}", 0)
+
+    async def answer() -> dict[str, Any]:
+        copied = await asyncio.to_thread(service.checkpoints.copy, source, run, ttl_s)
+        return {"tinker_path": copied.text}
+
+    return await once(request, answer)
+
+
 async def _delete(request: web.Request) -> web.Response:
     await asyncio.to_thread(request.app[SERVICE].checkpoints.delete, _path(request))
+    return web.Response(status=204)
+
+
+async def _publish(request: web.Request) -> web.Response:
+    """Publishes a checkpoint, or with DELETE takes that back. Done already, it is answered alike: the SDK would repeat
+    the 409 of its own service for five minutes."""
+    is_public = request.method == "POST"
+    await asyncio.to_thread(request.app[SERVICE].checkpoints.set_public, _path(request), is_public)
     return web.Response(status=204)
 
 
@@ -153,7 +182,7 @@ def _checkpoint(found: StoredCheckpoint) -> dict[str, Any]:
         "time": _time(found.committed_at),
         "tinker_path": found.path.text,
         "size_bytes": found.size_bytes,
-        "public": False,
+        "public": found.is_public,
         "expires_at": None if found.expires_at is None else _time(found.expires_at),
         "user_metadata": found.user_metadata,
     }

@@ -21,6 +21,7 @@ LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "cispo": ("logprobs", "advantages"),
     "gspo": ("logprobs", "advantages"),
     "dro": ("logprobs", "advantages"),
+    "dppo": ("logprobs", "advantages"),
 }
 """The losses, with the inputs that each one needs beside target_tokens. All take `weights`, which are 1 by default."""
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -31,8 +32,13 @@ LOSS_CONFIG: Mapping[str, tuple[str, ...]] = {
     "cispo": _CLIP,
     "gspo": _CLIP,
     "dro": ("beta",),
+    "dppo": ("delta_low", "delta_high"),
 }
 """The settings that each loss takes in loss_fn_config."""
+REFUSED_LOSSES: Mapping[str, str] = {
+    "ppo_critic": "it trains the value head of a critic, and models of this server have no value head",
+}
+"""Losses that clients of other servers know, and why this one does not have them."""
 
 
 class MalformedDataError(ValueError):
@@ -126,7 +132,8 @@ def batch_in_json(body: Mapping[str, Any], limits: Limits, *, forward_only: bool
 
 def _batch(loss_fn: str, config: Any, data: list[TrainingDatum], *, forward_only: bool) -> TrainingBatch:
     if loss_fn not in LOSS_INPUTS:
-        raise MalformedDataError(f"loss_fn={loss_fn!r}: this server has {', '.join(LOSS_INPUTS)}")
+        reason = f"{REFUSED_LOSSES[loss_fn]}. " if loss_fn in REFUSED_LOSSES else ""
+        raise MalformedDataError(f"loss_fn={loss_fn!r}: {reason}this server has {', '.join(LOSS_INPUTS)}")
     if not data:
         raise MalformedDataError("there is no datum")
     if not isinstance(config, Mapping):

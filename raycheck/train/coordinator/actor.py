@@ -90,7 +90,7 @@ class Coordinator:
         )
         self._base = BaseCalls(register, self._protocol.me)
         self._node_agents = NodeAgents()
-        self._memory = MemoryCheckpoints(self._store, self._node_agents, lambda: self._run_log.now)
+        self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log)
         self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
 
     # --- calls of a worker group's ranks ---

@@ -7,7 +7,7 @@ coordinator knows, so that whoever rewinds a run in the bucket is obeyed.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.train.coordinator.messages import MemoryOffer, Outcome, Pending
 from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.rendezvous import Rendezvous
+from raycheck.train.coordinator.run_log import RunLog
 from raycheck.train.log import event, logger
 
 ANSWER_S = 5.0
@@ -49,12 +50,11 @@ class _Listed:
 class MemoryCheckpoints:
     """Lists the newest memory checkpoint of one run, and offers it to the group that claims the run next."""
 
-    def __init__(self, store: Store, agents: NodeAgents, now: Callable[[], float]) -> None:
-        """now: returns the store's time in unix seconds."""
+    def __init__(self, store: Store, agents: NodeAgents, run_log: RunLog) -> None:
         self.plans = PlanCache()
         self._store = store
         self._agents = agents
-        self._now = now
+        self._run_log = run_log
         self._newest: _Listed | None = None
         self._head: tuple[str, int] | None = None  # key and step of the bucket's newest checkpoint, as known here
         self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}  # by group and step
@@ -165,7 +165,7 @@ class MemoryCheckpoints:
             key=manifest.key,
             refs=manifest.refs,
             step=manifest.step,
-            committed_at=self._now(),
+            committed_at=self._run_log.now,
             size_bytes=manifest.size_bytes,
             metrics={},
             manifest_crc32=crc32(documents.manifest),
@@ -181,6 +181,7 @@ class MemoryCheckpoints:
         if is_older or (self._newest is not None and self._newest.entry.step >= entry.step):
             return False
         self._newest = _Listed(entry=entry, documents=documents, sizes=sizes)
+        self._run_log.in_memory(entry.step, sum(sizes.values()))
         self._agents.keep(entry.key, (manifest.attempt, manifest.step))
         return True
 

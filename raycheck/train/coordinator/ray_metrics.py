@@ -25,6 +25,8 @@ GAUGES = {
     "raycheck_upload_mb_per_second": "Uploaded for the newest commit by all ranks together, in 10^6 bytes per second",
     "raycheck_restore_seconds": "The live attempt's restore, on the slowest rank",
     "raycheck_restored_bytes": "Fetched for the live attempt's restore by all ranks",
+    "raycheck_last_memory_step": "Step of the newest memory checkpoint",
+    "raycheck_memory_bytes": "Of the newest memory checkpoint's shards, without their copies on other nodes",
     "raycheck_goodput": "Seconds of training that were not lost / seconds since the run began, over all attempts",
 }
 COUNTERS = {
@@ -32,6 +34,8 @@ COUNTERS = {
     "raycheck_failed_saves": "Saves that failed",
     "raycheck_skipped_saves": "Saves that were left out because the one before had not ended",
     "raycheck_restores": "Restores of a checkpoint",
+    "raycheck_memory_checkpoints": "Memory checkpoints that were listed",
+    "raycheck_restores_from_memory": "Restores of a memory checkpoint",
     "raycheck_lost_steps": "Steps that were trained and thrown away, as far as known",
 }
 
@@ -66,6 +70,7 @@ class RayMetrics:
         self._count("raycheck_lost_steps", resume.lost_steps or 0)
         if resume.restored is not None:
             self._count("raycheck_restores", 1)
+            self._count("raycheck_restores_from_memory", int(resume.is_from_memory))
             self._set("raycheck_restore_seconds", resume.restore_s)
             self._set("raycheck_restored_bytes", resume.restore_bytes)
 
@@ -81,6 +86,12 @@ class RayMetrics:
         self._set("raycheck_commit_seconds", seconds)
         self._set("raycheck_saved_bytes", size)
         self._set("raycheck_upload_mb_per_second", size / 1e6 / max(upload_s, 1e-9))
+
+    def in_memory(self, step: int, size_bytes: int) -> None:
+        """Counts a memory checkpoint."""
+        self._count("raycheck_memory_checkpoints", 1)
+        self._set("raycheck_last_memory_step", step)
+        self._set("raycheck_memory_bytes", size_bytes)
 
     def tick(self, heartbeat: HeartbeatMessage | None, *, now: float) -> None:
         """Brings up to date what changes with time. now: the store's time in unix seconds."""

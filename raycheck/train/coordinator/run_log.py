@@ -93,6 +93,10 @@ class RunLog:
             self._record("start", resume.attempt, lambda: record_resume(self._store, resume))
         return resume
 
+    def in_memory(self, step: int, size_bytes: int) -> None:
+        """Takes that a memory checkpoint of so many bytes is listed."""
+        self._ray_metrics.in_memory(step, size_bytes)
+
     def heartbeat(self, group: str, message: HeartbeatMessage) -> None:
         """Takes a heartbeat of rank 0. Call it in the event loop."""
         self._lost_work.heartbeat(group, message)

@@ -141,4 +141,4 @@ class MemorySaves:
         if problem != self._said:
             self._said = problem
             text = f"no memory checkpoint: {problem}"
-            logger.warning(event(text, step=self._report.progress.step, rank=self._group.rank, run=self._group.uri))
+            logger.warning(event(text, rank=self._group.rank, run=self._group.uri))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.errors import RaycheckError, SaveFailedError
@@ -118,7 +118,7 @@ class NodeAgent:
         try:
             send(self._shards.own(checkpoint), to, timeout_s=timeout_s)
         except Exception as error:  # noqa: BLE001  whatever the other node's actor met there
-            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return _first_line(error)
         return ""
 
     def keep_shards(self, checkpoint: str | None, floor: Place) -> None:
@@ -182,6 +182,9 @@ class NodeUploads:
             if self._agent is None:
                 self._give_up(NO_RAY)
                 return None
+        except ActorUnavailableError as error:  # Ray starts it again: that it takes a while says nothing against it
+            self._warn(f"the actor that uploads for this node is being started again: {_first_line(error)}")
+            return None
         except Exception as error:  # noqa: BLE001  what is wrong with the copy, the rank's own upload meets again (I9)
             self._note_failure(error)
             return None
@@ -231,7 +234,7 @@ class NodeUploads:
         The training's saves must not all fail, nor each need a new buffer, because of an actor.
         """
         self._agent = None
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = _first_line(error)
         if self._has_failed:
             self._give_up(reason)
         else:
@@ -245,3 +248,7 @@ class NodeUploads:
 
     def _warn(self, text: str) -> None:
         logger.warning(event(text, rank=self._group.rank, run=self._group.uri))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -35,9 +35,9 @@ BY_NODE = {"upload_by": "node"}
 
 
 def agents() -> list[int]:
-    """Returns the processes that upload for a node, by the title that Ray gives them."""
+    """Returns the processes that upload for a node of this test's Ray, by the title that Ray gives them."""
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.Process().children(recursive=True):
         try:
             if "ray::NodeAgent" in " ".join(process.cmdline()):
                 found.append(process.pid)
