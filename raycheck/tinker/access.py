@@ -60,7 +60,7 @@ def guard(key: str) -> Middleware:
             return problem(f"the body is not JSON: {error}", 422)
         except (OSError, sqlite3.OperationalError, sqlite3.ProgrammingError) as error:
             # A full disk, a connection, or a server that is just ending and has closed its file: it may pass.
-            logger.exception("%s %s", request.method, request.path)
+            logger.warning("%s %s: %s: %s", request.method, request.path, type(error).__name__, error)
             return problem(f"the server could not do it now: {error}", 503)
         except Exception as error:
             logger.exception("%s %s", request.method, request.path)

@@ -8,17 +8,23 @@ One server writes the file. Each start counts `generation` up; a server that fin
 writes nothing more (ReplacedError).
 """
 
+import asyncio
+import logging
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from raycheck import ConfigError
 
+logger = logging.getLogger("raycheck.tinker")
+T = TypeVar("T")
 VERSION = 1
+RETRY_S = 1.0
+"""How long to wait before a write that the disk has not taken is made again."""
 MUTATES = ("forward_backward", "optim_step", "load_weights")
 """The kinds of request that change a model that is open."""
 _SCHEMA = """
@@ -69,9 +75,9 @@ class Journal:
     """Opens the file, and makes it when it is not there. Raises ConfigError for a file of another version or kind."""
 
     def __init__(self, path: str) -> None:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
         try:
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
             self._db.execute("BEGIN IMMEDIATE")
             found = self._db.execute("SELECT version, generation FROM server").fetchone()
@@ -83,6 +89,9 @@ class Journal:
             self.generation: int = found[1] + 1
             self._db.execute("UPDATE server SET generation = ?", (self.generation,))
             self._db.execute("COMMIT")
+        except (OSError, sqlite3.OperationalError) as error:
+            text = f"state={path}: cannot be opened or written ({error}); make room and rights for it, or give another"
+            raise ConfigError(text) from error
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"{path}: not a state file of this server ({error}); give another one") from error
 
@@ -96,10 +105,11 @@ class Journal:
         try:
             self._check_generation()
             yield self._db
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite ends it by itself at some errors of the disk, and at others does not
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def _check_generation(self) -> None:
         if self._db.execute("SELECT generation FROM server").fetchone()[0] != self.generation:
@@ -131,13 +141,15 @@ class Journal:
             known = self.request_at(request.lane, request.seq)
             if known is not None:
                 return known
-            values = (request.id, request.lane, request.seq, request.kind, request.digest, request.body)
-            db.execute(
-                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*values, request.status, request.form, request.result),
-            )
+            _insert(db, request)
             db.execute("UPDATE models SET used_at = ? WHERE id = ?", (time.time(), request.lane))
         return request
+
+    def create_model(self, request: LoggedRequest, *, session: str, facts: str, at: float) -> None:
+        """Log a training run with its first request: neither is there without the other, also after a kill."""
+        with self.writing() as db:
+            db.execute("INSERT INTO models VALUES (?, ?, 'live', ?, ?, 0)", (request.lane, session, facts, at))
+            _insert(db, request)
 
     def finish(self, request_id: str, status: RequestStatus, form: str, result: bytes) -> None:
         """Log a result. The body stays while a replay may need it: see `cover`."""
@@ -147,6 +159,16 @@ class Journal:
         body = f"CASE WHEN kind IN ({marks}) THEN body END"
         with self.writing() as db:
             db.execute(f"UPDATE requests SET status = ?, form = ?, result = ?, body = {body} WHERE id = ?", values)  # noqa: S608
+
+    async def log_result(self, request_id: str, form: str, result: bytes) -> None:
+        """Log what came of a request that has been run, as soon as there is room for it."""
+        status: RequestStatus = "failed" if form == "error" else "done"
+        await when_there_is_room(lambda: self.finish(request_id, status, form, result))
+
+    def unload(self, model: str) -> None:
+        """Note that a model is unloaded for ever."""
+        with self.writing() as db:
+            db.execute("UPDATE models SET status = 'unloaded' WHERE id = ?", (model,))
 
     def cover(self, model: str, seq: int) -> None:
         """Note that a checkpoint in the bucket has what the requests up to `seq` did; their bodies go."""
@@ -210,3 +232,24 @@ class Journal:
         columns = "id, lane, seq, kind, digest, body, status, form, result"
         for row in self.rows(f"SELECT {columns} FROM requests {where}", *values):  # noqa: S608  no value is in the text
             yield LoggedRequest(**dict(zip(columns.split(", "), row, strict=True)))
+
+
+def _insert(db: sqlite3.Connection, request: LoggedRequest) -> None:
+    values = (request.id, request.lane, request.seq, request.kind, request.digest, request.body)
+    db.execute(
+        "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*values, request.status, request.form, request.result),
+    )
+
+
+async def when_there_is_room(write: Callable[[], T]) -> T:
+    """Makes a write to the journal, again and again until the disk takes it, and returns what it returns.
+
+    For what has happened already and must be noted: it cannot be refused any more, nor be done a second time.
+    """
+    while True:
+        try:
+            return write()
+        except sqlite3.OperationalError as error:
+            logger.warning("the state file cannot be written, which is tried again until it can: %s", error)
+            await asyncio.sleep(RETRY_S)

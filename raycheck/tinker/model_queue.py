@@ -14,11 +14,12 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from uuid import uuid4
 
 from raycheck import ConfigError, RaycheckError
 from raycheck.tinker.engine.actor import Category, EngineGoneError, EngineRefusalError
-from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
+from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError, when_there_is_room
 from raycheck.tinker.operations import OPERATIONS, Context, Result, as_json, save_for_recovery
 from raycheck.tinker.wire.fields import RefusedRequestError
 
@@ -87,7 +88,7 @@ class ModelQueue:
                 elif request.kind in SAVES:
                     await self._begin_save(request)
                 elif (result := await self._result_of(request)) is not None:
-                    self._log(request, *result)
+                    await self._log(request, *result)
                     await self._after(request)
         except ReplacedError as error:
             logger.warning("stopping: %s model=%s", error, self._context.run)
@@ -113,7 +114,7 @@ class ModelQueue:
         result = await task
         self._saving = None
         if result is not None:
-            self._log(request, *result)
+            await self._log(request, *result)
             await self._after(request)
 
     async def _wait_for(self, missing: list[int], request: LoggedRequest) -> None:
@@ -124,9 +125,10 @@ class ModelQueue:
             await asyncio.wait_for(self._came.wait(), max(0.0, left))
         except TimeoutError:
             for seq in missing:
-                self._journal.submit(_lost(request.lane, seq))
+                lost = _lost(request.lane, seq)
+                await when_there_is_room(partial(self._journal.submit, lost))
             text = f"request {request.seq} came, and {missing[0]} did not within {self._hold_s:.0f} s"
-            self._log(request, *failure(text, "user"))
+            await self._log(request, *failure(text, "user"))
 
     async def _after(self, request: LoggedRequest) -> None:
         """Save for a recovery when much would have to be run again. The client knows nothing of it."""
@@ -213,8 +215,8 @@ class ModelQueue:
         if life != context.engine.life:
             raise EngineGoneError("it died while the model was rebuilt")
 
-    def _log(self, request: LoggedRequest, form: str, result: bytes) -> None:
-        self._journal.finish(request.id, "failed" if form == "error" else "done", form, result)
+    async def _log(self, request: LoggedRequest, form: str, result: bytes) -> None:
+        await self._journal.log_result(request.id, form, result)
         self._on_result(request.id)
 
 

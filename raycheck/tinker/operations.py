@@ -16,7 +16,7 @@ from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import Engine, EngineGoneError, EngineRefusalError
 from raycheck.tinker.engine.lora_shape import AdamParams
 from raycheck.tinker.engine.orders import BaseFacts, LoadSource, PassOutput, SaveOrder
-from raycheck.tinker.journal import Journal, LoggedRequest
+from raycheck.tinker.journal import Journal, LoggedRequest, when_there_is_room
 from raycheck.tinker.models import ModelFacts, SamplerFacts, note_of
 from raycheck.tinker.wire import results
 from raycheck.tinker.wire.fields import (
@@ -160,14 +160,15 @@ async def _save_for_sampling_session(context: Context, request: LoggedRequest) -
         if is_saved:
             raise EngineRefusalError("the weights were saved, and another checkpoint is the newest one", "server")
         await _commit(context, SaveOrder(name=None, note=_note(context, request, covered)))
-    context.journal.cover(context.run, covered)
+    await when_there_is_room(lambda: context.journal.cover(context.run, covered))
     facts = SamplerFacts(
         base_model=context.facts.base_model,
         source=LoadSource(uri=context.checkpoints.uri_of(context.run), key=key, with_optimizer=False),
         shape=context.facts.shape,
     )
     number = number_in(body, "sampling_session_seq_id")
-    sampler = context.journal.add_sampler(context.facts.session, number, facts.text)
+    session = context.facts.session
+    sampler = await when_there_is_room(lambda: context.journal.add_sampler(session, number, facts.text))
     return as_json({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
 
 
@@ -187,7 +188,7 @@ async def _save(context: Context, request: LoggedRequest, path: CheckpointPath) 
             overwrite=known is not None,
         )
         await _commit(context, order)
-    context.journal.cover(context.run, covered)
+    await when_there_is_room(lambda: context.journal.cover(context.run, covered))
 
 
 async def _commit(context: Context, order: SaveOrder) -> None:
@@ -221,7 +222,7 @@ async def save_for_recovery(context: Context, request: LoggedRequest) -> None:
         metadata={},
     )
     await _commit(context, SaveOrder(name=None, note=note))
-    context.journal.cover(context.run, request.seq)
+    await when_there_is_room(lambda: context.journal.cover(context.run, request.seq))
 
 
 def _note(context: Context, request: LoggedRequest, covered: int) -> Any:
@@ -238,8 +239,7 @@ async def unload_model(context: Context, request: LoggedRequest) -> Result:
     """Forget the model. Its checkpoints stay."""
     del request
     await context.engine.call("close", context.run)
-    with context.journal.writing() as db:
-        db.execute("UPDATE models SET status = 'unloaded' WHERE id = ?", (context.run,))
+    await when_there_is_room(lambda: context.journal.unload(context.run))
     return as_json({"type": "unload_model", "model_id": context.run, "status": "unloaded"})
 
 

@@ -143,7 +143,8 @@ class Sampling:
                 sequences = [(item.tokens, item.logprobs, item.is_stopped) for item in output.sequences]
                 form, result = "sample", sample_in_protobuf(sequences, output.prompt_logprobs)
             break
-        self._service.finish(request.id, form, result)
+        await self._service.journal.log_result(request.id, form, result)
+        self._service.wake(request.id)
 
     def _order_in(self, body: Mapping[str, Any], facts: SamplerFacts) -> SampleOrder:
         """Returns what a body asks for. Raises RefusedRequestError for what cannot be."""

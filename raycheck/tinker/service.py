@@ -17,7 +17,7 @@ from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import Engine, EngineGoneError
 from raycheck.tinker.engine.lora_shape import LoraShape
 from raycheck.tinker.engine.orders import BaseFacts, LoadSource
-from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError
+from raycheck.tinker.journal import Journal, LoggedRequest, ReplacedError, when_there_is_room
 from raycheck.tinker.model_queue import ModelQueue, failure
 from raycheck.tinker.models import ModelFacts, shape_in_note
 from raycheck.tinker.operations import Context, adam_params_in, other_base, source_of
@@ -218,12 +218,8 @@ class Service:
         digest = canonical(body)
         if (known := self.journal.request_at(run, 0)) is not None:
             return self._repeated(known, kind, digest), run
-        with self.journal.writing() as db:
-            db.execute(
-                "INSERT INTO models VALUES (?, ?, 'live', ?, ?, 0)", (run, session, facts.text, facts.created_at)
-            )
         request = LoggedRequest(id=uuid4().hex, lane=run, seq=0, kind=kind, digest=digest, body=b"", status="pending")
-        self.journal.submit(request)
+        self.journal.create_model(request, session=session, facts=facts.text, at=facts.created_at)
         self._start_queue(run, facts)
         return request.id, run
 
@@ -255,12 +251,11 @@ class Service:
             await queue.stop()
         with suppress(EngineGoneError):
             await self.engine.call("close", run)
-        with self.journal.writing() as db:
-            db.execute("UPDATE models SET status = 'unloaded' WHERE id = ?", (run,))
+        await when_there_is_room(lambda: self.journal.unload(run))
         while (request := self.journal.first_pending(run)) is not None:
             text = f"model {run} was unloaded"
-            self.journal.finish(request.id, "failed", *failure(text, "user"))
-            self._wake(request.id)
+            await self.journal.log_result(request.id, *failure(text, "user"))
+            self.wake(request.id)
 
     def _start_queue(self, run: str, facts: ModelFacts) -> None:
         context = Context(
@@ -275,7 +270,7 @@ class Service:
             context,
             hold_s=self.settings.hold_s,
             recovery_steps=self.settings.recovery_steps,
-            on_result=self._wake,
+            on_result=self.wake,
             on_replaced=self._on_replaced,
         )
 
@@ -371,12 +366,8 @@ class Service:
             raise RefusedRequestError(f"there is no request {request_id}", 404)
         return request
 
-    def finish(self, request_id: str, form: str, result: bytes) -> None:
-        """Log a result, and wake who waits for it."""
-        self.journal.finish(request_id, "failed" if form == "error" else "done", form, result)
-        self._wake(request_id)
-
-    def _wake(self, request_id: str) -> None:
+    def wake(self, request_id: str) -> None:
+        """Wake who waits for a result, which is logged now."""
         came = self._waiting.pop(request_id, None)
         if came is not None:
             came.set()
