@@ -153,11 +153,11 @@ class ModuleEntry(StateEntry):
             ]
         filled_by_tie = {mate for name in saved.tensors for mate in tied_to.get(name, ())}
         saved.missing += [name for name in live if name not in saved.tensors and name not in filled_by_tie]
-        read_places = {saved.place(name) for name in live if name in saved.tensors} - {None}
+        # Extra state may have further names, too: those that stock torch gives to its tensors.
+        read = {name for name in (*live, *extra) if name in saved.tensors}
+        read_places = {saved.place(name) for name in read} - {None}
         saved.record_only_saved(
-            name
-            for name in saved.tensors
-            if name not in live and name not in extra and saved.place(name) not in read_places
+            name for name in saved.tensors if name not in read and saved.place(name) not in read_places
         )
 
     def _match_extra_state(self, saved: SavedEntry) -> tuple[set[str], Named]:
