@@ -7,7 +7,7 @@ otherwise the checkpoint refers to the one that has it.
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -22,6 +22,7 @@ from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
 from raycheck.shards.transfer.shard import IndexRows, Shard
+from raycheck.shards.transfer.shared_memory import MemoryPlace
 from raycheck.shards.transfer.stager import Leaves, SharedShard, Staged, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.tensor_digest import Digest, digests
@@ -166,9 +167,11 @@ class StagedState:
             key = shard_key(checkpoint, shard.name.component, shard.name.rank)
             store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
 
-    def seal(self, checkpoint: str) -> dict[str, memoryview]:
-        """Returns the bytes of the staged shards, by the keys that they would have in the bucket. Single use."""
-        return {shard_key(checkpoint, shard.name.component, shard.name.rank): shard.seal() for shard in self.staged}
+    def seal(self, checkpoint: str) -> Iterator[tuple[str, memoryview, MemoryPlace | None]]:
+        """Yields, for each staged shard, the key that it would have in the bucket, its bytes, and where other processes
+        find these. Single use."""
+        for shard in self.staged:
+            yield shard_key(checkpoint, shard.name.component, shard.name.rank), shard.seal(), shard.place
 
     @property
     def shards(self) -> tuple[Shard, ...]:

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 CAN_SHARE = hasattr(os, "memfd_create")
@@ -103,16 +103,39 @@ if CAN_SHARE:
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def open_memory(place: MemoryPlace) -> mmap.mmap:
+def open_memory(place: MemoryPlace) -> tuple[memoryview, MemoryPlace]:
     """Maps the shared memory of another process, which stays readable when that process ends.
 
-    Raises OSError when this process cannot reach it, or when it is no longer there.
+    Returns it, and where other processes find it for as long as this one has it mapped. Raises OSError when this
+    process cannot reach it, or when it is no longer there.
     """
-    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
+    fd = _open(place, os.O_RDWR)
     try:
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino, status.st_size) != (place.device, place.inode, place.size_bytes):
-            raise OSError(f"process {place.pid} no longer has this memory")
-        return mmap.mmap(fd, place.size_bytes, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+        pages = mmap.mmap(fd, place.size_bytes, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+    except BaseException:
+        os.close(fd)
+        raise
+    weakref.finalize(pages, os.close, fd).atexit = False
+    return memoryview(pages), replace(place, pid=os.getpid(), fd=fd)
+
+
+def open_to_read(place: MemoryPlace) -> memoryview:
+    """Maps the shared memory of another process to read from it. Raises as `open_memory` does.
+
+    Pages are mapped as they are read, by whichever threads read.
+    """
+    fd = _open(place, os.O_RDONLY)
+    try:
+        return memoryview(mmap.mmap(fd, place.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
+
+
+def _open(place: MemoryPlace, mode: int) -> int:
+    """Returns a new file descriptor of the memory."""
+    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", mode | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino, status.st_size) != (place.device, place.inode, place.size_bytes):
+        os.close(fd)
+        raise OSError(f"process {place.pid} no longer has this memory")
+    return fd

@@ -51,7 +51,7 @@ class Staged:
     ) -> None:
         """place: where another process finds the buffer, which `view` is the beginning of; None when none can."""
         self.name = name
-        self._place = place
+        self.place = place
         self.is_apart = False
         self._view = view
         self._slots = slots
@@ -72,11 +72,11 @@ class Staged:
 
     def to_share(self) -> "SharedShard | None":
         """Returns what another process of the node needs to upload this shard; None when it cannot. After `wait`."""
-        if self._place is None:
+        if self.place is None:
             return None
         boxes = [replace(box, local=torch.empty(0, dtype=box.local.dtype, device="meta")) for box in self._boxes]
         return SharedShard(
-            place=self._place,
+            place=self.place,
             size_bytes=self.size_bytes,
             name=self.name,
             slots=tuple(self._slots),
@@ -158,14 +158,16 @@ class SharedShard:
 
     def open(self) -> Staged:
         """Returns the shard in this process. Raises OSError when this process cannot reach its memory."""
+        memory, place = open_memory(self.place)
         return Staged(
-            memoryview(open_memory(self.place))[: self.size_bytes],
+            memory[: self.size_bytes],
             self.slots,
             name=self.name,
             boxes=self.boxes,
             leaves=self.leaves,
             also=self.also,
             copied=(),
+            place=place,
         )
 
 

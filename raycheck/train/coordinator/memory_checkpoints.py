@@ -24,7 +24,7 @@ from raycheck.bucket.format.object_keys import index_key, shard_key
 from raycheck.bucket.reading import Documents
 from raycheck.bucket.store import Store
 from raycheck.errors import RaycheckError, SaveFailedError
-from raycheck.train.coordinator.messages import MemoryOffer, Outcome, Pending
+from raycheck.train.coordinator.messages import HeldShard, Holder, MemoryOffer, Outcome, Pending
 from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.rendezvous import Rendezvous
 from raycheck.train.coordinator.run_log import RunLog
@@ -152,7 +152,8 @@ class MemoryCheckpoints:
             made = await asyncio.to_thread(assemble, self._store, in_order, self.plans)
         except RaycheckError as error:
             return Outcome(kind="failed", key=name, message=str(error))
-        await self._copy(name, sorted({report.node for report in in_order}))
+        nodes = sorted({report.node for report in in_order})
+        await self._copy(name, nodes, is_urgent=any(report.is_by_notice for report in in_order))
         if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
             return Outcome(kind="superseded", key=name)
         documents = Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
@@ -185,18 +186,18 @@ class MemoryCheckpoints:
         self._agents.keep(entry.key, (manifest.attempt, manifest.step))
         return True
 
-    async def _copy(self, name: str, nodes: Sequence[str]) -> None:
+    async def _copy(self, name: str, nodes: Sequence[str], *, is_urgent: bool) -> None:
         """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node."""
         zones = await asyncio.to_thread(_zones)
         problems = await asyncio.gather(
-            *(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes)
+            *(self._copy_from(node, name, neighbours(node, nodes, zones), is_urgent=is_urgent) for node in nodes)
         )
         if any(problems) and not self._is_warned:
             self._is_warned = True
             text = f"memory checkpoints survive the loss of workers, and not of a node: {min(filter(None, problems))}"
             logger.warning(event(text, run=self._store.uri))
 
-    async def _copy_from(self, node: str, name: str, others: Sequence[str]) -> str:
+    async def _copy_from(self, node: str, name: str, others: Sequence[str], *, is_urgent: bool) -> str:
         """Returns why no other node has a copy of this node's shards; "" when one has."""
         problem = "the group has only one node"
         source = self._agents.known(node)
@@ -206,7 +207,7 @@ class MemoryCheckpoints:
                 problem = f"there is no actor on node {other if target is None else node}"
                 continue
             try:
-                sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S)
+                sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S, is_urgent=is_urgent)
                 problem = await asyncio.wait_for(sending, COPY_TIMEOUT_S)
             except (TimeoutError, RayError) as error:
                 problem = f"{type(error).__name__} while node {node} copied to {other}"
@@ -214,22 +215,22 @@ class MemoryCheckpoints:
                 break
         return problem
 
-    async def _holders(self, listed: _Listed) -> dict[str, list[tuple[str, Any]]]:
-        """Returns, by key, the nodes that hold a shard whole, and their actors."""
+    async def _holders(self, listed: _Listed) -> dict[str, list[Holder]]:
+        """Returns who holds each shard whole, by key."""
         alive = await asyncio.to_thread(_zones)
         asked = {node: actor for node, actor in self._agents.all().items() if node in alive}
-        answers = await asyncio.gather(*(_sizes(actor) for actor in asked.values()))
-        holders: dict[str, list[tuple[str, Any]]] = {}
-        for (node, actor), sizes in zip(asked.items(), answers, strict=True):
+        answers = await asyncio.gather(*(_held(actor) for actor in asked.values()))
+        holders: dict[str, list[Holder]] = {}
+        for (node, actor), held in zip(asked.items(), answers, strict=True):
             for key, size in listed.sizes.items():
-                if sizes.get(key) == size:
-                    holders.setdefault(key, []).append((node, actor))
+                if key in held and held[key].size_bytes == size:
+                    holders.setdefault(key, []).append(Holder(node=node, actor=actor, place=held[key].place))
         return holders
 
 
-async def _sizes(actor: Any) -> dict[str, int]:
+async def _held(actor: Any) -> dict[str, HeldShard]:
     try:
-        return dict(await asyncio.wait_for(actor.shard_sizes.remote(), ANSWER_S))
+        return dict(await asyncio.wait_for(actor.held_shards.remote(), ANSWER_S))
     except (TimeoutError, RayError):
         return {}
 

@@ -13,6 +13,7 @@ from raycheck.bucket.format.latest import Entry
 from raycheck.bucket.format.manifest import Component
 from raycheck.bucket.protocol.base_run import BaseOffer, Wanted
 from raycheck.errors import RaycheckError
+from raycheck.shards.transfer.shared_memory import MemoryPlace
 
 OnCorrupt = Literal["previous", "raise"]
 NodeCheck = Literal["before the claim", "beside the claim", "done"]
@@ -28,16 +29,33 @@ class Pending:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeldShard:
+    """Describes a shard that a node's actor holds whole. place: where other processes of its node find it; None when
+    they have to ask the actor for its bytes."""
+
+    size_bytes: int
+    place: MemoryPlace | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Says who holds a shard: a node, the handle of its actor, and where processes of that node find it."""
+
+    node: str
+    actor: Any
+    place: MemoryPlace | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOffer:
     """Describes a memory checkpoint that a new group can restore, which is newer than what the bucket has.
 
-    entry: as if it were in `latest`. documents: as in Claim. holders: for each of its shards, by key, the nodes that
-    hold it and the handles of their actors.
+    entry: as if it were in `latest`. documents: as in Claim. holders: who holds each of its shards, by key.
     """
 
     entry: Entry
     documents: list[Any]
-    holders: Mapping[str, Sequence[tuple[str, Any]]]
+    holders: Mapping[str, Sequence[Holder]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,7 +164,8 @@ class LiveAttempt:
         is_first_commit_awaited = self._queue.newest is None and bool(self._state.frozen_components())
         is_busy = is_first_commit_awaited or self._memory.is_busy
         if self._triggers.decide_on_memory(self._counter.step, is_busy=is_busy):
-            self._memory.begin(self._counter.progress, trained_s=self._clock.trained_s)
+            is_by_notice = self._triggers.is_by_notice
+            self._memory.begin(self._counter.progress, trained_s=self._clock.trained_s, is_by_notice=is_by_notice)
 
     def end_epoch(self) -> None:
         """Count an epoch, and save when due. See Checkpointer.end_epoch."""

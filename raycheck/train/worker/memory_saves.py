@@ -66,10 +66,13 @@ class MemorySaves:
             return True
         return time.monotonic() < self._not_before or (self._pending is not None and not self._pending.done())
 
-    def begin(self, progress: Progress, *, trained_s: float) -> None:
-        """Stage the state for a memory checkpoint of this step. Every rank calls it at the same steps."""
+    def begin(self, progress: Progress, *, trained_s: float, is_by_notice: bool = False) -> None:
+        """Stage the state for a memory checkpoint of this step. Every rank calls it at the same steps.
+
+        is_by_notice: a node is about to go, so its copy is more urgent than what training sends.
+        """
         began = time.monotonic()
-        report = replace(self._report, progress=progress, trained_s=trained_s)
+        report = replace(self._report, progress=progress, trained_s=trained_s, is_by_notice=is_by_notice)
         staged: StagedState | None = None
         try:
             if not self._wait_for_last():

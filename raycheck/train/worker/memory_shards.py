@@ -8,7 +8,8 @@ resharding, at any world size. Which of these shards make a checkpoint, the coor
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,22 +21,27 @@ from raycheck.bucket.format.object_keys import CheckpointName, checkpoint_prefix
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Buffer
 from raycheck.errors import DamagedError, RaycheckError
-from raycheck.shards.transfer.host_buffer import HostBuffer
+from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
+from raycheck.shards.transfer.shared_memory import MemoryPlace, SharedMemory, open_to_read
+from raycheck.train.coordinator.messages import HeldShard, Holder
 
 CHUNK_BYTES = 32 * 1024 * 1024
 CHUNKS_IN_FLIGHT = 4
+PACE = 0.5
+"""The share of the time in which chunks are on their way; for the rest the network is the training's."""
 READ_TIMEOUT_S = 60.0
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Place = tuple[int, int]
 """An attempt and a step: memory checkpoints are made in the order of these."""
 
 
-@dataclass(slots=True)
-class _Received:
-    """Holds a shard of which another node sends the bytes. missing: how many of them have not come yet."""
+@dataclass(kw_only=True, slots=True)
+class _Held:
+    """Holds the bytes of a shard. missing: how many of them have not come yet."""
 
     data: Bytes
-    missing: int
+    place: MemoryPlace | None
+    missing: int = 0
 
 
 class MemoryShards:
@@ -44,14 +50,17 @@ class MemoryShards:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._floor: Place = (0, 0)
-        self._own: dict[str, Bytes] = {}
-        self._copies: dict[str, _Received] = {}
+        self._own: dict[str, _Held] = {}
+        self._copies: dict[str, _Held] = {}
 
-    def put(self, key: str, shard: memoryview) -> None:
-        """Holds a sealed shard, whose memory the rank shares and does not write to while it is listed."""
+    def put(self, key: str, shard: memoryview, place: MemoryPlace | None = None) -> None:
+        """Holds a sealed shard, whose memory the rank shares and does not write to while it is listed.
+
+        place: where the memory begins that the shard is the first bytes of.
+        """
         with self._lock:
             if _place(key) > self._floor:  # else nobody waits for it any more
-                self._own[key] = np.frombuffer(shard, np.uint8)
+                self._own[key] = _Held(data=np.frombuffer(shard, np.uint8), place=place)
 
     def receive(self, key: str, size_bytes: int, start: int, chunk: Bytes) -> None:
         """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
@@ -59,32 +68,36 @@ class MemoryShards:
             if _place(key) <= self._floor:
                 return
             if key not in self._copies:
-                data = HostBuffer(size_bytes, pinned=False).tensor.numpy()
-                self._copies[key] = _Received(data, missing=size_bytes)
+                check_fits(size_bytes, available_bytes())
+                memory = SharedMemory(size_bytes)
+                data = np.frombuffer(memory.pages, np.uint8)
+                self._copies[key] = _Held(data=data, place=memory.place, missing=size_bytes)
             received = self._copies[key]
         received.data[start : start + len(chunk)] = chunk
         with self._lock:
             received.missing -= len(chunk)
 
-    def sizes(self) -> dict[str, int]:
-        """Returns the size in bytes of each shard that is here whole, by key."""
+    def whole(self) -> dict[str, HeldShard]:
+        """Returns the shards that are here whole, by key."""
         with self._lock:
-            whole = {key: len(received.data) for key, received in self._copies.items() if not received.missing}
-            return whole | {key: len(data) for key, data in self._own.items()}
+            found = {**self._copies, **self._own}
+            return {
+                key: HeldShard(size_bytes=len(held.data), place=held.place)
+                for key, held in found.items()
+                if not held.missing
+            }
 
     def read(self, key: str, start: int, stop: int) -> Bytes | None:
         """Returns bytes start..stop of a shard; None when it is not here."""
         with self._lock:
-            found = self._own.get(key)
-            if found is None and key in self._copies:
-                found = self._copies[key].data
-        return None if found is None else found[start:stop]
+            found = self._own.get(key) or self._copies.get(key)
+        return None if found is None else found.data[start:stop]
 
     def own(self, checkpoint: str) -> dict[str, Bytes]:
         """Returns the shards of a checkpoint that ranks of this node have put here, by key."""
         prefix = checkpoint_prefix(checkpoint)
         with self._lock:
-            return {key: data for key, data in self._own.items() if key.startswith(prefix)}
+            return {key: held.data for key, held in self._own.items() if key.startswith(prefix)}
 
     def keep(self, checkpoint: str | None, floor: Place) -> None:
         """Gives back all but the shards of this checkpoint, and of those above the floor.
@@ -96,8 +109,8 @@ class MemoryShards:
             keys = {*self._own, *self._copies}
             kept = {key for key in keys if _place(key) > self._floor}
             kept |= {key for key in keys if checkpoint is not None and key.startswith(checkpoint_prefix(checkpoint))}
-            self._own = {key: data for key, data in self._own.items() if key in kept}
-            self._copies = {key: data for key, data in self._copies.items() if key in kept}
+            self._own = {key: held for key, held in self._own.items() if key in kept}
+            self._copies = {key: held for key, held in self._copies.items() if key in kept}
 
 
 def _place(key: str) -> Place:
@@ -107,61 +120,81 @@ def _place(key: str) -> Place:
     return name.attempt, name.step
 
 
-def send(shards: Mapping[str, Bytes], to: Any, *, timeout_s: float) -> None:
-    """Copies shards to the actor of another node, in chunks, a few of which are on their way at a time.
+def send(
+    shards: Mapping[str, Bytes],
+    to: Any,
+    *,
+    timeout_s: float,
+    pace: float = PACE,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Copies shards to the actor of another node in chunks, a few of which are on their way at a time.
 
-    to: that actor's handle. Raises what `MemoryShards.receive` does, Ray's errors, and TimeoutError.
+    to: that actor's handle. pace: see PACE; 1 for as fast as it goes. Raises what `MemoryShards.receive` does, Ray's
+    errors, and TimeoutError.
     """
     deadline = time.monotonic() + timeout_s
-    under_way: list[Any] = []
-
-    def wait_for(count: int) -> None:
-        while len(under_way) > count:
-            done, _ = ray.wait(under_way, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                raise TimeoutError(f"the other node has not taken it within {timeout_s:.0f} s")
-            under_way.remove(done[0])
-            ray.get(done[0])
-
-    for key, data in shards.items():
-        for start in range(0, len(data), CHUNK_BYTES):
-            wait_for(CHUNKS_IN_FLIGHT - 1)
-            under_way.append(to.receive.remote(key, len(data), start, data[start : start + CHUNK_BYTES]))
-    wait_for(0)
+    chunks = [(key, start) for key, data in shards.items() for start in range(0, len(data), CHUNK_BYTES)]
+    for first in range(0, len(chunks), CHUNKS_IN_FLIGHT):
+        began = time.monotonic()
+        together = chunks[first : first + CHUNKS_IN_FLIGHT]
+        under_way = [
+            to.receive.remote(key, len(shards[key]), start, shards[key][start : start + CHUNK_BYTES])
+            for key, start in together
+        ]
+        try:
+            ray.get(under_way, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError:
+            raise TimeoutError(f"the other node has not taken it within {timeout_s:.0f} s") from None
+        if first + CHUNKS_IN_FLIGHT < len(chunks):
+            sleep(min(time.monotonic() - began, timeout_s) * (1 / pace - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReader:
     """Reads the shards of a memory checkpoint for one rank; all other objects come from the bucket.
 
-    holders: by key, the nodes that hold a shard, and the handles of their actors. node: the rank's own, which is asked
-    first. A range that is asked for again, since its checksum was wrong, comes from the next of them. A node that does
-    not answer is asked last from then on.
+    holders: who holds each shard, by key. node: the rank's own, whose memory is read first, and read in place where
+    this process can map it. A range that is asked for again, since its checksum was wrong, comes from the next of
+    them. A node that does not answer is asked last from then on.
     """
 
     store: Store
-    holders: Mapping[str, Sequence[tuple[str, Any]]]
+    holders: Mapping[str, Sequence[Holder]]
     node: str
     _asked: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     _silent: set[str] = field(default_factory=set)
+    _mapped: dict[MemoryPlace, memoryview] = field(default_factory=dict)
 
     def get_range(self, key: str, start: int, stop: int) -> Buffer:
         """Returns bytes start..stop of an object. Raises DamagedError when no node has those of a shard, and what the
         store does."""
         if key not in self.holders:
             return self.store.get_range(key, start, stop)
-        own_first = sorted(self.holders[key], key=lambda holder: (holder[0] in self._silent, holder[0] != self.node))
+        own_first = sorted(
+            self.holders[key], key=lambda holder: (holder.node in self._silent, holder.node != self.node)
+        )
         turn = self._asked[key, start, stop] % len(own_first)
         self._asked[key, start, stop] += 1
         problems = []
-        for node, actor in (*own_first[turn:], *own_first[:turn]):
+        for holder in (*own_first[turn:], *own_first[:turn]):
             try:
-                found = ray.get(actor.read_shard.remote(key, start, stop), timeout=READ_TIMEOUT_S)
+                found = self._read(holder, key, start, stop)
             except (RayError, GetTimeoutError, RaycheckError) as error:
-                problems.append(f"node {node}: {type(error).__name__}")
-                self._silent.add(node)
+                problems.append(f"node {holder.node}: {type(error).__name__}")
+                self._silent.add(holder.node)
                 continue
             if found is not None and len(found) == stop - start:
-                return memoryview(found)
-            problems.append(f"node {node} has not got it")
+                return found
+            problems.append(f"node {holder.node} has not got it")
         raise DamagedError(f"{key} is in no node's memory any more ({'; '.join(problems)})")
+
+    def _read(self, holder: Holder, key: str, start: int, stop: int) -> memoryview | None:
+        """Returns what one node has of these bytes. Raises Ray's errors."""
+        if holder.node == self.node and holder.place is not None:
+            with suppress(OSError):  # its actor was started again, or is in another container
+                if holder.place not in self._mapped:
+                    self._mapped[holder.place] = open_to_read(holder.place)
+                return self._mapped[holder.place][start:stop]
+        found = ray.get(holder.actor.read_shard.remote(key, start, stop), timeout=READ_TIMEOUT_S)
+        return None if found is None else memoryview(found)

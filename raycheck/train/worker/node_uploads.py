@@ -19,11 +19,11 @@ from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.shards.transfer.incremental_upload import SharedState, StagedState
 from raycheck.shards.transfer.local_box import TRAIN
 from raycheck.shards.transfer.shard import Shard
-from raycheck.train.coordinator.messages import Outcome
+from raycheck.train.coordinator.messages import HeldShard, Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import as_raised
-from raycheck.train.worker.memory_shards import Bytes, MemoryShards, Place, send
+from raycheck.train.worker.memory_shards import PACE, Bytes, MemoryShards, Place, send
 from raycheck.train.worker.upload_and_report import Uploader
 
 START_TIMEOUT_S = 60.0
@@ -98,9 +98,9 @@ class NodeAgent:
         with self._lock:
             return all((group, rank, save) in self._under_way for rank in ranks)
 
-    def shard_sizes(self) -> dict[str, int]:
-        """Returns the size in bytes of each shard of memory checkpoints that is here whole, by key."""
-        return self._shards.sizes()
+    def held_shards(self) -> dict[str, HeldShard]:
+        """Returns the shards of memory checkpoints that are here whole, by key."""
+        return self._shards.whole()
 
     def read_shard(self, key: str, start: int, stop: int) -> Bytes | None:
         """Returns bytes start..stop of such a shard; None when it is not here."""
@@ -110,13 +110,13 @@ class NodeAgent:
         """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
         self._shards.receive(key, size_bytes, start, chunk)
 
-    def send_shards(self, checkpoint: str, to: Any, *, timeout_s: float) -> str:
+    def send_shards(self, checkpoint: str, to: Any, *, timeout_s: float, is_urgent: bool = False) -> str:
         """Copies the shards that ranks of this node have of a memory checkpoint to another node's actor.
 
-        Returns why it could not; "" when it could.
+        is_urgent: as fast as it goes, whatever else needs the network. Returns why it could not; "" when it could.
         """
         try:
-            send(self._shards.own(checkpoint), to, timeout_s=timeout_s)
+            send(self._shards.own(checkpoint), to, timeout_s=timeout_s, pace=1.0 if is_urgent else PACE)
         except Exception as error:  # noqa: BLE001  whatever the other node's actor met there
             return _first_line(error)
         return ""

@@ -15,6 +15,7 @@ from raycheck.bucket.store.retry import ends_by
 from raycheck.errors import ConfigError, DeniedError, SaveFailedError
 from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.shards.transfer.local_box import TRAIN
+from raycheck.shards.transfer.shared_memory import MemoryPlace
 from raycheck.train.coordinator.messages import Outcome, PlanWanted
 from raycheck.train.group import Group, ask_until_decided
 
@@ -26,10 +27,14 @@ class Uploader:
     """
 
     def __init__(
-        self, group: Group, *, timeout_s: float, hold: Callable[[str, memoryview], None] | None = None
+        self,
+        group: Group,
+        *,
+        timeout_s: float,
+        hold: Callable[[str, memoryview, MemoryPlace | None], None] | None = None,
     ) -> None:
-        """timeout_s: how long a save may take; errors name it. hold: takes each shard and its key for a memory
-        checkpoint; None: the shards are uploaded."""
+        """timeout_s: how long a save may take; errors name it. hold: takes the key, the bytes and the place of each
+        shard for a memory checkpoint; None: the shards are uploaded."""
         self._group = group
         self._timeout_s = timeout_s
         self._hold = hold
@@ -49,8 +54,8 @@ class Uploader:
             staged.wait()
             report = replace(report, staged_s=report.staged_s or report.blocked_s + time.monotonic() - began)
             if self._hold is not None:
-                for shard, data in staged.seal(report.checkpoint).items():
-                    self._hold(shard, data)
+                for sealed in staged.seal(report.checkpoint):
+                    self._hold(*sealed)
             else:
                 with ends_by(deadline):
                     staged.upload(self._group.store, report.checkpoint)

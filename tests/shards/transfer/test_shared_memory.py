@@ -16,7 +16,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.host_buffer import HostBuffer
-from raycheck.shards.transfer.shared_memory import MemoryPlace, SharedMemory, open_memory
+from raycheck.shards.transfer.shared_memory import MemoryPlace, SharedMemory, open_memory, open_to_read
 
 OWNER = """
 import sys, time
@@ -75,7 +75,7 @@ def test_shared_memory_stays_when_its_owner_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         try:
             place = eval(owner.stdout.readline(), {"MemoryPlace": MemoryPlace})
-            pages = open_memory(place)
+            pages, here = open_memory(place)
         finally:
             owner.send_signal(signal.SIGKILL)
             owner.wait(30)
@@ -83,6 +83,11 @@ def test_shared_memory_stays_when_its_owner_is_killed() -> None:
     assert bytes(pages[:5]) == b"bytes"
     with pytest.raises(OSError, match=str(place.pid)):
         open_memory(place)
+    assert bytes(open_to_read(here)[:5]) == b"bytes", "who has it mapped hands it on"
+    assert open_to_read(here).readonly
+    del pages
+    with pytest.raises(OSError):
+        open_to_read(here)
 
 
 def test_other_memory_in_the_same_place_is_refused() -> None:
@@ -105,7 +110,7 @@ def test_nothing_is_left_open_when_the_memory_is_gone() -> None:
 def test_a_buffer_that_somebody_may_still_read_is_not_staged_into_again() -> None:
     train = TrainState(state(), rank=0, world_size=1, is_shared=True)
     first = train.stage(Progress(step=1))
-    seen = open_memory(first.to_share().shards[0].place)
+    seen = open_to_read(first.to_share().shards[0].place)
     copy = bytes(seen)
 
     first.keep_buffers_apart()

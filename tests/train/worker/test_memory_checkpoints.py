@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +19,8 @@ from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
 from raycheck.train.coordinator.memory_checkpoints import neighbours
-from raycheck.train.worker.memory_shards import CHUNK_BYTES, MemoryReader, MemoryShards
+from raycheck.train.coordinator.messages import Holder
+from raycheck.train.worker.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MemoryReader, MemoryShards, send
 from raycheck.train.worker.node_uploads import NodeAgent
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import story, wait_for_memory
@@ -166,9 +168,9 @@ def test_what_comes_late_is_not_held() -> None:
     shards.receive(second, 4, 0, np.zeros(4, np.uint8))
     shards.put(of_next_attempt, memoryview(b"efgh"))
 
-    assert shards.sizes() == {first: 4, of_next_attempt: 4}
+    assert shards.whole().keys() == {first, of_next_attempt}
     shards.keep(names[2], (2, 2))
-    assert shards.sizes() == {of_next_attempt: 4}
+    assert shards.whole().keys() == {of_next_attempt}
 
 
 class HoldingAgent(NodeAgent):
@@ -183,7 +185,7 @@ def end(actor: Any) -> None:
 
     def is_alive() -> bool:
         try:
-            ray.get(actor.shard_sizes.remote(), timeout=10)
+            ray.get(actor.held_shards.remote(), timeout=10)
         except ray.exceptions.RayActorError:
             return False
         return True
@@ -192,6 +194,26 @@ def end(actor: Any) -> None:
     deadline = time.monotonic() + 30
     while is_alive():
         assert time.monotonic() < deadline
+
+
+def test_a_copy_to_another_node_leaves_the_network_for_half_of_the_time(cluster: None) -> None:
+    key = "checkpoints/step-000000004-a1-s0/train/__0_0.distcp"
+    chunks = 2 * CHUNKS_IN_FLIGHT + 1
+    shards = {key: np.zeros((chunks - 1) * CHUNK_BYTES + 1, np.uint8)}
+    actor = ray.remote(HoldingAgent).options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    paced: list[float] = []
+    urgent: list[float] = []
+    try:
+        began = time.monotonic()
+        send(shards, actor, timeout_s=60, pace=0.5, sleep=paced.append)
+        sent_s = time.monotonic() - began
+        send(shards, actor, timeout_s=60, pace=1.0, sleep=urgent.append)
+    finally:
+        ray.kill(actor)
+
+    assert len(paced) == 2, "after all but the last few"
+    assert 0 < sum(paced) <= sent_s
+    assert urgent == [0.0, 0.0]
 
 
 def test_a_shard_is_copied_in_chunks_and_read_from_whoever_has_it(cluster: None, tmp_path: Path) -> None:
@@ -205,17 +227,26 @@ def test_a_shard_is_copied_in_chunks_and_read_from_whoever_has_it(cluster: None,
     try:
         ray.get(first.hold.remote(key, shard), timeout=60)
         assert ray.get(first.send_shards.remote(name, second, timeout_s=60.0), timeout=90) == ""
-        assert ray.get(second.shard_sizes.remote(), timeout=30) == {key: len(shard)}
-        reader = MemoryReader(store, {key: [("a", first), ("b", second)]}, "b")
+        held = ray.get(second.held_shards.remote(), timeout=30)[key]
+        assert held.size_bytes == len(shard)
+        holders = [Holder(node="a", actor=first), Holder(node="b", actor=second, place=held.place)]
+        reader = MemoryReader(store, {key: holders}, "c")
+        beside = MemoryReader(store, {key: [holders[1]]}, "b")
+        gone = replace(held.place, inode=held.place.inode + 1)
+        restarted = MemoryReader(store, {key: [replace(holders[1], place=gone)]}, "b")
         part = CHUNK_BYTES - 3, CHUNK_BYTES + 7
 
         assert bytes(reader.get_range(key, *part)) == shard[slice(*part)]
         assert bytes(reader.get_range("other", 3, 6)) == b"the"
+        assert bytes(beside.get_range(key, *part)) == shard[slice(*part)]
+        assert bytes(restarted.get_range(key, *part)) == shard[slice(*part)], "the actor is asked"
         end(second)
+        assert bytes(beside.get_range(key, 0, 9)) == shard[:9], "it is mapped"
         assert bytes(reader.get_range(key, 0, 9)) == shard[:9]
         end(first)
-        with pytest.raises(raycheck.DamagedError, match="is in no node's memory any more"):
-            reader.get_range(key, 0, 9)
+        for of_nobody in (reader, restarted):
+            with pytest.raises(raycheck.DamagedError, match="is in no node's memory any more"):
+                of_nobody.get_range(key, 0, 9)
     finally:
         for actor in actors:
             ray.kill(actor)
