@@ -42,11 +42,10 @@ class Raw:
     def _turn(
         self, settle: Callable[[], None], part_bytes: int, in_flight: int, get: Callable[[], None]
     ) -> dict[str, float]:
-        view = memoryview(self._source.numpy())
         self._target.zero_()
         settle()
         began = perf_counter()
-        obstore.put(self._client, KEY, view, chunk_size=part_bytes, max_concurrency=in_flight)
+        self.put(part_bytes, in_flight)
         saved_s = perf_counter() - began
         settle()
         began = perf_counter()
@@ -55,6 +54,10 @@ class Raw:
         assert torch.equal(self._source, self._target), "the raw client read other bytes than it wrote"
         obstore.delete(self._client, KEY)
         return {"save": saved_s, "load": loaded_s}
+
+    def put(self, part_bytes: int = PART_BYTES, in_flight: int = WINDOW) -> None:
+        view = memoryview(self._source.numpy())
+        obstore.put(self._client, KEY, view, chunk_size=part_bytes, max_concurrency=in_flight)
 
     def _get_window(self) -> None:
         def fetch(start: int) -> None:

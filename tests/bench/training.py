@@ -2,7 +2,8 @@
 
 Two kinds of steps of about a millisecond: one that never lets go of the GIL, and one that is inside a matmul most of
 the time. The upload runs in a thread of the trainer, as raycheck's does, or in a process beside it for comparison. The
-pace stands beside each ratio: an upload that is starved costs the training little. Run apart from the throughput.
+pace stands beside each ratio: an upload that is starved costs the training little. The raw client's upload of as many
+bytes, which computes nothing, shows what sharing the cores costs by itself. Run apart from the throughput.
 """
 
 import threading
@@ -13,6 +14,7 @@ from time import perf_counter
 
 import torch
 
+from tests.bench.ceilings import Raw
 from tests.bench.fresh import processes
 from tests.bench.goals import Row, worst_row
 from tests.bench.ours import Ours
@@ -23,6 +25,7 @@ from tests.bench.scale import Bench
 from tests.bench.states import make_state
 
 STATE = "few large"
+RAW = "raw client"
 STEP_S = 0.001
 MATRIX = torch.rand(320, 320)
 ANSWER_WITHIN_S = 120.0
@@ -47,9 +50,10 @@ def _row(key: str, engine: str, samples: Samples) -> Row:
     found = {side: Spread.of(samples.of(side, "ratio")) for side in samples.sides}
     in_thread = {side: ratio for side, ratio in found.items() if side.startswith(f"{engine} in a thread")}
     stock = [ratio.median for side, ratio in found.items() if side.startswith(STOCK)]
+    raw = [ratio.median for side, ratio in found.items() if side.startswith(RAW)]
     details = {side: ratio.median for side, ratio in found.items() if side.startswith(engine)}
     details |= {f"{side}, MB/s": Spread.of(samples.of(side, "mb_s")).median for side in details}
-    return worst_row(key, in_thread, today=max(stock), peers={STOCK: max(stock)}, details=details)
+    return worst_row(key, in_thread, today=max(stock), peers={STOCK: max(stock), RAW: max(raw)}, details=details)
 
 
 def _turn(bench: Bench, step: Step, upload: Upload) -> Measured:
@@ -95,6 +99,8 @@ def _uploads(bench: Bench) -> Iterator[dict[str, Upload]]:
     for engine in ENGINES:
         ours = Ours(open_with(engine, new_folder(bench.uri)), state)
         found[f"{engine} in a thread"] = lambda ours=ours: _in_thread(ours)
+    raw = Raw(bench.uri, bench.scale.upload_bytes)
+    found[f"{RAW} in a thread"] = lambda: _started(raw.put)
     stock = StockDcp(bench.uri, state)
     found[f"{STOCK} in a thread"] = lambda: _started(stock.save)
     beside = [_Beside(engine, bench) for engine in ENGINES if bench.scale.has_processes]

@@ -117,11 +117,21 @@ class RestoredShards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadedShard:
-    """Describes a shard outside `train` that a save uploads. boxes, digests: see KnownShard."""
+    """Describes a shard outside `train` that a save uploads. boxes: see KnownShard.
+
+    digests: see KnownShard; None where they are the checksums that the upload computes, in host memory.
+    """
 
     staged: Staged
     boxes: Sequence[LocalBox]
-    digests: Mapping[str, Digest]
+    digests: Mapping[str, Digest] | None
+
+    def known(self, checkpoint: str) -> KnownShard:
+        """Returns what later saves compare with, once the upload is committed as part of `checkpoint`."""
+        shard, found = self.staged.shard(), self.digests
+        if found is None:  # the first chunks are those of the boxes, in their order
+            found = {box.name: chunk.crcs for box, chunk in zip(self.boxes, shard.chunks, strict=False)}
+        return KnownShard(checkpoint=checkpoint, shard=shard, boxes=self.boxes, digests=found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,9 +300,12 @@ class Components:
             if component in self._referred:
                 self._stager(component).release()
                 continue
-            stager, found = self._stager(component), _digests(boxes, sources)
+            stager = self._stager(component)
             known = self._learn(component, boxes, sources)
-            if _is_unchanged(known, found):
+            # Without anything to compare with, training does not wait for digests that the upload will compute.
+            is_compared = known is not None or any(source.device.type != "cpu" for source in sources)
+            found = _digests(boxes, sources) if is_compared else None
+            if found is not None and _is_unchanged(known, found):
                 stager.release()
                 kept.append(known)
             else:
@@ -368,11 +381,10 @@ class Components:
         places: the checkpoint that holds each component now. A component that is missing there is written by the next
         save.
         """
-        known = {kept.shard.record.component: kept for kept in save.kept} | {
-            name: KnownShard(checkpoint="", shard=item.staged.shard(), boxes=item.boxes, digests=item.digests)
-            for name, item in save.written.items()
-        }
-        self._known = {name: replace(kept, checkpoint=places[name]) for name, kept in known.items() if name in places}
+        kept = {known.shard.record.component: known for known in save.kept}
+        self._known = {
+            name: replace(known, checkpoint=places[name]) for name, known in kept.items() if name in places
+        } | {name: item.known(places[name]) for name, item in save.written.items() if name in places}
         self._restored = None
 
     def forget(self, *, referred: bool = False) -> None:

@@ -133,6 +133,36 @@ def test_a_frozen_base_is_uploaded_once(files: Store) -> None:
     assert sizes[1] < sizes[0] - base
 
 
+class Odd(Adapted):
+    """Has frozen parameters of which staging copies other bytes than those that lie one after the other."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        for name, value in {
+            "empty": torch.empty(0, 3),
+            "turned": torch.rand(1100, 1000).T,
+            "large": torch.rand((1 << 20) + 3),
+            "rounded": torch.rand(7).bfloat16(),
+            "conjugate": torch.rand(5, dtype=torch.complex64).conj(),
+            "scalar": torch.tensor(0.5),
+        }.items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def test_the_checksums_of_an_upload_tell_later_saves_that_nothing_has_changed(memory: Store) -> None:
+    model = Odd()
+    ranks = Ranks(memory, model)
+    first = ranks.save()
+
+    newest = ranks.save()
+
+    assert written(first) == {TRAIN, BASE}
+    assert written(newest) == {TRAIN}
+    with torch.no_grad():
+        model.turned[-1, -1] += 1
+    assert written(ranks.save()) == {TRAIN, BASE}
+
+
 def through_data(model: Adapted) -> None:
     model.base[0].weight.data[3, 4] += 1
 
