@@ -188,9 +188,13 @@ class Driver:
         """When the group that started after `since` has done its first step."""
         return self.wait_for(lambda: first_step(self.events(), since=since), within_s=UP_WITHIN_S)
 
+    def start_of(self, rank: int) -> Event:
+        """What a rank has told when it started last."""
+        return [event for event in self.events(rank) if event["kind"] == "start"][-1]
+
     def kill(self, rank: int) -> float:
         """When it happened."""
-        pid = [event["pid"] for event in self.events(rank) if event["kind"] == "start"][-1]
+        pid = self.start_of(rank)["pid"]
         at = time.time()
         with suppress(ProcessLookupError):  # it went by itself
             os.kill(pid, signal.SIGKILL)
@@ -211,9 +215,9 @@ class Driver:
 
 
 @contextmanager
-def driver(address: str, config: dict[str, Any]) -> Iterator[Driver]:
+def driver(address: str, config: dict[str, Any], *, module: str = "tests.bench.goodput_job") -> Iterator[Driver]:
     folder = Path(config["folder"])
-    command = [sys.executable, "-m", "tests.bench.goodput_job", json.dumps(config)]
+    command = [sys.executable, "-m", module, json.dumps(config)]
     with (
         (folder / "driver.log").open("wb") as log,
         subprocess.Popen(

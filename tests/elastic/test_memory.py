@@ -4,16 +4,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 
-import psutil
 import pytest
 
 from raycheck.bucket.reading import read_latest
 from raycheck.bucket.store import open_store
 from tests.support.invariants import assert_invariants
+from tests.support.node_memory import agents, shared_memory
 from tests.support.ray_cluster import Arena, Driver, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray itself warns
@@ -72,14 +70,6 @@ def ends_well(driver: Driver, *, steps: int) -> None:
     assert all(entry.step % EVERY == 0 or entry.step == steps for entry in body.live), "memory is never in latest"
 
 
-def shared_memory(pid: int) -> Iterator[Path]:
-    """Yields the buffers that a rank shares with its node's actor."""
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            if "memfd:raycheck" in str(fd.readlink()):
-                yield fd
-
-
 def damage(pid: int) -> None:
     """Flips all bits of what a rank shares, while the rank stands still."""
     os.kill(pid, signal.SIGSTOP)
@@ -88,17 +78,6 @@ def damage(pid: int) -> None:
             flipped = bytes(byte ^ 255 for byte in memory.read())
             memory.seek(0)
             memory.write(flipped)
-
-
-def agents() -> list[psutil.Process]:
-    """Returns the processes that hold memory checkpoints in this test's Ray, by the title that Ray gives them."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            is_agent = "ray::NodeAgent" in " ".join(process.cmdline())
-            if is_agent and process.environ().get("RAY_TMPDIR") == os.environ["RAY_TMPDIR"]:
-                found.append(process)
-    return found
 
 
 # By default train/worker/test_memory_checkpoints.py kills a worker, and has one actor copy to another.
