@@ -2,13 +2,15 @@
 
 The first touch of a page costs ten times the copy into it. So a thread touches all pages before the first save. For
 copies from an accelerator the memory is page-locked instead, which touches the pages too. Never more memory is claimed
-than the host or its control groups have left. Memory that another process is to upload from is shared with it.
+than the host, its control groups or a limit of this process have left. Memory that another process is to upload from is
+shared with it.
 """
 
 import contextlib
 import ctypes
 import logging
 import mmap
+import resource
 import sys
 import threading
 import weakref
@@ -127,22 +129,32 @@ def _populate() -> "ctypes._NamedFuncPointer | None":
 def check_fits(size_bytes: int, available: int | None) -> None:
     """Raise ConfigError when `size_bytes` cannot be claimed. available: bytes, or None when that is unknown."""
     if available is not None and size_bytes > available:
-        raise ConfigError(
-            f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
-            "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
-        )
+        raise ConfigError(shortage(size_bytes, available))
+
+
+def shortage(size_bytes: int, available: int) -> str:
+    """Says in words that `size_bytes` do not fit into the bytes `available`, and what helps."""
+    return (
+        f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
+        "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
+    )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that this process may still claim, of the host's memory or of its control groups'.
+    """Returns the bytes that this process may still claim, of the host's memory, of its control groups' or of its own
+    address space (ulimit -v).
 
-    It is the smaller one; None where the system does not tell. root: the root of the file system, for tests.
+    It is the smallest one; None where the system does not tell. root: the root of the file system, for tests.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         total = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
         found = [total["MemAvailable"]]
         groups = (root / "proc/self/cgroup").read_text().splitlines()
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int((root / "proc/self/statm").read_text().split()[0])
+            found.append(max(0, limit - pages * mmap.PAGESIZE))
     except (OSError, KeyError, ValueError, IndexError):
         return None
     for line in groups:

@@ -22,7 +22,8 @@ from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
 from raycheck.shards.transfer.shard import IndexRows, Shard
-from raycheck.shards.transfer.stager import Leaves, SharedShard, Staged, Stager
+from raycheck.shards.transfer.staged_shard import SharedShard, Staged
+from raycheck.shards.transfer.stager import Leaves, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.tensor_digest import Digest, digests
 
