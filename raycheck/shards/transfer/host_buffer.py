@@ -33,7 +33,7 @@ class HostBuffer:
 
     pinned: page-lock it, for copies from an accelerator. shared: let other processes of the node map it, where the
     system and the accelerator can; `place` says where they find it, None when they cannot. Raises ConfigError when the
-    host does not have that much left.
+    host does not have that much left, or refuses it.
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool, shared: bool = False) -> None:
@@ -51,15 +51,14 @@ class HostBuffer:
             except (OSError, RuntimeError) as error:  # CUDA's is a RuntimeError
                 text = "staged copies cannot be shared with the node's actor, so this rank uploads: %s"
                 logging.getLogger("raycheck").warning(text, error)
-        if self.place is None and pinned:
-            self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
-        elif self.place is None:
-            pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if sys.platform == "linux":
-                # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
-                with contextlib.suppress(OSError):  # an older kernel
-                    pages.madvise(_WIPE_ON_FORK)
-            self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        try:
+            if self.place is None and pinned:
+                self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+            elif self.place is None:
+                pages = _private_pages(size_bytes)
+                self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"staging this rank's shard needs {size_bytes} bytes of host memory: {error}") from error
         if not pinned:
             fault_in = self._fault_in
             self._thread = threading.Thread(target=fault_in, args=(pages,), name="raycheck-buffer", daemon=True)
@@ -94,6 +93,16 @@ class HostBuffer:
             if populate is None or populate(self.tensor.data_ptr() + at, length, _POPULATE_WRITE) != 0:
                 touched = view[at : at + length : mmap.PAGESIZE]
                 touched[:] = bytes(len(touched))
+
+
+def _private_pages(size_bytes: int) -> mmap.mmap:
+    """Returns memory of this process alone. Raises OSError when the system refuses it."""
+    pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
+        with contextlib.suppress(OSError):  # an older kernel
+            pages.madvise(_WIPE_ON_FORK)
+    return pages
 
 
 def _page_locked(pages: memoryview) -> torch.Tensor:

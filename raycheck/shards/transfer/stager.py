@@ -39,7 +39,7 @@ class Stager:
 
     def __init__(self, component: str, rank: int, *, is_shared: bool = False) -> None:
         """is_shared: let another process of the node upload from the buffer, where that can be."""
-        self._name = ShardName(component=component, rank=rank)
+        self.name = ShardName(component=component, rank=rank)
         self._is_shared = is_shared
         self._forms: BoxForms | None = None
         self._laid_out: Sequence[LocalBox] = ()
@@ -62,6 +62,11 @@ class Stager:
             (record_for(box.local.dtype, box.sizes).record_size, 1 if box.is_unique else world_size) for box in boxes
         ]
         return _with_slack(sum(size // holders + ALIGN for size, holders in shares))
+
+    @property
+    def has_buffer(self) -> bool:
+        """Returns whether there is a buffer, which the next `stage` fills if it is large enough."""
+        return self._buffer is not None
 
     def prepare(self, boxes: Sequence[LocalBox], *, world_size: int) -> None:
         """Claim the memory that `boxes` need, and have it faulted in while training runs.
@@ -132,7 +137,7 @@ class Stager:
         leaves: Sequence[Leaf],
         also: Places | None,
     ) -> Staged:
-        return Staged(source, self._slots, name=self._name, boxes=boxes, leaves=leaves, also=also or {})
+        return Staged(source, self._slots, name=self.name, boxes=boxes, leaves=leaves, also=also or {})
 
     def _lay_out_leaves(self, leaves: Leaves) -> tuple[list[Leaf], bytes]:
         """Returns where each leaf lies, and the records of all leaves, which follow those of the tensors."""
@@ -142,7 +147,7 @@ class Stager:
             if data not in there:  # equal leaves are written once
                 there[data] = end
                 end += len(data)
-            leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self._name))
+            leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self.name))
             found.append(leaf)
         return found, b"".join(there)
 
@@ -161,7 +166,7 @@ class Stager:
     def lay_out(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> IndexRows:
         """Lay these boxes out as `stage` would. Returns their rows of the index, without checksums."""
         self._update_layout(boxes, sources)
-        return rows(self._name, boxes, self._slots, repeat(()))
+        return rows(self.name, boxes, self._slots, repeat(()))
 
     def release(self) -> None:
         """Give the memory back. Every request that reads from it must have ended."""
