@@ -17,6 +17,8 @@ from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.shards.transfer.local_box import LocalBox, box_of, without_memory
 from raycheck.shards.transfer.staged_shard import Staged
 from raycheck.shards.transfer.stager import Leaves, Stager
+from tests.conftest import GOOGLES
+from tests.support.s3_engines import by_s3fs_alone
 
 NAME = "step-000000001-a1-s1"
 LEAVES: Leaves = {
@@ -26,6 +28,8 @@ LEAVES: Leaves = {
     "odd": (("odd",), [1, "two"]),
 }
 ALSO = {"step": [("other", ("other", "step"))]}
+# aiohttp says so of every body over 1 MiB that the S3 store sends
+large_bodies = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 
 
 def every_kind() -> dict[str, torch.Tensor]:
@@ -128,9 +132,22 @@ def test_a_stager_goes_from_slices_to_a_buffer_and_back() -> None:
     assert stager.has_buffer
 
 
-# aiohttp says so of every body over 1 MiB that the S3 store sends
-@pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
+@large_bodies
+@pytest.mark.parametrize(
+    "uri", ["memory", "file", "s3", *GOOGLES, pytest.param("az", marks=pytest.mark.slow)], indirect=True
+)
 def test_every_store_sends_slices_and_training_may_go_on_after_the_last(store: Store) -> None:
+    assert_sent(store)
+
+
+@large_bodies
+@pytest.mark.parametrize("uri", ["s3"], indirect=True)
+def test_s3fs_sends_slices_too(store: Store) -> None:
+    assert_sent(by_s3fs_alone(store))
+
+
+def assert_sent(store: Store) -> None:
+    """Send slices of a shard of several parts, and change its tensors as soon as they may be."""
     tensors = {"w": torch.randn(1 << 11, 1 << 11), "turned": torch.randn(1 << 11, 1 << 11).t(), "b": torch.ones(7)}
     buffered, slices = both(tensors)
     save = StagedState(staged=[slices])
