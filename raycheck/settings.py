@@ -191,7 +191,8 @@ class SaveSettings:
 
     enabled: False turns a Checkpointer off: it neither touches the bucket nor needs a coordinator, `restore` begins at
         step 0, and `end_step` only counts.
-    buffers: how many saves may be under way at a time, 1 (the default) or 2. Each takes host memory of its own.
+    buffers: how many saves may be under way at a time, 1 (the default) or 2. Each takes host memory of its own. Where
+        there is memory for one only, a warning says so, and it is 1.
     when_busy: what happens when a save is due while all buffers are in use. "wait", the default, holds up training;
         "skip" leaves this save out (one that every_seconds asked for is made up later). A save before a preemption
         always waits.

@@ -22,7 +22,7 @@ from raycheck.bucket.store import Store
 from raycheck.settings import Retention
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.incremental_upload import StagedState
-from raycheck.shards.transfer.stager import Staged
+from raycheck.shards.transfer.staged_shard import Staged
 from tests.support.invariants import assert_invariants
 
 ME = Identity(owner="driver", coordinator="coordinator")

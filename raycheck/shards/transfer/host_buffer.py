@@ -2,13 +2,15 @@
 
 The first touch of a page costs ten times the copy into it. So a thread touches all pages before the first save. For
 copies from an accelerator the memory is page-locked instead, which touches the pages too. Never more memory is claimed
-than the host or its control groups have left. Memory that another process is to upload from is shared with it.
+than the host, its control groups or a limit of this process have left. Memory that another process is to upload from is
+shared with it.
 """
 
 import contextlib
 import ctypes
 import logging
 import mmap
+import resource
 import sys
 import threading
 import weakref
@@ -31,7 +33,7 @@ class HostBuffer:
 
     pinned: page-lock it, for copies from an accelerator. shared: let other processes of the node map it, where the
     system and the accelerator can; `place` says where they find it, None when they cannot. Raises ConfigError when the
-    host does not have that much left.
+    host does not have that much left, or refuses it.
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool, shared: bool = False) -> None:
@@ -49,15 +51,14 @@ class HostBuffer:
             except (OSError, RuntimeError) as error:  # CUDA's is a RuntimeError
                 text = "staged copies cannot be shared with the node's actor, so this rank uploads: %s"
                 logging.getLogger("raycheck").warning(text, error)
-        if self.place is None and pinned:
-            self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
-        elif self.place is None:
-            pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if sys.platform == "linux":
-                # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
-                with contextlib.suppress(OSError):  # an older kernel
-                    pages.madvise(_WIPE_ON_FORK)
-            self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        try:
+            if self.place is None and pinned:
+                self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+            elif self.place is None:
+                pages = _private_pages(size_bytes)
+                self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"staging this rank's shard needs {size_bytes} bytes of host memory: {error}") from error
         if not pinned:
             fault_in = self._fault_in
             self._thread = threading.Thread(target=fault_in, args=(pages,), name="raycheck-buffer", daemon=True)
@@ -94,6 +95,16 @@ class HostBuffer:
                 touched[:] = bytes(len(touched))
 
 
+def _private_pages(size_bytes: int) -> mmap.mmap:
+    """Returns memory of this process alone. Raises OSError when the system refuses it."""
+    pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        # Else every page would be faulted in again, and doubled, after a data loader has forked its workers.
+        with contextlib.suppress(OSError):  # an older kernel
+            pages.madvise(_WIPE_ON_FORK)
+    return pages
+
+
 def _page_locked(pages: memoryview) -> torch.Tensor:
     """Returns shared memory as a tensor that CUDA copies into as into its own page-locked memory.
 
@@ -127,22 +138,32 @@ def _populate() -> "ctypes._NamedFuncPointer | None":
 def check_fits(size_bytes: int, available: int | None) -> None:
     """Raise ConfigError when `size_bytes` cannot be claimed. available: bytes, or None when that is unknown."""
     if available is not None and size_bytes > available:
-        raise ConfigError(
-            f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
-            "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
-        )
+        raise ConfigError(shortage(size_bytes, available))
+
+
+def shortage(size_bytes: int, available: int) -> str:
+    """Says in words that `size_bytes` do not fit into the bytes `available`, and what helps."""
+    return (
+        f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
+        "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
+    )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that this process may still claim, of the host's memory or of its control groups'.
+    """Returns the bytes that this process may still claim, of the host's memory, of its control groups' or of its own
+    address space (ulimit -v).
 
-    It is the smaller one; None where the system does not tell. root: the root of the file system, for tests.
+    It is the smallest one; None where the system does not tell. root: the root of the file system, for tests.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         total = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
         found = [total["MemAvailable"]]
         groups = (root / "proc/self/cgroup").read_text().splitlines()
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int((root / "proc/self/statm").read_text().split()[0])
+            found.append(max(0, limit - pages * mmap.PAGESIZE))
     except (OSError, KeyError, ValueError, IndexError):
         return None
     for line in groups:

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeGuard
 
 import torch
@@ -18,12 +19,14 @@ from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
-from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
+from raycheck.shards.transfer.host_buffer import available_bytes, check_fits, shortage
+from raycheck.shards.transfer.live_slices import LiveSlices, slices_bytes
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
 from raycheck.shards.transfer.shard import IndexRows, Shard
 from raycheck.shards.transfer.shared_memory import MemoryPlace
-from raycheck.shards.transfer.stager import Leaves, SharedShard, Staged, Stager
+from raycheck.shards.transfer.staged_shard import SharedShard, Staged
+from raycheck.shards.transfer.stager import Leaves, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.tensor_digest import Digest, digests
 
@@ -171,11 +174,38 @@ class StagedState:
         for shard in self.staged:
             shard.keep_buffer_apart()
 
+    @property
+    def slices(self) -> Sequence[LiveSlices]:
+        """Returns the live tensors from which the upload copies shards, for which there was no buffer."""
+        return [shard.slices for shard in self.staged if shard.slices is not None]
+
+    def wait_for_slices(self, deadline: float) -> None:
+        """Wait until the live tensors may change: all are copied, the upload has failed, or it is `deadline` (of
+        time.monotonic), after which no more of them are copied."""
+        try:
+            for slices in self.slices:
+                slices.wait(deadline)
+        finally:
+            self.let_slices_go()
+
+    def let_slices_go(self) -> None:
+        """Have nothing more copied from live tensors. An upload that still needs some of them fails."""
+        for slices in self.slices:
+            slices.let_go()
+
+    @property
+    def sliced_s(self) -> float:
+        """Returns how many seconds after the staging the last live tensor was copied. Only after the upload."""
+        return max((slices.copied_s for slices in self.slices), default=0.0)
+
     def upload(self, store: Store, checkpoint: str) -> None:
         """Upload the staged shards, which are durable when it returns. Single use."""
-        for shard in self.staged:
-            key = shard_key(checkpoint, shard.name.component, shard.name.rank)
-            store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
+        try:
+            for shard in self.staged:
+                key = shard_key(checkpoint, shard.name.component, shard.name.rank)
+                store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
+        finally:
+            self.let_slices_go()  # training does not wait any longer for an upload that has failed
 
     def seal(self, checkpoint: str) -> Iterator[tuple[str, memoryview, MemoryPlace | None]]:
         """Yields, for each staged shard, the key that it would have in the bucket, its bytes, and where other processes
@@ -240,6 +270,8 @@ class Components:
     buffers: how many saves may be under way at a time; they take turns. A save that writes more than `train` must have
     ended before the next is staged. is_shared: let another process of the node upload from the buffers. has_memory:
     there are two buffers more, for memory checkpoints.
+
+    A component for which the host has no memory is staged in slices: training then waits for its upload.
     """
 
     def __init__(self, rank: int, buffers: int = 1, *, is_shared: bool = False, has_memory: bool = False) -> None:
@@ -251,24 +283,41 @@ class Components:
         self._known: dict[str, KnownShard] = {}
         self._restored: RestoredShards | None = None
         self._referred: dict[str, ReferredComponent] = {}
+        self._sliced: set[str] = set()  # the components of which it was said that they are staged in slices
+
+    @property
+    def buffers(self) -> int:
+        """Returns how many saves may be under way at a time, with the memory that the host has."""
+        return len(self._train)
 
     def prepare(self, boxes: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
-        """Claim memory, and have it faulted in while training runs.
+        """Claim memory, and have it faulted in while training runs. Warn of what the host has no memory for.
 
-        boxes: all that this rank may write, by component. Raises ConfigError when the host has too little memory.
+        boxes: all that this rank may write, by component. Raises ConfigError when another process has taken the memory
+        meanwhile.
         """
         memory, self._memory = self._memory, []
-        stagers = [(stager, boxes.get(TRAIN, ())) for stager in self._train]
+        train = boxes.get(TRAIN, ())
+        stagers = [(TRAIN, stager, train) for stager in self._train]
         if self._restored is None:  # after a restore a frozen component will hardly be written
             written = boxes.keys() - self._referred.keys() - {TRAIN}
-            stagers += [(self._stager(name), boxes[name]) for name in sorted(written)]
-        size_bytes = sum(stager.needed_bytes(own, world_size=world_size) for stager, own in stagers)
-        check_fits(size_bytes, available_bytes())
-        logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, size_bytes)
-        for stager, own in stagers:
-            stager.prepare(own, world_size=world_size)
+            stagers += [(name, self._stager(name), boxes[name]) for name in sorted(written)]
+        available, claimed = available_bytes(), 0
+        for component, stager, own in stagers:
+            size_bytes = 0 if stager.has_buffer else stager.needed_bytes(own, world_size=world_size)
+            if available is None or claimed + size_bytes <= available:
+                stager.prepare(own, world_size=world_size)
+                claimed += size_bytes
+            elif component == TRAIN and len(self._train) > 1:
+                self._train.remove(stager)
+                text = "each save waits for the one before, in spite of buffers=2, rank=%d: %s"
+                why = shortage(size_bytes, available - claimed)
+                logging.getLogger("raycheck").warning(text, self._rank, why)
+            elif _fits_in_slices(size_bytes, available - claimed):
+                self._warn_of_slices(component, shortage(size_bytes, available - claimed))
+        logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, claimed)
         if memory:
-            self._prepare_memory(memory, boxes.get(TRAIN, ()), world_size=world_size)
+            self._prepare_memory(memory, train, world_size=world_size)
 
     def _prepare_memory(self, memory: list[dict[str, Stager]], boxes: Sequence[LocalBox], *, world_size: int) -> None:
         """Claim the buffers for memory checkpoints, once those for the bucket are there: these come first."""
@@ -295,7 +344,7 @@ class Components:
         for component, (boxes, sources) in selected.items():
             if component == TRAIN:
                 self._train.append(self._train.pop(0))
-                staged.append(self._train[0].stage(boxes, leaves, sources, also))
+                staged.append(self._stage_shard(self._train[0], boxes, sources, leaves, also))
                 continue
             if component in self._referred:
                 self._stager(component).release()
@@ -309,13 +358,39 @@ class Components:
                 stager.release()
                 kept.append(known)
             else:
-                staged.append(stager.stage(boxes, {}, sources))
+                staged.append(self._stage_shard(stager, boxes, sources))
                 written[component] = UploadedShard(staged=staged[-1], boxes=boxes, digests=found)
         self._restored = None
         referred = [self._referred[name] for name in sorted(self._referred)]
         return StagedState(
             staged=staged, kept=kept, written=written, referred=referred, has_rows_of_referred=self._rank == 0
         )
+
+    def _stage_shard(
+        self,
+        stager: Stager,
+        boxes: Sequence[LocalBox],
+        sources: Sequence[torch.Tensor],
+        leaves: Leaves = MappingProxyType({}),
+        also: Places = MappingProxyType({}),
+    ) -> Staged:
+        """Stage a component into its buffer, or in slices. Raises ConfigError when there is no memory for these."""
+        try:
+            return stager.stage(boxes, leaves, sources, also)
+        except ConfigError as error:
+            if not _fits_in_slices(stager.needed_bytes(boxes, world_size=1), available_bytes()):
+                raise
+            self._warn_of_slices(stager.name.component, str(error))
+        return stager.stage_in_slices(boxes, leaves, sources, also)
+
+    def _warn_of_slices(self, component: str, why: str) -> None:
+        """Warn, once, that training waits for the uploads of a component. why: what there is no memory for."""
+        if component in self._sliced:
+            return
+        self._sliced.add(component)
+        uploader = ", and this rank uploads it itself, in spite of upload_by='node'" if self._is_shared else ""
+        text = "every save of %s stops the training until its shard is uploaded in slices%s, rank=%d: %s"
+        logging.getLogger("raycheck").warning(text, component, uploader, self._rank, why)
 
     def stage_for_memory(
         self,
@@ -413,6 +488,11 @@ class Components:
 
     def _stager(self, component: str) -> Stager:
         return self._frozen.setdefault(component, Stager(component, self._rank, is_shared=self._is_shared))
+
+
+def _fits_in_slices(size_bytes: int, available: int | None) -> bool:
+    """Returns whether there is memory for the slices of a shard of this size. If there is none, the save fails."""
+    return available is None or slices_bytes(size_bytes) <= available
 
 
 def _is_unchanged(known: KnownShard | None, found: Mapping[str, Digest]) -> TypeGuard[KnownShard]:

@@ -2,25 +2,25 @@
 
 The buffer is used again at each save. The records' heads and tails lie in it too, so that each part of the upload is a
 slice of the buffer, and nothing has to be put together. Training is blocked only for the copy. The buffer may be staged
-into again only after every request that was started from it has ended; the caller waits for that.
+into again only after every request that was started from it has ended; the caller waits for that. Where there is no
+memory for the buffer, the same object can be staged in slices, for which training waits longer (live_slices.py).
 """
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import repeat
 from typing import Any, cast
 
 import torch
 
-from raycheck.bucket.format.checksum import combined, crc32, sub_block_crcs, sub_block_lengths
 from raycheck.bucket.format.index import Leaf
-from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.shards.transfer.host_buffer import HostBuffer
+from raycheck.shards.transfer.live_slices import LiveSlices
 from raycheck.shards.transfer.local_box import LocalBox, strides_of
-from raycheck.shards.transfer.shard import IndexRows, Shard, ShardName, Slot, rows
-from raycheck.shards.transfer.shared_memory import MemoryPlace, open_memory
+from raycheck.shards.transfer.shard import IndexRows, ShardName, Slot, rows
+from raycheck.shards.transfer.staged_shard import BufferedBytes, Staged
 from raycheck.shards.transfer.stock_torch_names import Places
 from raycheck.shards.transfer.torch_record import record_for
 
@@ -34,149 +34,12 @@ BoxForms = tuple[tuple[torch.dtype, tuple[int, ...], torch.device], ...]
 """What the layout depends on: dtype, sizes and device of each box."""
 
 
-class Staged:
-    """Holds a staged shard, which is durable once all its `parts` have been sent. Single use."""
-
-    def __init__(
-        self,
-        view: memoryview,
-        slots: Sequence[Slot],
-        *,
-        name: ShardName,
-        boxes: Sequence[LocalBox],
-        leaves: Sequence[Leaf],
-        also: Places,
-        copied: Sequence[torch.Event],
-        place: MemoryPlace | None = None,
-    ) -> None:
-        """place: where another process finds the buffer, which `view` is the beginning of; None when none can."""
-        self.name = name
-        self.place = place
-        self.is_apart = False
-        self._view = view
-        self._slots = slots
-        self._boxes = boxes
-        self._leaves = leaves
-        self._also = also
-        self._copied = copied
-        self._crcs: list[tuple[int, ...]] = []
-        self._shard: Shard | None = None
-        self.size_bytes = len(view)
-        self.crc32 = 0  # of all bytes before self._summed
-        self._summed = 0
-
-    def wait(self) -> None:
-        """Wait until everything is copied from the devices."""
-        for event in self._copied:
-            event.synchronize()
-
-    def to_share(self) -> "SharedShard | None":
-        """Returns what another process of the node needs to upload this shard; None when it cannot. After `wait`."""
-        if self.place is None:
-            return None
-        boxes = [replace(box, local=torch.empty(0, dtype=box.local.dtype, device="meta")) for box in self._boxes]
-        return SharedShard(
-            place=self.place,
-            size_bytes=self.size_bytes,
-            name=self.name,
-            slots=tuple(self._slots),
-            boxes=tuple(boxes),
-            leaves=tuple(self._leaves),
-            also=self._also,
-        )
-
-    def uploaded_elsewhere(self, shard: Shard) -> None:
-        """Take the rows that another process has computed while it uploaded this shard."""
-        self._shard = shard
-
-    def keep_buffer_apart(self) -> None:
-        """Have the next save staged into another buffer, since somebody may still read this one."""
-        self.is_apart = True
-
-    def parts(self, part_bytes: int) -> Iterator[memoryview]:
-        """Yields slices of the buffer, whose records get their checksums and tails just before that."""
-        self.wait()
-        sent = 0
-        for slot in self._slots:
-            self._seal(slot)
-            while sent + part_bytes <= slot.stop:
-                yield self._view[sent : sent + part_bytes]
-                sent += part_bytes
-        self._sum(self.size_bytes)
-        for start in range(sent, self.size_bytes, part_bytes):
-            yield self._view[start : start + part_bytes]
-
-    def seal(self) -> memoryview:
-        """Compute all checksums, and return the shard's bytes as they would be uploaded."""
-        for _ in self.parts(max(1, self.size_bytes)):
-            pass
-        return self._view
-
-    def shard(self) -> Shard:
-        """Returns the rows of manifest and index for this shard. Only after all parts were taken."""
-        if self._shard is None:
-            assert len(self._crcs) == len(self._slots), "checksums are known once every part was taken"
-            record = ShardRecord(**asdict(self.name), size_bytes=self.size_bytes, crc32=self.crc32)
-            tensors, chunks = rows(self.name, self._boxes, self._slots, self._crcs)
-            more = [(leaf, place) for leaf in self._leaves for place in self._also.get(leaf.name, ())]
-            leaves = (*self._leaves, *(replace(leaf, name=name, path=path) for leaf, (name, path) in more))
-            self._shard = Shard(record=record, tensors=tensors, chunks=chunks, leaves=leaves)
-        return self._shard
-
-    def _seal(self, slot: Slot) -> None:
-        """Compute the checksums of a record's payload, and write its tail, which follows from them."""
-        payload = self._view[slot.payload]
-        crcs = sub_block_crcs(payload)
-        whole = combined(zip(crcs, sub_block_lengths(len(payload)), strict=True))
-        self._view[slot.payload.stop : slot.stop] = slot.torch_record.sealed_tail(whole)
-        self._crcs.append(tuple(crcs))
-        self._sum(slot.payload.start)
-        self.crc32 = combined([(whole, len(payload))], self.crc32)  # no byte of a payload is read twice
-        self._summed = slot.payload.stop
-        self._sum(slot.stop)
-
-    def _sum(self, stop: int) -> None:
-        """Extend the shard's checksum up to byte `stop`."""
-        self.crc32 = crc32(self._view[self._summed : stop], self.crc32)
-        self._summed = stop
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharedShard:
-    """Describes a staged shard to another process of the node: plain values. boxes: without their memory.
-
-    place: the buffer; the shard is its first `size_bytes` bytes. The other fields: see Staged.
-    """
-
-    place: MemoryPlace
-    size_bytes: int
-    name: ShardName
-    slots: tuple[Slot, ...]
-    boxes: tuple[LocalBox, ...]
-    leaves: tuple[Leaf, ...]
-    also: Places
-
-    def open(self) -> Staged:
-        """Returns the shard in this process. Raises OSError when this process cannot reach its memory."""
-        memory, place = open_memory(self.place)
-        return Staged(
-            memory[: self.size_bytes],
-            self.slots,
-            name=self.name,
-            boxes=self.boxes,
-            leaves=self.leaves,
-            also=self.also,
-            copied=(),
-            place=place,
-        )
-
-
 class Stager:
     """Stages one component of one rank. The layout and the buffer are kept while the boxes keep their forms."""
 
     def __init__(self, component: str, rank: int, *, is_shared: bool = False) -> None:
         """is_shared: let another process of the node upload from the buffer, where that can be."""
-        self._name = ShardName(component=component, rank=rank)
+        self.name = ShardName(component=component, rank=rank)
         self._is_shared = is_shared
         self._forms: BoxForms | None = None
         self._laid_out: Sequence[LocalBox] = ()
@@ -199,6 +62,11 @@ class Stager:
             (record_for(box.local.dtype, box.sizes).record_size, 1 if box.is_unique else world_size) for box in boxes
         ]
         return _with_slack(sum(size // holders + ALIGN for size, holders in shares))
+
+    @property
+    def has_buffer(self) -> bool:
+        """Returns whether there is a buffer, which the next `stage` fills if it is large enough."""
+        return self._buffer is not None
 
     def prepare(self, boxes: Sequence[LocalBox], *, world_size: int) -> None:
         """Claim the memory that `boxes` need, and have it faulted in while training runs.
@@ -225,37 +93,63 @@ class Stager:
         """
         if self._staged is not None and self._staged.is_apart:
             self.release()
-        records = [(name, path, self._record_of_leaf(value)) for name, (path, value) in leaves.items()]
         sources = [box.local for box in boxes] if sources is None else sources
         self._update_layout(boxes, sources)
-        tensors_end = self._end
-        total = tensors_end + sum(len(data) for data in {data for _, _, data in records})
+        stock_leaves, records = self._lay_out_leaves(leaves)
+        total = self._end + len(records)
         if self._buffer is None or not self._fits(self._buffer, total):
             self._claim(_with_slack(total), sources)
         if not self._is_mapped:
             self._map()
         copied = self._copy(sources)
         view = self._view[:total]
-        stock_leaves = []
-        at, there = tensors_end, dict[bytes, int]()  # equal leaves are written once
-        for name, path, data in records:
-            if data not in there:
-                view[at : at + len(data)] = data
-                there[data] = at
-                at += len(data)
-            leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self._name))
-            stock_leaves.append(leaf)
-        self._staged = Staged(
-            view,
-            self._slots,
-            name=self._name,
-            boxes=boxes,
-            leaves=stock_leaves,
-            also=also or {},
-            copied=copied,
-            place=self._buffer.place if self._buffer is not None else None,
+        view[self._end :] = records
+        place = self._buffer.place if self._buffer is not None else None
+        self._staged = self._described(
+            BufferedBytes(view=view, copied=copied, place=place), boxes, leaves=stock_leaves, also=also
         )
         return self._staged
+
+    def stage_in_slices(
+        self,
+        boxes: Sequence[LocalBox],
+        leaves: Leaves,
+        sources: Sequence[torch.Tensor] | None = None,
+        also: Places | None = None,
+    ) -> Staged:
+        """Returns the shard that `stage` would return, which takes its parts from the live tensors instead of a buffer.
+
+        The tensors must not change until its `slices` are copied or were let go. The arguments: see `stage`.
+        """
+        sources = [box.local for box in boxes] if sources is None else sources
+        self._update_layout(boxes, sources)
+        self.release()
+        stock_leaves, records = self._lay_out_leaves(leaves)
+        streams = {device: self._side_stream(device) for device in self._by_device if device.type != "cpu"}
+        slices = LiveSlices(self._slots, sources, rest=records, streams=streams)
+        return self._described(slices, boxes, leaves=stock_leaves, also=also)
+
+    def _described(
+        self,
+        source: BufferedBytes | LiveSlices,
+        boxes: Sequence[LocalBox],
+        *,
+        leaves: Sequence[Leaf],
+        also: Places | None,
+    ) -> Staged:
+        return Staged(source, self._slots, name=self.name, boxes=boxes, leaves=leaves, also=also or {})
+
+    def _lay_out_leaves(self, leaves: Leaves) -> tuple[list[Leaf], bytes]:
+        """Returns where each leaf lies, and the records of all leaves, which follow those of the tensors."""
+        found, there, end = [], dict[bytes, int](), self._end
+        for name, (path, value) in leaves.items():
+            data = self._record_of_leaf(value)
+            if data not in there:  # equal leaves are written once
+                there[data] = end
+                end += len(data)
+            leaf = Leaf(name=name, path=path, record_offset=there[data], record_size=len(data), **asdict(self.name))
+            found.append(leaf)
+        return found, b"".join(there)
 
     def _record_of_leaf(self, value: object) -> bytes:
         """Returns what torch.save writes for a leaf. torch.save is slow, so the records of plain values are cached."""
@@ -272,7 +166,7 @@ class Stager:
     def lay_out(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> IndexRows:
         """Lay these boxes out as `stage` would. Returns their rows of the index, without checksums."""
         self._update_layout(boxes, sources)
-        return rows(self._name, boxes, self._slots, repeat(()))
+        return rows(self.name, boxes, self._slots, repeat(()))
 
     def release(self) -> None:
         """Give the memory back. Every request that reads from it must have ended."""
@@ -358,8 +252,7 @@ class Stager:
         So the optimizer's next write cannot overtake the copy, and the host does not wait for it.
         """
         current = torch.accelerator.current_stream(device)
-        side = self._streams.setdefault(device, torch.Stream(device))
-        side.wait_stream(current)
+        side = self._side_stream(device)
         copied = torch.Event(device)
         with side:
             for view, source in zip(views, sources, strict=True):
@@ -367,6 +260,12 @@ class Stager:
             copied.record(side)
         current.wait_stream(side)
         return copied
+
+    def _side_stream(self, device: torch.device) -> torch.Stream:
+        """Returns a stream that begins after all that the caller's stream has enqueued."""
+        side = self._streams.setdefault(device, torch.Stream(device))
+        side.wait_stream(torch.accelerator.current_stream(device))
+        return side
 
 
 def _with_slack(size_bytes: int) -> int:

@@ -208,7 +208,8 @@ class Coordinator:
             self._node_agents.ended(at)
             self._forget_before(report)
         if isinstance(outcome, Outcome) and outcome.kind == "committed":
-            self._requested.committed(report.progress.step, save_s=report.blocked_s + report.upload_s)
+            # Not the sum: an upload in slices is part of the time for which training is blocked.
+            self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
         return outcome
 
     async def node_agent(self, kind: type, node: str) -> Any:

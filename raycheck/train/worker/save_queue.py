@@ -140,7 +140,7 @@ class SaveQueue:
     @property
     def is_busy(self) -> bool:
         """Returns whether the next save would have to wait for a buffer."""
-        return sum(not save.outcome.done() for save in self._pending) >= self._settings.buffers
+        return sum(not save.outcome.done() for save in self._pending) >= self._state.components.buffers
 
     @property
     def busy_s(self) -> float | None:
@@ -167,6 +167,7 @@ class SaveQueue:
     ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Returns the checkpoint's name.
 
+        When it returns, the state may change: it is copied, or the save has failed.
         If there is still no buffer, the save counts as failed, and the other ranks are told. trained_s,
         is_by_notice: see Manifest. is_reported: Ray can soon be told of this save.
         """
@@ -203,6 +204,7 @@ class SaveQueue:
             return report.checkpoint
         report = replace(report, blocked_s=time.monotonic() - began)
         self._upload(staged, report, began=began, is_agreed=must_agree, is_reported=is_reported)
+        staged.wait_for_slices(began + self._settings.save_timeout_s)
         return report.checkpoint
 
     def _upload(self, staged: StagedState, report: Report, *, began: float, is_agreed: bool, is_reported: bool) -> None:
@@ -216,6 +218,7 @@ class SaveQueue:
             deadline=began + self._settings.save_timeout_s,
             committed=lambda: self.pointers.committed(commit, is_reported=is_reported),
         )
+        outcome.add_done_callback(lambda _: staged.let_slices_go())  # also if it ends before the upload begins
         save = _UnderWay(
             number=report.save,
             began=began,
@@ -246,7 +249,7 @@ class SaveQueue:
         it has ended; then only one save may be under way.
         """
         is_alone = any(save.is_agreed or save.staged.written for save in self._pending)
-        return self.saves if is_alone else self.saves + 1 - self._settings.buffers
+        return self.saves if is_alone else self.saves + 1 - self._state.components.buffers
 
     def wait(self, timeout_s: float | None = None, *, up_to: int | None = None) -> str | None:
         """Wait until the saves in flight have ended, for the save time-out at most. Returns and raises as `poll` does.

@@ -34,7 +34,8 @@ class UploadThread:
         """
 
         def run() -> tuple[Outcome, float]:
-            outcome = self._by_node.save(staged, report, deadline) if self._by_node is not None else None
+            by_node = self._by_node if not staged.slices else None  # another process cannot read live tensors
+            outcome = by_node.save(staged, report, deadline) if by_node is not None else None
             if outcome is None:
                 outcome = self._own.upload_and_report(staged, report, deadline)
             if outcome.kind == "committed":

@@ -59,6 +59,9 @@ class Uploader:
             else:
                 with ends_by(deadline):
                     staged.upload(self._group.store, report.checkpoint)
+            if staged.slices:
+                blocked_s = report.blocked_s + staged.sliced_s
+                report = replace(report, blocked_s=blocked_s, staged_s=blocked_s)
             section = Section.of(staged.section())
             is_known = section.plan_hash == self._known_plan
             report = replace(report, shards=staged.records, kept=staged.places, references=staged.references)

@@ -21,7 +21,8 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox, box_of
-from raycheck.shards.transfer.stager import ALIGN, Leaves, Staged, Stager
+from raycheck.shards.transfer.staged_shard import Staged
+from raycheck.shards.transfer.stager import ALIGN, Leaves, Stager
 from tests.support.save_without_ray import agreed, restore_state, save, save_state, shard_bytes
 
 
