@@ -306,7 +306,7 @@ def show(doc: dict[str, Any]) -> None:
             f"goodput is {row['goodput_of_updates']:.3f} if a step of one replica of two counts whole"
         )
     for way, why in about["left_out"].items():
-        console.print(f"{way} is left out: {why}")
+        console.print(f"{way} is left out: {why}", markup=False)  # the name of an extra is no markup
 
 
 def plot(doc: dict[str, Any], path: Path) -> None:
