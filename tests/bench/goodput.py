@@ -4,7 +4,8 @@ Seeded traces of kills are replayed over each way to checkpoint one training (go
 several nodes: after so many seconds of training, that rank gets a SIGKILL. Ray restarts the workers, and what each way
 restores decides which steps are done again. Each way saves as often as Daly's formula says for what its save costs, which
 is measured before. Beside each share stands its limit: what is left on the very traces, by Young's and Daly's model, when
-only saves, restarts and the steps since the last save cost anything.
+only saves, restarts and the steps since the last save cost anything. torchft saves nothing and has no limit: there the
+other rank goes on, and Ray restarts the killed one alone.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bench.ceilings import Raw
-from tests.bench.goodput_job import BARE, OURS, WAYS, WORKERS
+from tests.bench.goodput_job import BARE, OURS, ROOM, TORCHFT, WAYS, WORKERS
 from tests.bench.goodput_rows import (
     CALIBRATION_EVERY,
     FULL,
@@ -39,6 +41,7 @@ from tests.bench.goodput_rows import (
     Scale,
     Watched,
     counted,
+    counted_replicas,
     first_step,
     rows,
     step_cost,
@@ -71,23 +74,29 @@ T = TypeVar("T")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.goodput", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="some 8 minutes instead of 45")
+    ways = [way for way in WAYS if way != BARE]
+    parser.add_argument("--quick", action="store_true", help="some 10 minutes instead of 55")
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways, metavar="WAY", help=f"of: {', '.join(ways)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--server", choices=("auto", "ceph", "ministack", "moto"), default="auto")
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
+    left_out = {way: why for way, why in missing().items() if way in arguments.ways}
+    for way, why in left_out.items():
+        print(f"{way} is left out: {why}", flush=True)
+    ways = [way for way in WAYS if way == BARE or (way in arguments.ways and way not in left_out)]
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="goodput-") as scratch, started(arguments.server) as server:
         os.sched_setaffinity(0, cores)  # Ray's nodes need the server's core too
         raw_get_s = raw_get(server.uri, scale)
-        with arena(ENV) as nodes:
-            nodes.add(WORKERS, object_store_memory=OBJECT_STORE_BYTES)
-            bench = Bench(nodes.address, server.uri, Path(scratch), scale)
+        with arena(ENV, num_cpus=1) as nodes:
+            nodes.add(WORKERS, object_store_memory=OBJECT_STORE_BYTES, resources={ROOM: 1})
+            bench = Bench(nodes.address, server.uri, Path(scratch), scale, ways)
             found = bench.measure()
         command = shlex.join(["python", "-m", "tests.bench.goodput", *sys.argv[1:]])
         about = {"command": command, "server": server.name, "seed": SEED, "cores": os.cpu_count(), **asdict(scale)}
     bare_s = statistics.median(restart_s for one in found.pop(BARE) for restart_s in one.restarts_s)
-    about |= {"pace_s": bench.pace_s, "bare_s": bare_s, "raw_get_s": raw_get_s}
+    about |= {"pace_s": bench.pace_s, "bare_s": bare_s, "raw_get_s": raw_get_s, "left_out": left_out}
     table = rows(found, bench.traces, bench.every, pace_s=bench.pace_s, bare_s=bare_s, raw_get_s=raw_get_s)
     doc = {"about": about, "rows": table}
     show(doc)
@@ -102,6 +111,15 @@ def main() -> int:
     return 0
 
 
+def missing() -> dict[str, str]:
+    """Returns why a way cannot run here. With torchft 0.2.0 of PyPI a replica on gloo dies with the one beside it."""
+    try:
+        version("torchft-nightly")
+    except PackageNotFoundError:
+        return {TORCHFT: "torchft-nightly is not installed (pip install 'raycheck[bench]', on Linux x86-64)"}
+    return {}
+
+
 def raw_get(uri: str, scale: Scale) -> float:
     """Seconds of a raw GET of what one rank restores: weights and two moments of AdamW in float32."""
     size_bytes = 3 * 4 * scale.layers * scale.width * (scale.width + 1) // WORKERS
@@ -112,25 +130,25 @@ def raw_get(uri: str, scale: Scale) -> float:
 class Bench:
     """Measures what a save costs in each way, and then hurts all ways, round by round, in a shuffled order.
 
-    pace_s: what a step takes when nothing is saved. every: steps between saves, by way.
+    pace_s: what a step takes when nothing is saved. every: steps between saves, by way, for those that save.
     """
 
-    def __init__(self, address: str, uri: str, scratch: Path, scale: Scale) -> None:
-        self._address, self._uri, self._scratch, self._scale = address, uri, scratch, scale
+    def __init__(self, address: str, uri: str, scratch: Path, scale: Scale, ways: Sequence[str]) -> None:
+        self._address, self._uri, self._scratch, self._scale, self._ways = address, uri, scratch, scale, ways
         self._drivers = 0
         self.pace_s = 0.0
         self.every: dict[str, int] = {}
         self.traces = [trace(scale, ranks=WORKERS, seed=SEED + number) for number in range(scale.rounds)]
 
     def measure(self) -> dict[str, list[Watched]]:
-        scale, order = self._scale, list(WAYS)
+        scale, order = self._scale, list(self._ways)
         self.pace_s = self._calibrated(BARE, _median_step)
-        for way in WAYS:
-            if way != BARE:
+        for way in self._ways:
+            if way not in (BARE, TORCHFT):
                 cost_s = self._calibrated(way, self._cost)
                 self.every[way] = steps_between(cost_s, pace_s=self.pace_s, scale=scale)
                 print(f"{way}: a save costs {cost_s:.3f} s: every {self.every[way]} steps", flush=True)
-        found: dict[str, list[Watched]] = {way: [] for way in WAYS}
+        found: dict[str, list[Watched]] = {way: [] for way in self._ways}
         chance = random.Random(SEED)
         for number, kills in enumerate(self.traces):
             chance.shuffle(order)
@@ -140,8 +158,8 @@ class Bench:
                 # Without saves nothing is lost by a kill but the restart, which is all that is asked of this way.
                 hurt = [replace(kill, after_s=1.0) for kill in kills] if way == BARE else kills
                 with self._driver(way, self.every.get(way, 1)) as run:
-                    found[way].append(watch(run, hurt))
-                print(f"round {number + 1}, {way}: {found[way][-1].steps_lost} steps lost", flush=True)
+                    found[way].append(watch_replicas(run, hurt) if way == TORCHFT else watch(run, hurt))
+                print(f"round {number + 1}, {way}: {found[way][-1].steps_lost:g} steps lost", flush=True)
         return found
 
     def _calibrated(self, way: str, find: Callable[[list[Event]], float | None]) -> float:
@@ -184,9 +202,9 @@ class Driver:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def first_step(self, *, since: float) -> float:
-        """When the group that started after `since` has done its first step."""
-        return self.wait_for(lambda: first_step(self.events(), since=since), within_s=UP_WITHIN_S)
+    def first_step(self, *, since: float, rank: int = 0) -> float:
+        """When the group that started after `since` has done its first step; of torchft's replicas, that of `rank`."""
+        return self.wait_for(lambda: first_step(self.events(rank), since=since), within_s=UP_WITHIN_S)
 
     def start_of(self, rank: int) -> Event:
         """What a rank has told when it started last."""
@@ -243,6 +261,22 @@ def watch(run: Driver, kills: Sequence[Kill]) -> Watched:
     return counted(run.events(), end=end, restarts_s=restarts_s)
 
 
+def watch_replicas(run: Driver, kills: Sequence[Kill]) -> Watched:
+    """Hurt replicas of which the other ones go on. Training counts for the next kill from when all have done a step again:
+    so none is killed while it is the only one, which would lose everything."""
+    up = max(run.first_step(since=0.0, rank=rank) for rank in range(WORKERS))
+    kills_at, restarts_s = [], []
+    for kill in kills[:-1]:
+        run.wait_until(up + kill.after_s)
+        kills_at.append(run.kill(kill.rank))
+        up = run.first_step(since=kills_at[-1], rank=kill.rank)
+        restarts_s.append(up - kills_at[-1])
+    end = up + kills[-1].after_s
+    run.wait_until(end)
+    stories = [run.events(rank) for rank in range(WORKERS)]
+    return counted_replicas(stories, end=end, kills_at=kills_at, restarts_s=restarts_s)
+
+
 def show(doc: dict[str, Any]) -> None:
     about = doc["about"]
     title = (
@@ -265,8 +299,18 @@ def show(doc: dict[str, Any]) -> None:
     for way, row in doc["rows"].items():
         seconds = (f"{row['save_s']:.3f}", f"{row['restart_s']:.1f}", f"{row['restart_ratio']:.2f}")
         counts = (f"{row['kills']}", f"{row['lost_per_kill']:.1f}")
-        table.add_row(way, f"{row['every']}", f"{row['goodput']:.3f}", f"{row['limit']:.3f}", *counts, *seconds)
-    Console(width=None if Console().is_terminal else 160).print(table)
+        every, limit = ("-", "-") if row["every"] is None else (f"{row['every']}", f"{row['limit']:.3f}")
+        table.add_row(way, every, f"{row['goodput']:.3f}", limit, *counts, *seconds)
+    console = Console(width=None if Console().is_terminal else 160)
+    console.print(table)
+    if TORCHFT in doc["rows"]:
+        row = doc["rows"][TORCHFT]
+        console.print(
+            f"{TORCHFT}: the other replica's next step came {row['pause_s']:.1f} s after a kill; "
+            f"goodput is {row['goodput_of_updates']:.3f} if a step of one replica of two counts whole"
+        )
+    for way, why in about["left_out"].items():
+        console.print(f"{way} is left out: {why}", markup=False)  # the name of an extra is no markup
 
 
 def plot(doc: dict[str, Any], path: Path) -> None:
@@ -281,6 +325,8 @@ def plot(doc: dict[str, Any], path: Path) -> None:
     colors = [OUR_COLOR if way == OURS else PEER_COLOR for way in ways]
     axis.barh(ways, [row["goodput"] for row in doc["rows"].values()], color=colors)
     for place, row in enumerate(doc["rows"].values()):
+        if row["limit"] is None:
+            continue
         axis.plot([row["limit"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
     axis.set_xlim(0, 1)
     axis.invert_yaxis()

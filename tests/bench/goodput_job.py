@@ -1,7 +1,8 @@
 """The training that goodput.py hurts, and the driver that starts it: `python -m tests.bench.goodput_job '{"way": ...}'`.
 
 One FSDP2 training, four ways to checkpoint it, and none. The two peers are written as their documentation has it; both
-resume as a careful user would. Each rank tells its story in a file of its own, one line per event.
+resume as a careful user would. torchft saves nothing: each rank holds the model whole, the other goes on when one is killed,
+and the new one gets its state. Each rank tells its story in a file of its own, one line per event.
 """
 
 import json
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,11 @@ from tests.bench.place import plain_uri, pyarrow_files, s3fs_options
 
 WORKERS = 2
 RUN = "run"
+ROOM = "room"
+"""A resource of the nodes for ranks. The head has none, but a CPU, without which Ray starts no lighthouse of torchft there."""
+GLOO_TIMEOUT = timedelta(seconds=30)
+LIGHTHOUSE = {"min_replicas": 1, "heartbeat_timeout_ms": 1000}
+"""By default a replica counts as alive for 5 s after its last heartbeat, and the other one waits as long."""
 
 
 class Training:
@@ -45,8 +52,9 @@ class Training:
         self._story = Path(config["folder"]) / f"story-{ray.train.get_context().get_world_rank()}.jsonl"
         layers = [torch.nn.Linear(config["width"], config["width"]) for _ in range(config["layers"])]
         self.model: Any = torch.nn.Sequential(*layers)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if config["way"] != TORCHFT:
+            fully_shard(self.model)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._inputs = torch.randn(4, config["width"])
 
     def steps(self, done: int) -> Iterator[int]:
@@ -61,6 +69,27 @@ class Training:
             done += 1
             self._tell("step", step=done, seconds=time.monotonic() - began)
             yield done
+
+    def replicated_steps(self, manager: Any) -> None:
+        """Train for ever on model and optimizer of torchft. A step that the manager does not commit is told as dropped.
+
+        The pause comes before the gradients are reduced, so that a kill hits a step which is not done, as it does above.
+        It is shorter by what reducing takes at best, or else this way's steps were longer than the others'.
+        """
+        self._tell("start", step=manager.current_step(), pid=os.getpid())
+        reduced_s = self._step_s
+        while True:
+            began, before = time.monotonic(), manager.current_step()
+            self.optimizer.zero_grad()  # asks who takes part, too
+            loss = self.model(self._inputs).square().mean()
+            time.sleep(max(0.0, began + self._step_s - reduced_s - time.monotonic()))
+            computed = time.monotonic()
+            loss.backward()
+            self.optimizer.step()
+            ended = time.monotonic()
+            reduced_s = min(reduced_s, ended - computed)
+            facts = {"step": manager.current_step(), "batches": manager.batches_committed(), "seconds": ended - began}
+            self._tell("step" if facts["step"] > before else "dropped", **facts)
 
     def is_due(self, step: int) -> bool:
         return step % self._every == 0
@@ -152,14 +181,48 @@ def by_nothing(training: Training, config: dict[str, Any]) -> None:
         pass
 
 
+def by_torchft(training: Training, config: dict[str, Any]) -> None:
+    """As in Ray's example of it, with every rank a replica group of its own."""
+    del config
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft.checkpointing.pg_transport import PGTransport
+
+    model, optimizer = training.model, training.optimizer
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    group = ProcessGroupGloo(timeout=GLOO_TIMEOUT)
+    manager = Manager(
+        pg=group,
+        min_replica_size=1,
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        world_size=1,
+        rank=0,
+        replica_id=f"replica_{ray.train.get_context().get_world_rank()}",
+        timeout=2 * GLOO_TIMEOUT,
+        checkpoint_transport=PGTransport(group, timeout=GLOO_TIMEOUT, device=torch.device("cpu")),
+    )
+    training.model = DistributedDataParallel(manager, model)
+    training.optimizer = Optimizer(manager, optimizer)
+    training.replicated_steps(manager)
+
+
 OURS = "raycheck"
 MEMORY = "raycheck, memory checkpoints"
+TORCHFT = "torchft"
 BARE = "no checkpoints"
 WAYS: dict[str, Callable[[Training, dict[str, Any]], None]] = {
     OURS: by_raycheck,
     MEMORY: by_memory,
     "Ray Train's report": by_report,
     "DCP on s3fs, newest directory": by_dcp,
+    TORCHFT: by_torchft,
     BARE: by_nothing,
 }
 
@@ -175,7 +238,8 @@ def main() -> None:
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config=config,
-        scaling_config=ray.train.ScalingConfig(num_workers=WORKERS),
+        torch_config=_torch_config(config),
+        scaling_config=ray.train.ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1, ROOM: 1}),
         run_config=ray.train.RunConfig(
             name=RUN, failure_config=ray.train.FailureConfig(max_failures=-1), **_storage(config)
         ),
@@ -184,6 +248,14 @@ def main() -> None:
         raycheck.fit(trainer)
     else:
         trainer.fit()
+
+
+def _torch_config(config: dict[str, Any]) -> ray.train.torch.TorchConfig:
+    if config["way"] != TORCHFT:
+        return ray.train.torch.TorchConfig()
+    from ray.train.v2.torch.torchft_config import TorchftConfig
+
+    return TorchftConfig(lighthouse_kwargs=LIGHTHOUSE, backend="gloo")
 
 
 def _storage(config: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from raycheck.train.worker.young_daly import daly_interval_s
 
 Event = dict[str, Any]
-Row = dict[str, float]
+Row = dict[str, float | None]
 CALIBRATION_EVERY = 8
 """Steps between the saves by which the cost of one is measured."""
 WARM_UP_SAVES = 4
@@ -47,14 +47,17 @@ class Kill:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
     """What one way came to in one round. saves_s: for how long each save blocked rank 0. restarts_s: from each kill to
-    the first step after it. steps: those that stand."""
+    the first step of the killed rank after it. pauses_s: to the first step of any rank. steps: those that stand, each as
+    the share of the global batch that it was made of. updates: how many updates of the weights those are."""
 
     wall_s: float
-    steps: int
-    steps_lost: int
+    steps: float
+    updates: int
+    steps_lost: float
     median_step_s: float
     saves_s: tuple[float, ...]
     restarts_s: tuple[float, ...]
+    pauses_s: tuple[float, ...]
 
 
 def trace(scale: Scale, *, ranks: int, seed: int) -> list[Kill]:
@@ -103,10 +106,53 @@ def counted(events: Sequence[Event], *, end: float, restarts_s: Sequence[float])
     return Watched(
         wall_s=end - steps[0]["at"] + steps[0]["seconds"],
         steps=done,
+        updates=done,
         steps_lost=lost,
         median_step_s=statistics.median(event["seconds"] for event in steps),
         saves_s=tuple(event["seconds"] for event in told if event["kind"] == "save"),
         restarts_s=tuple(restarts_s),
+        pauses_s=tuple(restarts_s),
+    )
+
+
+def counted_replicas(
+    stories: Sequence[Sequence[Event]], *, end: float, kills_at: Sequence[float], restarts_s: Sequence[float]
+) -> Watched:
+    """From the stories of all replicas, from when each has done a step, up to `end`.
+
+    What the quorum committed stands, whoever tells it, since a new replica takes it over. `batches` counts one for each
+    replica in each committed step, so a step of one replica of two counts half. Lost are the batches of steps that were
+    dropped; and all batches when a replica tells fewer than before, as it does when nobody was left who had the state.
+    """
+    begin = max(next(event["at"] for event in story if event["kind"] == "step") for story in stories)
+    told = [(event, rank) for rank, story in enumerate(stories) for event in story if event["at"] <= end]
+    told.sort(key=lambda each: each[0]["at"])
+    done = base = {"step": 0, "batches": 0}
+    newest: dict[int, int] = {}
+    lost = 0
+    for event, rank in told:
+        if event["kind"] == "dropped" and event["at"] > begin:
+            lost += 1
+        if event["kind"] != "step":
+            continue
+        if event["batches"] < newest.get(rank, 0):
+            lost += done["batches"] - base["batches"]
+            done = base = {"step": 0, "batches": 0}
+            newest.clear()
+        newest[rank] = event["batches"]
+        done = max(done, event, key=lambda each: each["batches"])
+        if event["at"] <= begin:
+            base = done
+    steps = [event for event, _ in told if event["kind"] == "step"]
+    return Watched(
+        wall_s=end - begin,
+        steps=(done["batches"] - base["batches"]) / len(stories),
+        updates=done["step"] - base["step"],
+        steps_lost=lost / len(stories),
+        median_step_s=statistics.median(event["seconds"] for event in steps),
+        saves_s=(),
+        restarts_s=tuple(restarts_s),
+        pauses_s=tuple(next(event["at"] - at for event in steps if event["at"] > at) for at in kills_at),
     )
 
 
@@ -119,8 +165,9 @@ def rows(
     bare_s: float,
     raw_get_s: float,
 ) -> dict[str, Row]:
-    """By way. watched, traces: one per round. every: steps between saves. pace_s: what a step takes at best, for which
-    each one counts. bare_s: the median restart that restores nothing; restart_ratio is to that and a raw GET (R14)."""
+    """By way. watched, traces: one per round. every: steps between saves, of the ways that save; the others have no limit.
+    pace_s: what a step takes at best, for which each one counts. bare_s: the median restart that restores nothing;
+    restart_ratio is to that and a raw GET (R14). goodput_of_updates counts each update of the weights as a whole step."""
     found_rows = {}
     for way, rounds in watched.items():
         saves_s = [save_s for found in rounds for save_s in found.saves_s]
@@ -128,11 +175,11 @@ def rows(
         cost_s, restart_s = statistics.median(saves_s or (0.0,)), statistics.median(restarts_s)
         wall_s, steps = sum(found.wall_s for found in rounds), sum(found.steps for found in rounds)
         lost = sum(found.steps_lost for found in rounds)
-        shares = [limit(kills, interval_s=every[way] * pace_s, cost_s=cost_s, restart_s=restart_s) for kills in traces]
         found_rows[way] = {
             "goodput": steps * pace_s / wall_s,
-            "limit": statistics.fmean(shares),
-            "every": every[way],
+            "goodput_of_updates": sum(found.updates for found in rounds) * pace_s / wall_s,
+            "limit": None if way not in every else _mean_limit(traces, every[way] * pace_s, cost_s, restart_s),
+            "every": every.get(way),
             "steps": steps,
             "steps_lost": lost,
             "kills": len(restarts_s),
@@ -140,10 +187,15 @@ def rows(
             "save_s": cost_s,
             "restart_s": restart_s,
             "restart_ratio": restart_s / (bare_s + raw_get_s),
+            "pause_s": statistics.median(pause_s for found in rounds for pause_s in found.pauses_s),
             "median_step_s": statistics.median(found.median_step_s for found in rounds),
             "wall_s": wall_s,
         }
     return found_rows
+
+
+def _mean_limit(traces: Sequence[Sequence[Kill]], interval_s: float, cost_s: float, restart_s: float) -> float:
+    return statistics.fmean(limit(kills, interval_s=interval_s, cost_s=cost_s, restart_s=restart_s) for kills in traces)
 
 
 def limit(kills: Sequence[Kill], *, interval_s: float, cost_s: float, restart_s: float) -> float:

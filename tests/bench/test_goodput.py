@@ -1,6 +1,7 @@
 """What the goodput bench makes of a trace and of a story; the replay itself needs minutes and a Ray of its own."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.bench.goodput_rows import (
     Kill,
     Watched,
     counted,
+    counted_replicas,
     first_step,
     limit,
     rows,
@@ -28,9 +30,44 @@ STORY = [
 ]
 
 
-def watched(*, steps: int, lost: int = 0) -> Watched:
+# The first of two replicas trains alone at first, and again when the second one is killed at 14.2.
+SURVIVOR = [
+    {"kind": "start", "at": 9.0, "step": 0},
+    {"kind": "step", "at": 10.0, "step": 1, "batches": 1, "seconds": 1.0},
+    {"kind": "step", "at": 11.0, "step": 2, "batches": 2, "seconds": 1.0},
+    {"kind": "step", "at": 12.0, "step": 3, "batches": 4, "seconds": 1.0},
+    {"kind": "step", "at": 13.0, "step": 4, "batches": 6, "seconds": 1.0},
+    {"kind": "step", "at": 14.0, "step": 5, "batches": 8, "seconds": 1.0},
+    {"kind": "dropped", "at": 15.0, "step": 5, "batches": 8, "seconds": 1.0},
+    {"kind": "step", "at": 17.0, "step": 6, "batches": 9, "seconds": 2.0},
+    {"kind": "step", "at": 18.0, "step": 7, "batches": 10, "seconds": 1.0},
+    {"kind": "step", "at": 19.0, "step": 8, "batches": 11, "seconds": 1.0},
+    {"kind": "step", "at": 20.0, "step": 9, "batches": 13, "seconds": 1.0},
+]
+KILLED = [
+    {"kind": "start", "at": 9.5, "step": 0},
+    {"kind": "step", "at": 11.1, "step": 2, "batches": 2, "seconds": 1.5},
+    *({**event, "at": event["at"] + 0.1} for event in SURVIVOR[3:6]),
+    {"kind": "start", "at": 17.5, "step": 0},
+    {"kind": "step", "at": 19.1, "step": 8, "batches": 11, "seconds": 1.5},
+    {"kind": "step", "at": 20.1, "step": 9, "batches": 13, "seconds": 1.0},
+]
+
+
+def replicas(*stories: list[dict[str, Any]], end: float = 20.5, kills_at: tuple[float, ...] = (14.2,)) -> Watched:
+    return counted_replicas(stories, end=end, kills_at=kills_at, restarts_s=[4.9])
+
+
+def watched(*, steps: float, updates: int, lost: int = 0) -> Watched:
     return Watched(
-        wall_s=100.0, steps=steps, steps_lost=lost, median_step_s=0.25, saves_s=(1.0,), restarts_s=(5.0, 9.0, 6.0)
+        wall_s=100.0,
+        steps=steps,
+        updates=updates,
+        steps_lost=lost,
+        median_step_s=0.25,
+        saves_s=(1.0,),
+        restarts_s=(5.0, 9.0, 6.0),
+        pauses_s=(1.0, 2.0, 1.5),
     )
 
 
@@ -65,6 +102,47 @@ def test_a_story_tells_what_stands_and_what_was_lost() -> None:
     assert found.steps_lost == 4 - 2
     assert found.wall_s == 23.5 - 10.0
     assert found.saves_s == (0.5,)
+
+
+def test_a_step_of_one_replica_of_two_counts_half() -> None:
+    found = replicas(SURVIVOR, KILLED)
+
+    assert found.wall_s == pytest.approx(20.5 - 11.1), "from when both have done a step"
+    assert found.updates == 9 - 2
+    assert found.steps == 4 + 3 / 2
+    assert found == replicas(KILLED, SURVIVOR)
+
+
+def test_a_step_that_the_quorum_drops_is_lost_by_who_did_it() -> None:
+    assert replicas(SURVIVOR, KILLED).steps_lost == 1 / 2
+    assert replicas(SURVIVOR, KILLED, end=14.9, kills_at=()).steps_lost == 0
+
+
+def test_the_other_replica_pauses_for_less_than_a_restart_takes() -> None:
+    found = replicas(SURVIVOR, KILLED)
+
+    assert found.pauses_s == pytest.approx((17.0 - 14.2,))
+    assert found.restarts_s == (4.9,)
+
+
+def test_what_one_replica_tells_late_is_not_lost() -> None:
+    late = [{**event, "at": event["at"] + 1.5} if event["kind"] == "step" else event for event in KILLED[:5]]
+
+    assert replicas(SURVIVOR[:6], late, kills_at=()).steps_lost == 0
+
+
+def test_everything_is_lost_with_the_last_replica() -> None:
+    again = [
+        {"kind": "start", "at": 20.3, "step": 0},
+        {"kind": "step", "at": 21.0, "step": 1, "batches": 2, "seconds": 1.0},
+        {"kind": "step", "at": 22.0, "step": 2, "batches": 4, "seconds": 1.0},
+    ]
+
+    found = replicas([*SURVIVOR, *again], [*KILLED, *again], end=22.5)
+
+    assert found.steps == 2
+    assert found.updates == 2
+    assert found.steps_lost == 1 / 2 + 4 + 3 / 2
 
 
 def test_a_group_is_up_with_its_own_first_step() -> None:
@@ -107,14 +185,28 @@ def test_the_limit_is_what_saves_restarts_and_lost_steps_leave(
 
 
 def test_rounds_are_added_up_and_steps_count_for_what_they_take_at_best() -> None:
-    rounds = [watched(steps=200, lost=5), watched(steps=160, lost=4)]
+    rounds = [watched(steps=200, updates=200, lost=5), watched(steps=160, updates=200, lost=4)]
     kills = [Kill(after_s=50.0, rank=0), Kill(after_s=50.0, rank=1)]
 
     found = rows({"way": rounds}, [kills, kills], {"way": 4}, pace_s=0.25, bare_s=5.5, raw_get_s=0.5)["way"]
 
     assert found["goodput"] == pytest.approx(360 * 0.25 / 200)
+    assert found["goodput_of_updates"] == pytest.approx(400 * 0.25 / 200)
     assert found["kills"] == 6
     assert found["lost_per_kill"] == 9 / 6
     assert found["restart_s"] == 6.0
     assert found["restart_ratio"] == 1.0
+    assert found["pause_s"] == 1.5
     assert found["every"] == 4
+
+
+def test_a_way_that_saves_nothing_has_no_interval_and_no_limit() -> None:
+    kills = [Kill(after_s=50.0, rank=0), Kill(after_s=50.0, rank=1)]
+    nothing_saved = replace(watched(steps=200, updates=200), saves_s=())
+
+    found = rows({"way": [nothing_saved]}, [kills], {}, pace_s=0.25, bare_s=5.5, raw_get_s=0.5)["way"]
+
+    assert found["every"] is None
+    assert found["limit"] is None
+    assert found["save_s"] == 0.0
+    assert found["goodput"] == pytest.approx(200 * 0.25 / 100)
