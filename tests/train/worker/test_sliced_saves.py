@@ -134,6 +134,16 @@ def test_a_shard_larger_than_the_memory_is_saved_within_it_while_training_waits(
         assert rank.staged_s == rank.blocked_s
 
 
+def test_a_rank_uploads_slices_itself_although_its_node_should(tmp_path: Path) -> None:
+    uri, size_bytes = f"file://{tmp_path}/run", 256 * MIB
+
+    told = trained(uri, size_bytes=size_bytes, left_bytes=250 * MIB, upload_by="node")
+
+    assert told["problems"] == []
+    assert ["upload_by='node'" in line for line in of_slices(told)] == [True]
+    assert_saved(uri, 1, size_bytes=size_bytes)
+
+
 def test_a_failed_upload_lets_training_go_on_and_the_next_save_is_whole(proxy: FaultProxy) -> None:
     uri = join_uri(proxy.uri, uuid4().hex)
     proxy.rule("deny", "PUT", "step-000000001-.*partNumber=3", times=99)
@@ -151,9 +161,7 @@ def test_a_store_that_stalls_holds_training_up_until_the_deadline(proxy: FaultPr
     uri = join_uri(proxy.uri, uuid4().hex)
     proxy.rule("hold", "PUT", "step-000000001-.*partNumber=[3-9]", times=99)  # as many as are sent at a time, and more
 
-    told = trained(
-        uri, size_bytes=256 * MIB, left_bytes=250 * MIB, every_steps=None, at_steps=[1], save_timeout_s=8.0
-    )
+    told = trained(uri, size_bytes=256 * MIB, left_bytes=250 * MIB, every_steps=None, at_steps=[1], save_timeout_s=8.0)
 
     assert "no answer in time" in told["problems"][0]
     assert 8.0 <= told["blocked_s"][0] < 20.0
