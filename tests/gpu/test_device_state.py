@@ -4,6 +4,7 @@ Needs one device, and neither Ray nor a store server: `pytest --gpu tests/gpu`.
 """
 
 import random
+import time
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -16,11 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import raycheck
+from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import Store, open_store
+from raycheck.errors import SaveFailedError
 from raycheck.shards.state.random_state import apply_rng, rng_values
 from raycheck.shards.state.train_state import TrainState
+from raycheck.shards.transfer.incremental_upload import StagedState
+from raycheck.shards.transfer.local_box import box_of
+from raycheck.shards.transfer.stager import Stager
 from raycheck.shards.transfer.tensor_digest import digests
+from tests.support.background_call import InThread
 from tests.support.save_without_ray import claimed, committed, restore_state, save_state, upload
 
 pytestmark = pytest.mark.gpu
@@ -199,6 +206,62 @@ def test_the_staging_memory_is_page_locked(store: Store) -> None:
     (stager,) = live.components._train
     assert stager._buffer.tensor.is_pinned()
     staged.wait()
+
+
+def test_slices_from_the_device_wait_for_the_step_before_and_are_the_same_object(store: Store) -> None:
+    """The copies wait behind a slow step on the training's own stream. Each part has arrived when it is sent."""
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        tensors = {
+            "large": torch.zeros(1 << 23, device="cuda"),
+            "turned": torch.randn(1001, 1733, device="cuda").t(),
+            "brain": torch.randn(1001, device="cuda").bfloat16(),
+            "on_the_host": torch.randn(333, 17).t(),
+        }
+        boxes = [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+        torch.cuda._sleep(LONG)
+        tensors["large"].fill_(5.0)
+
+        sliced = Stager("train", 0).stage_in_slices(boxes, {})
+        is_device_behind = not own.query()
+    found = [bytes(part) for part in sliced.parts(5 * 1024 * 1024 + 3)]
+    expected = Stager("train", 0).stage(boxes, {})
+
+    assert is_device_behind, "the host waited for the device, so this shows nothing"
+    assert b"".join(found) == bytes(expected.seal())
+    assert sliced.shard() == expected.shard()
+
+
+def test_slices_are_copied_in_another_thread_while_training_waits_and_not_after(store: Store) -> None:
+    tensors = {f"w{number}": torch.full((1 << 22,), float(number), device="cuda") for number in range(16)}
+    boxes = [box_of(name, (name,), tensor, may_spread=True) for name, tensor in tensors.items()]
+    buffered = Stager("train", 0).stage(boxes, {})
+    expected = bytes(buffered.seal())
+    save = StagedState(staged=[Stager("train", 0).stage_in_slices(boxes, {})])
+    uploading = InThread(lambda: save.upload(store, "step-000000001-a1-s1"))
+
+    save.wait_for_slices(time.monotonic() + 60)
+    torch._foreach_add_(list(tensors.values()), 1000.0)
+    uploading.join()
+
+    assert store.get(shard_key("step-000000001-a1-s1", "train", 0)).data == expected
+    late = Stager("train", 0).stage_in_slices(boxes, {})
+    late.slices.let_go()
+    with pytest.raises(SaveFailedError):
+        list(late.parts(1 << 20))
+
+
+def test_parts_of_slices_from_the_device_are_page_locked_and_used_again(store: Store) -> None:
+    tensors = [torch.randn(1 << 22, device="cuda") for _ in range(8)]
+    boxes = [box_of(f"w{number}", ("w", number), tensor, may_spread=True) for number, tensor in enumerate(tensors)]
+    places = []
+
+    for part in Stager("train", 0).stage_in_slices(boxes, {}).parts(1 << 24):
+        view = torch.frombuffer(part, dtype=torch.uint8)
+        assert view.is_pinned()
+        places.append(view.data_ptr())
+
+    assert len(set(places)) <= 3 < len(places)
 
 
 def test_random_state_of_the_device_goes_on_where_it_was(store: Store) -> None:

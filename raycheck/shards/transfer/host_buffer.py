@@ -55,7 +55,7 @@ class HostBuffer:
             if self.place is None and pinned:
                 self.tensor = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
             elif self.place is None:
-                pages = _private_pages(size_bytes)
+                pages = private_pages(size_bytes)
                 self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"staging this rank's shard needs {size_bytes} bytes of host memory: {error}") from error
@@ -95,7 +95,7 @@ class HostBuffer:
                 touched[:] = bytes(len(touched))
 
 
-def _private_pages(size_bytes: int) -> mmap.mmap:
+def private_pages(size_bytes: int) -> mmap.mmap:
     """Returns memory of this process alone. Raises OSError when the system refuses it."""
     pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":

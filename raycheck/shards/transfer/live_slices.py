@@ -17,8 +17,12 @@ import torch
 
 from raycheck.bucket.store.part_sizes import PART_SIZES
 from raycheck.errors import SaveFailedError
+from raycheck.shards.transfer.host_buffer import private_pages
 from raycheck.shards.transfer.local_box import as_bytes
 from raycheck.shards.transfer.shard import Slot
+
+PIECE_BYTES = 1024 * 1024
+"""The most that is copied twice at a time: malloc keeps the memory of larger copies, and gives it to nobody else."""
 
 
 def slices_bytes(size_bytes: int) -> int:
@@ -79,7 +83,7 @@ class LiveSlices:
 
         Raises SaveFailedError once the tensors were let go before all of them were copied.
         """
-        part = torch.zeros(stop - start, dtype=torch.uint8, pin_memory=bool(self._streams))
+        part = _memory(stop - start, pinned=bool(self._streams))
         view = memoryview(cast("Any", part.numpy()))
         with self._lock:
             if self._is_let_go:
@@ -113,7 +117,7 @@ class LiveSlices:
 def pieces_of(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yields the bytes start..stop of a tensor's elements in their order, as flat uint8 tensors.
 
-    What does not lie in that order in memory is copied, but no more of it than is asked for.
+    What does not lie in that order in memory is copied, at most PIECE_BYTES at a time.
     """
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         yield as_bytes(tensor)[start:stop]
@@ -125,7 +129,7 @@ def pieces_of(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
     at = start
     while at < stop:
         row, offset = divmod(at, row_bytes)
-        whole = (stop - at) // row_bytes if not offset else 0
+        whole = min(stop - at, PIECE_BYTES) // row_bytes if not offset else 0
         if whole:
             yield as_bytes(tensor[row : row + whole].clone(memory_format=torch.contiguous_format))
             at += whole * row_bytes
@@ -133,6 +137,16 @@ def pieces_of(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Ten
             end = min(stop, (row + 1) * row_bytes)
             yield from pieces_of(tensor[row], offset, offset + end - at)
             at = end
+
+
+def _memory(size_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Returns zeroed memory. Without page-locking it goes back to the system with the last view of it.
+
+    malloc would keep what it gets back, and torch keeps page-locked memory for the next part.
+    """
+    if pinned:
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(private_pages(size_bytes), dtype=torch.uint8)
 
 
 def _write(view: memoryview, start: int, data: bytes, *, at: int) -> None:

@@ -56,26 +56,29 @@ for step in (1, 2):
     except raycheck.SaveFailedError as error:
         problems.append(str(error))
 print(json.dumps({
-    "extra_bytes": status("VmHWM") - before, "blocked_s": blocked_s, "problems": problems,
-    "buffers": ckpt._state.components.buffers, "failed": ckpt._attempt._queue.failed,
+    "extra_bytes": status("VmHWM") - before,
+    "blocked_s": blocked_s,
+    "problems": problems,
+    "buffers": ckpt._state.components.buffers,
 }))
-ckpt.close()
 """
 
 
 def model_of(size_bytes: int, *, frozen: bool = False) -> torch.nn.Module:
-    """Returns a model with random weights of this size: one transposed, one frozen if asked for, the rest alike."""
+    """Returns a model with random weights of this size: the first transposed, the last frozen if that is asked for."""
     torch.manual_seed(7)
     rows = size_bytes // 4 // 8192 // 4
     weights = [torch.randn(8192, rows).t(), *(torch.randn(rows, 8192) for _ in range(3))]
     return torch.nn.ParameterList(
-        torch.nn.Parameter(weight, requires_grad=bool(number) or not frozen) for number, weight in enumerate(weights)
+        torch.nn.Parameter(weight, requires_grad=number < 3 or not frozen) for number, weight in enumerate(weights)
     )
 
 
 def run(given: str) -> "subprocess.CompletedProcess[str]":
-    env = os.environ | {"MALLOC_ARENA_MAX": "1"}  # else each thread claims 64 MiB of address space, and uses little
-    call = [sys.executable, "-c", TRAINING, given]
+    """Runs the training. Its threads get small stacks and one heap: the limit is one of address space, which each of
+    them would otherwise claim 70 MiB of, and use little."""
+    env = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    call = ["sh", "-c", 'ulimit -s 512 && exec "$@"', "sh", sys.executable, "-c", TRAINING, given]
     return subprocess.run(call, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -112,7 +115,7 @@ def proxy(s3: str) -> Iterator[FaultProxy]:
         yield proxy
 
 
-@pytest.mark.parametrize("where", ["file", "s3"])
+@pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_shard_larger_than_the_memory_is_saved_within_it_while_training_waits(
     where: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -127,15 +130,25 @@ def test_a_shard_larger_than_the_memory_is_saved_within_it_while_training_waits(
     assert_saved(uri, 1, size_bytes=size_bytes)
     for checkpoint, waited_s in zip(raycheck.open_run(uri).checkpoints, told["blocked_s"], strict=True):
         (rank,) = checkpoint.read_manifest().ranks
-        assert 0.5 * rank.upload_s < rank.blocked_s <= waited_s
+        assert 0.5 * waited_s < rank.blocked_s <= waited_s
         assert rank.staged_s == rank.blocked_s
+
+
+def test_a_rank_uploads_slices_itself_although_its_node_should(tmp_path: Path) -> None:
+    uri, size_bytes = f"file://{tmp_path}/run", 256 * MIB
+
+    told = trained(uri, size_bytes=size_bytes, left_bytes=250 * MIB, upload_by="node")
+
+    assert told["problems"] == []
+    assert ["upload_by='node'" in line for line in of_slices(told)] == [True]
+    assert_saved(uri, 1, size_bytes=size_bytes)
 
 
 def test_a_failed_upload_lets_training_go_on_and_the_next_save_is_whole(proxy: FaultProxy) -> None:
     uri = join_uri(proxy.uri, uuid4().hex)
     proxy.rule("deny", "PUT", "step-000000001-.*partNumber=3", times=99)
 
-    told = trained(uri, size_bytes=256 * MIB, left_bytes=220 * MIB)
+    told = trained(uri, size_bytes=256 * MIB, left_bytes=250 * MIB)
 
     (problem,) = told["problems"]
     assert "AccessDenied" in problem or "403" in problem or "DeniedError" in problem
@@ -146,14 +159,13 @@ def test_a_failed_upload_lets_training_go_on_and_the_next_save_is_whole(proxy: F
 
 def test_a_store_that_stalls_holds_training_up_until_the_deadline(proxy: FaultProxy) -> None:
     uri = join_uri(proxy.uri, uuid4().hex)
-    proxy.rule("hold", "PUT", "step-000000001-.*partNumber=3", times=99)
+    proxy.rule("hold", "PUT", "step-000000001-.*partNumber=[3-9]", times=99)  # as many as are sent at a time, and more
 
-    told = trained(uri, size_bytes=256 * MIB, left_bytes=220 * MIB, save_timeout_s=8.0)
+    told = trained(uri, size_bytes=256 * MIB, left_bytes=250 * MIB, every_steps=None, at_steps=[1], save_timeout_s=8.0)
 
-    assert len(told["problems"]) == 1
+    assert "no answer in time" in told["problems"][0]
     assert 8.0 <= told["blocked_s"][0] < 20.0
-    body = assert_invariants(open_store(uri))
-    assert [entry.step for entry in body.live] == [2]
+    assert assert_invariants(open_store(uri)).live == ()
 
 
 def test_what_is_frozen_is_written_once_and_only_that_save_waits(tmp_path: Path) -> None:
