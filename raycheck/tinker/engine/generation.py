@@ -7,6 +7,7 @@ The ranks take the sequences in turn.
 """
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ def sample(base: BaseModel, adapter: Adapter | None, order: SampleOrder) -> Samp
         prompt = torch.tensor([order.prompt], device=base.device)
         for begin in range(0, -(-order.num_samples // ranks.size), size):
             found = model(input_ids=prompt, use_cache=True)
-            if found.past_key_values is None:
+            logits, cache = found.logits[0].float(), getattr(found, _cache_name(model), None)
+            if cache is None:
                 raise ConfigError(f"base_model={base.source}: it keeps no keys and values, which sampling needs")
-            logits, cache = found.logits[0].float(), found.past_key_values
             numbers = mine[begin : begin + size]
             made |= _sequences(base, model, order, numbers, cache=cache, logits=logits[-1])
     everywhere = {number: found for part in ranks.gather(made) for number, found in part.items()}
@@ -55,7 +56,7 @@ def _sequences(
     cache.batch_repeat_interleave(rows)
     logits = logits.expand(rows, -1)
     generators = [torch.Generator(base.device).manual_seed(order.seed + number) for number in numbers or [0]]
-    choose, is_stop = _choice(order), _stop(base, order)
+    choose, is_stop, cached = _choice(order), _stop(base, order), {_cache_name(model): cache}
     tokens = torch.zeros(rows, order.max_tokens, dtype=torch.int64, device=base.device)
     logprobs = torch.zeros(rows, order.max_tokens, device=base.device)
     stopped_at = torch.zeros(rows, dtype=torch.int64, device=base.device)
@@ -68,7 +69,7 @@ def _sequences(
         is_over = place + 1 == order.max_tokens or not numbers or bool((stopped_at > 0).all())
         if base.ranks.is_on_all(is_over):
             break
-        logits = model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = model(input_ids=chosen[:, None], use_cache=True, **cached).logits[:, -1].float()
     found = {}
     for row, number in enumerate(numbers):
         length = int(stopped_at[row]) or order.max_tokens
@@ -78,6 +79,11 @@ def _sequences(
             is_stopped=bool(stopped_at[row]),
         )
     return found
+
+
+def _cache_name(model: Any) -> str:
+    """Returns what the model's forward calls the keys and values of earlier tokens: transformers 5.24 renamed them."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]], Tensor]:
