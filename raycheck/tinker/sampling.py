@@ -6,6 +6,7 @@ so that after a death of the engine or the server they are simply run again, wit
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from raycheck.tinker.wire.fields import RefusedRequestError, dict_in, flag_in, n
 from raycheck.tinker.wire.samples import SampleOutput, TargetCells, sample_in_protobuf
 from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json
 
+logger = logging.getLogger("raycheck.tinker")
 MAX_SAMPLES = 1024
 MAX_STOPS = 16
 MAX_LIKELIEST = 1024
@@ -134,6 +136,9 @@ class Sampling:
                 form, result = failure(str(error), error.category)
             except RaycheckError as error:
                 form, result = failure(str(error), "server")
+            except Exception as error:
+                logger.exception("request failed: kind=sample lane=%s", request.lane)
+                form, result = failure(f"{type(error).__name__}: {error}", "server")
             else:
                 form, result = "sample", sample_in_protobuf(output, order.targets)
             break

@@ -299,6 +299,17 @@ def test_the_engine_dies_while_it_samples(base, connect, tmp_path) -> None:
         assert undisturbed != expected
 
 
+def test_a_fault_while_sampling_is_said_and_not_waited_for(server, connect, base, monkeypatch) -> None:
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("a mistake of the server's")
+
+    monkeypatch.setattr("raycheck.tinker.sampling.sample_in_protobuf", broken)
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    with pytest.raises(tinker.RequestFailedError, match="ZeroDivisionError"):
+        sampled(client)
+
+
 def test_weights_of_a_sampling_session_that_were_dropped_are_said_to_be_gone(base, connect, tmp_path) -> None:
     """The newest two stay in the bucket; older ones live as long as the engine."""
     with tinker_server(base, f"file://{tmp_path}/bucket", tmp_path / "s.sqlite") as server:
