@@ -130,6 +130,7 @@ class Sampling:
         for _ in range(MAX_DEATHS):
             try:
                 output: SampleOutput = await self._service.engine.call("sample", order)
+                form, result = "sample", sample_in_protobuf(output, order.targets)
             except EngineGoneError:
                 continue
             except EngineRefusalError as error:
@@ -139,8 +140,6 @@ class Sampling:
             except Exception as error:
                 logger.exception("request failed: kind=sample lane=%s", request.lane)
                 form, result = failure(f"{type(error).__name__}: {error}", "server")
-            else:
-                form, result = "sample", sample_in_protobuf(output, order.targets)
             break
         await self._service.journal.log_result(request.id, form, result)
         self._service.wake(request.id)
