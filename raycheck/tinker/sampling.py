@@ -6,6 +6,7 @@ so that after a death of the engine or the server they are simply run again, wit
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,24 +17,20 @@ from raycheck import RaycheckError
 from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError
 from raycheck.tinker.engine.lora_shape import LoraShape
-from raycheck.tinker.engine.orders import LoadSource, SampleOrder, SampleOutput
+from raycheck.tinker.engine.orders import LoadSource, SampleOrder
 from raycheck.tinker.journal import LoggedRequest
 from raycheck.tinker.model_queue import MAX_DEATHS, failure
 from raycheck.tinker.models import SamplerFacts, shape_in_note
 from raycheck.tinker.service import Service, canonical, draw_seed
 from raycheck.tinker.wire.fields import RefusedRequestError, dict_in, flag_in, number_in, optional_number_in, text_in
-from raycheck.tinker.wire.results import sample_in_protobuf
+from raycheck.tinker.wire.samples import SampleOutput, TargetCells, sample_in_protobuf
+from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json
 
+logger = logging.getLogger("raycheck.tinker")
 MAX_SAMPLES = 1024
 MAX_STOPS = 16
-NOT_THERE = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-    "record_stability_info",
-)
+MAX_LIKELIEST = 1024
+NOT_THERE = ("prompt_alt_tokens_k", "record_stability_info")
 
 
 class Sampling:
@@ -133,15 +130,16 @@ class Sampling:
         for _ in range(MAX_DEATHS):
             try:
                 output: SampleOutput = await self._service.engine.call("sample", order)
+                form, result = "sample", sample_in_protobuf(output, order.targets)
             except EngineGoneError:
                 continue
             except EngineRefusalError as error:
                 form, result = failure(str(error), error.category)
             except RaycheckError as error:
                 form, result = failure(str(error), "server")
-            else:
-                sequences = [(item.tokens, item.logprobs, item.is_stopped) for item in output.sequences]
-                form, result = "sample", sample_in_protobuf(sequences, output.prompt_logprobs)
+            except Exception as error:
+                logger.exception("request failed: kind=sample lane=%s", request.lane)
+                form, result = failure(f"{type(error).__name__}: {error}", "server")
             break
         await self._service.journal.log_result(request.id, form, result)
         self._service.wake(request.id)
@@ -165,6 +163,7 @@ class Sampling:
                 422,
             )
         stop_tokens, stop_strings = _stops_in(params)
+        is_scored = flag_in(body, "prompt_logprobs", default=False)
         return SampleOrder(
             source=facts.source,
             shape=facts.shape,
@@ -177,8 +176,39 @@ class Sampling:
             top_p=_float_in(params, "top_p", default=1.0, least=1e-6, most=1.0),
             stop_tokens=stop_tokens,
             stop_strings=stop_strings,
-            prompt_logprobs=flag_in(body, "prompt_logprobs", default=False),
+            prompt_logprobs=is_scored,
+            scored_last=_scored_last_in(body, len(prompt), is_scored=is_scored),
+            likeliest_prompt=self._likeliest_in(body, "topk_prompt_logprobs"),
+            likeliest_sampled=self._likeliest_in(body, "topk_sample_logprobs"),
+            targets=self._targets_in(body, len(prompt)),
         )
+
+    def _likeliest_in(self, body: Mapping[str, Any], name: str) -> int:
+        most = min(MAX_LIKELIEST, self._service.base_facts.vocab_size)
+        value = optional_number_in(body, name) or 0
+        if value > most:
+            raise RefusedRequestError(f"{name}={value}: give at most {most}", 422)
+        return value
+
+    def _targets_in(self, body: Mapping[str, Any], prompt_length: int) -> TargetCells | None:
+        given = body.get("target_prompt_logprobs")
+        if given is None:
+            return None
+        try:
+            cells = cells_in_json("target_prompt_logprobs", given)
+        except MalformedDataError as error:
+            raise RefusedRequestError(str(error), 422) from None
+        vocabulary = self._service.base_facts.vocab_size
+        is_whole = cells.values.dtype.kind == "i" and ((cells.values >= -1) & (cells.values < vocabulary)).all()
+        if len(cells.shape) != 2 or cells.shape[0] != prompt_length - 1 or not is_whole:
+            raise RefusedRequestError(
+                f"target_prompt_logprobs has the shape {list(cells.shape)}: give a row of tokens, or of -1, for each "
+                f"of the {prompt_length} tokens of the prompt but the first",
+                422,
+            )
+        named = {"tokens": cells.values, "rows": cells.rows(), "crow": cells.crow, "col": cells.col}
+        plain = {name: None if values is None else values.tolist() for name, values in named.items()}
+        return TargetCells.parse({"shape": cells.shape, **plain})
 
     def _prompt_in(self, body: Mapping[str, Any]) -> tuple[int, ...]:
         chunks = dict_in(body, "prompt").get("chunks")
@@ -198,12 +228,25 @@ def order_in(data: bytes) -> SampleOrder:
     """Returns the order in a logged request."""
     given = json.loads(data)
     source, shape, stop_tokens = given.pop("source"), given.pop("shape"), given.pop("stop_tokens")
+    targets = given.pop("targets", None)  # which a server of before did not know
     return SampleOrder(
         **{**given, "prompt": tuple(given["prompt"]), "stop_strings": tuple(given["stop_strings"])},
         source=source and LoadSource(**source),
         shape=shape and LoraShape(**shape),
         stop_tokens=None if stop_tokens is None else tuple(stop_tokens),
+        targets=targets and TargetCells.parse(targets),
     )
+
+
+def _scored_last_in(body: Mapping[str, Any], prompt_length: int, *, is_scored: bool) -> int | None:
+    value = optional_number_in(body, "prompt_logprobs_last_n")
+    if value is not None and not (is_scored and 1 <= value < prompt_length):
+        raise RefusedRequestError(
+            f"prompt_logprobs_last_n={value}: give it with prompt_logprobs, and 1 to {prompt_length - 1}, as the first "
+            "token has no score",
+            422,
+        )
+    return value
 
 
 def _stops_in(params: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:

@@ -5,6 +5,7 @@ of the data set are those that the recipes know; both are folders in the directo
 transformers and datasets look first.
 """
 
+import csv
 import json
 import os
 import re
@@ -40,6 +41,10 @@ TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 """Where the recipes take the tokenizer of MODEL from."""
 DATA = "HuggingFaceH4/no_robots"
 SUMS = "openai/gsm8k"
+PREFERENCES = "Anthropic/hh-rlhf"
+PROMPTS = "zwhe99/DeepMath-103K"
+CHOICES = "hicai-zju/SciKnowEval"
+FORECASTS = "forecasts.csv"
 ANSWERS = [f"\\boxed{{{number}}}" for number in range(4)]
 """Are one token each, so that a model that knows nothing gives some of the answers by chance, and earns rewards."""
 WORDS = tuple(
@@ -72,7 +77,7 @@ def make_workplace(folder: Path, rows: int = 64) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=len(tokenizer),
-        max_position_embeddings=512,
+        max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -103,6 +108,55 @@ def make_sums(folder: Path, rows: int = 64) -> None:
         (folder / SUMS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def make_preferences(folder: Path) -> None:
+    """Write pairs of answers, of which one is preferred. The recipe wants 1024 to test on, and skips equal ones."""
+    (folder / PREFERENCES).mkdir(parents=True)
+    for name, rows in (("train", 64), ("test", 1024)):
+        lines = []
+        for number in range(rows):
+            talk = f"\n\nHuman: {text(number, 6)}\n\nAssistant: "
+            chosen = talk + text(number + 1, 5)
+            lines.append({"chosen": chosen, "rejected": talk + text(3 * number + 2, 7) if number < 64 else chosen})
+        _write_lines(folder / PREFERENCES / f"{name}.jsonl", lines)
+
+
+def make_prompts(folder: Path, rows: int = 64) -> None:
+    """Write prompts to distill a teacher with."""
+    (folder / PROMPTS).mkdir(parents=True)
+    for name in ("train", "test"):
+        _write_lines(folder / PROMPTS / f"{name}.jsonl", [{"question": text(number, 6)} for number in range(rows)])
+
+
+def make_choices(folder: Path, rows: int = 48) -> None:
+    """Write questions with two answers to choose from."""
+    (folder / CHOICES).mkdir(parents=True)
+    kind = {"domain": "Chemistry", "details": {"level": "L3"}, "type": "mcq-4-choices"}
+    lines = []
+    for number in range(rows):
+        answers = {"label": ["A", "B"], "text": [text(number, 2), text(number + 1, 2)]}
+        lines.append({**kind, "question": text(number, 5), "choices": answers, "answerKey": "AB"[number % 2]})
+    _write_lines(folder / CHOICES / "test.jsonl", lines)
+
+
+def make_forecasts(folder: Path, rows: int = 32) -> None:
+    """Write markets in a file of their own, half of them after 2026-01-01."""
+    with (folder / FORECASTS).open("w", newline="") as file:
+        columns = "submission_id event_ticker title snapshot_time close_time market_outcome category markets sources"
+        table = csv.writer(file)
+        table.writerow(columns.split())
+        for number in range(rows):
+            year = 2027 if number % 2 else 2024
+            times = [f"{year}-01-01T00:00:00+00:00", f"{year}-02-01T00:00:00+00:00"]
+            market, source = "will a dog bark", {"title": "a moon", "summary": text(number, 5), "ranking": 1}
+            outcome = json.dumps({market: number // 2 % 2})
+            names = [f"s{number}", f"e{number}", text(number, 4)]
+            table.writerow([*names, *times, outcome, "dogs", json.dumps([market]), json.dumps([source])])
+
+
+def _write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def text(number: int, length: int) -> str:
     return " ".join(WORDS[(number + 3 * place) % len(WORDS)] for place in range(length))
 
@@ -112,7 +166,12 @@ def start_recipe(folder: Path, url: str, recipe: str, **arguments: Any) -> subpr
     words = [f"{name}={value}" for name, value in arguments.items()]
     command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", f"base_url={url}", f"model_name={MODEL}", *words]
     log = (folder / "recipe.log").open("a")
-    return subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=log, stderr=log, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+    process = subprocess.Popen(command, cwd=folder, env=environment(folder), text=True, **pipes)
+    assert process.stdin is not None
+    with process.stdin as answers:
+        answers.write("resume\n")  # some recipes ask what to do with a folder that is there
+    return process
 
 
 def environment(folder: Path) -> dict[str, str]:

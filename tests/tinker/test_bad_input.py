@@ -8,6 +8,7 @@ import tinker
 import zstandard
 from tinker.proto import tinker_public_pb2 as public_pb
 
+from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json
 from tests.support.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
 from tests.support.tinker_server import tinker_server
 
@@ -239,3 +240,42 @@ def test_a_hostile_json_number_does_not_end_the_server(server, connect, base) ->
 
     assert ask(server.url, "optim_step", text.encode())[0] == 422
     assert ask(server.url, "healthz")[0] == 200
+
+
+SPARSE = {
+    "data": [4, 5],
+    "dtype": "int64",
+    "shape": [3, 2],
+    "sparse_crow_indices": [0, 1, 1, 2],
+    "sparse_col_indices": [1, 0],
+}
+
+
+def test_sparse_rows_are_read_with_zeros_between() -> None:
+    assert cells_in_json("x", SPARSE).dense().tolist() == [[0, 4], [0, 0], [5, 0]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [3]},
+        {"shape": [3, 1]},
+        {"shape": [2, 2]},
+        {"shape": [3, -2]},
+        {"shape": [3, 1 << 40]},
+        {"sparse_col_indices": [1, 2]},
+        {"sparse_col_indices": [1, -1]},
+        {"sparse_col_indices": [1]},
+        {"sparse_col_indices": None},
+        {"sparse_crow_indices": [0, 2, 1, 2]},
+        {"sparse_crow_indices": [0, 1, 1, 3]},
+        {"sparse_crow_indices": [1, 1, 1, 2]},
+        {"sparse_crow_indices": []},
+        {"data": [4]},
+        {"data": [[4], [5]]},
+    ],
+    ids=str,
+)
+def test_sparse_rows_that_do_not_lie_in_their_shape_are_refused(change) -> None:
+    with pytest.raises(MalformedDataError, match="x "):
+        cells_in_json("x", {**SPARSE, **change})

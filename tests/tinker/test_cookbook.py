@@ -41,12 +41,71 @@ RL_LOOP = {
 }
 
 
+RL_BASIC = {
+    "recipe": "rl_basic",
+    "dataset_builder": "tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
+    "dataset_builder.batch_size": 2,
+    "dataset_builder.group_size": 4,
+    "dataset_builder.renderer_name": "role_colon",
+    "dataset_builder.model_name_for_tokenizer": cookbook.MODEL,
+    "max_tokens": 16,
+    "max_steps": 6,
+    "save_every": 2,
+    "lora_rank": 4,
+    "learning_rate": 1e-2,
+}
+SHORT = {"max_steps": 6, "save_every": 2, "lora_rank": 4, "learning_rate": 1e-2}
+RESUME = {"behavior_if_log_dir_exists": "resume"}
+DISTILLATION = {
+    "recipe": "distillation.on_policy_distillation",
+    "teacher_model": cookbook.MODEL,
+    "group_size": 4,
+    "groups_per_batch": 2,
+    "max_tokens": 16,
+    "eval_every": 0,
+    **SHORT,
+    **RESUME,
+}
+SDFT = {
+    "recipe": "sdft.train",
+    "groups_per_batch": 2,
+    "max_tokens": 16,
+    "topk": 5,
+    "eval_every": 0,
+    **SHORT,
+    **RESUME,
+}
+DECISIONS = {
+    "recipe": "decisions.forecasting",
+    "data_path": cookbook.FORECASTS,
+    "split_date": "2026-01-01T00:00:00+00:00",
+    "max_validation_questions": 4,
+    "renderer_name": "role_colon",
+    "batch_size": 4,
+    "eval_every": 2,
+    **SHORT,
+    **RESUME,
+}
+DPO = {
+    "recipe": "preference.dpo.train",
+    "batch_size": 4,
+    "max_length": 256,
+    "max_steps": 8,
+    "learning_rate": 1e-2,
+    **RESUME,
+}
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
     cookbook.prepare()
     folder = tmp_path_factory.mktemp("cookbook")
     cookbook.make_workplace(folder)
     cookbook.make_sums(folder)
+    cookbook.make_preferences(folder)
+    cookbook.make_prompts(folder)
+    cookbook.make_choices(folder)
+    cookbook.make_forecasts(folder)
     return folder
 
 
@@ -162,8 +221,45 @@ def test_rl_loop_is_killed_and_resumes_while_the_engine_dies(server, workplace, 
     assert steps_in(killed) == steps_in(whole)
 
 
+@pytest.mark.parametrize("recipe", [RL_BASIC, DISTILLATION, SDFT, DECISIONS], ids=lambda recipe: recipe["recipe"])
+def test_a_recipe_is_killed_and_resumes_while_the_engine_dies(server, workplace, start, monkeypatch, recipe) -> None:
+    monkeypatch.setattr("raycheck.tinker.sampling.draw_seed", lambda: 11)
+    whole, killed = (workplace / f"{recipe['recipe']}-{name}" for name in ("whole", "killed"))
+    finish(start(whole, recipe), workplace)
+
+    process = start(killed, recipe)
+    wait_until(lambda: len(names_in(killed)) > 0 or process.poll() is not None, RECIPE_S)
+    process.kill()
+    process.wait()
+    before = names_in(killed)
+    server.engine.kill()
+    finish(start(killed, recipe), workplace)
+
+    assert before
+    assert "final" not in before
+    assert set(steps_in(whole)) >= set(range(1, recipe["max_steps"]))
+    assert steps_in(killed) == steps_in(whole)
+    assert names_in(killed)[-1] == "final"
+
+
+def test_dpo_does_not_notice_that_the_engine_dies(server, workplace, start) -> None:
+    """When it is killed itself, it takes the weights that it resumes from as its reference, whatever the server."""
+    whole, hurt = workplace / "dpo-whole", workplace / "dpo-hurt"
+    finish(start(whole, DPO), workplace)
+
+    process = start(hurt, DPO)
+    for count in (2, 5):
+        wait_for_steps(process, hurt, count)
+        server.engine.kill()
+    finish(process, workplace)
+
+    assert list(steps_in(whole)) == list(range(8))
+    assert steps_in(hurt) == steps_in(whole)
+
+
 def names_in(log: Path) -> list[str]:
-    return [json.loads(line)["name"] for line in (log / "checkpoints.jsonl").read_text().splitlines()]
+    file = log / "checkpoints.jsonl"
+    return [json.loads(line)["name"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def state_paths_in(log: Path) -> list[str]:
@@ -171,9 +267,9 @@ def state_paths_in(log: Path) -> list[str]:
 
 
 def steps_in(folder: Path) -> dict[int, dict[str, Any]]:
-    """The last metrics of each step: a resume repeats some."""
-    found = {}
+    """The last metrics of each step, of all its lines: a resume repeats some."""
+    found: dict[int, dict[str, Any]] = {}
     for line in cookbook.metrics_in(folder):
         if "step" in line:
-            found[line["step"]] = line
+            found.setdefault(line["step"], {}).update(line)
     return dict(sorted(found.items()))

@@ -94,9 +94,29 @@ def test_an_archive_holds_the_adapter(server, connect, base, kind: str) -> None:
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         members = {member.name: archive.extractfile(member).read() for member in archive.getmembers()}  # type: ignore[union-attr]
     assert {"adapter_config.json", "adapter_model.safetensors"} <= members.keys()
-    assert any(
-        tensor.abs().sum() for name, tensor in load(members["adapter_model.safetensors"]).items() if "lora_B" in name
-    )
+    tensors = load(members["adapter_model.safetensors"])
+    assert any(tensor.abs().sum() for name, tensor in tensors.items() if "lora_B" in name)
+    assert all("lora_A" in name or "lora_B" in name for name in tensors), "no state of the optimizer"
+
+
+def test_a_packed_state_has_the_optimizer_too_and_goes_on_at_another_server(
+    server, connect, base, bucket, tmp_path
+) -> None:
+    model = new_model(connect(server), base)
+    train(model, range(2))
+    path = model.save_state("two").result(TIMEOUT_S).path
+    undisturbed = train(model, range(2, 4))
+    folder, file = folder_of(model.model_id), str(tmp_path / "two.tar")
+
+    raycheck.pack(join_uri(bucket, folder), file, step="weights.two")
+    unpacked = f"file://{tmp_path}/bucket/{folder}"
+    raycheck.unpack(file, unpacked)
+    raycheck.open_run(unpacked).name_checkpoint(2, "weights.two")
+
+    with tinker_server(base, f"file://{tmp_path}/bucket", tmp_path / "s.sqlite") as other:
+        client = connect(other)
+        resumed = client.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
+        assert train(resumed, range(2, 4)) == undisturbed
 
 
 def test_an_address_is_for_one_file_and_for_a_time(server, connect, base, monkeypatch) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from raycheck.tinker.engine.base_model import BaseModel
 from tests.support import tinker_cookbook
-from tests.support.tinker_client import TIMEOUT_S, ask, new_model, train
+from tests.support.tinker_client import TIMEOUT_S, ask, new_model, result_of, train
 from tests.support.tinker_server import base_model, tinker_server
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -118,6 +118,75 @@ def test_the_prompt_is_scored_when_asked(server, connect, base) -> None:
     assert found[1:] == pytest.approx([logits[0, 6].item(), logits[1, 7].item()], abs=1e-4)
 
 
+def prompt_scores(base: str) -> torch.Tensor:
+    """The log-probabilities of all tokens after each one of PROMPT."""
+    with torch.no_grad():
+        return torch.log_softmax(base_model(base).model(input_ids=torch.tensor([[5, 6, 7]])).logits[0], -1)
+
+
+def test_only_the_end_of_a_prompt_is_scored_when_asked(server, connect, base) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    found = client.sample(
+        PROMPT,
+        num_samples=1,
+        sampling_params=params(),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        prompt_logprobs_last_n=1,
+    ).result(TIMEOUT_S)
+
+    assert found.prompt_logprobs == [None, None, pytest.approx(prompt_scores(base)[1, 7].item(), abs=1e-4)]
+    assert [row is None for row in found.topk_prompt_logprobs] == [True, True, False]
+
+
+def test_the_likeliest_tokens_are_told_at_the_prompt_and_at_what_is_sampled(server, connect, base) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    found = client.sample(
+        PROMPT, num_samples=2, sampling_params=params(temperature=0.0), topk_prompt_logprobs=3, topk_sample_logprobs=4
+    ).result(TIMEOUT_S)
+
+    values, tokens = prompt_scores(base).topk(3)
+    first, *rows = found.topk_prompt_logprobs
+    assert first is None
+    assert [[token for token, _ in row] for row in rows] == tokens[:2].tolist()
+    assert [value for row in rows for _, value in row] == pytest.approx(values[:2].flatten().tolist(), abs=1e-4)
+    for sequence in found.sequences:
+        assert [len(row) for row in sequence.topk_logprobs] == [4] * 6
+        assert [row[0] for row in sequence.topk_logprobs] == list(zip(sequence.tokens, sequence.logprobs, strict=True))
+    assert found.prompt_logprobs is None
+
+
+def test_an_older_client_reads_the_likeliest_tokens_as_json(server, base) -> None:
+    body = {"base_model": base, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": {"max_tokens": 1}}
+
+    found = result_of(server.url, ask(server.url, "asample", {**body, "topk_prompt_logprobs": 1})[1]["request_id"])
+
+    values, tokens = prompt_scores(base).max(-1)
+    assert found["topk_prompt_logprobs"] == [
+        None,
+        *([[tokens[place].item(), pytest.approx(values[place].item(), abs=1e-4)]] for place in (0, 1)),
+    ]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_tokens_of_the_clients_choice_are_scored_at_the_prompt(server, connect, base, is_sparse) -> None:
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+    wanted = torch.tensor([[-1, -1, -1, -1], [9, -1, -1, 7]])
+    tensor = types.TensorData.from_torch_sparse(wanted, pad_value=-1)
+    tensor = tensor if is_sparse else types.TensorData.from_torch(wanted)
+
+    found = client.sample(PROMPT, num_samples=1, sampling_params=params(), target_prompt_logprobs=tensor).result(
+        TIMEOUT_S
+    )
+
+    scores = prompt_scores(base)
+    expected = [0.0] * 4 + [scores[1, 9].item(), 0.0, 0.0, scores[1, 7].item()]
+    assert found.target_prompt_logprobs.to_torch().flatten().tolist() == pytest.approx(expected, abs=1e-4)
+    assert (found.target_prompt_logprobs.sparse_crow_indices is not None) == is_sparse
+
+
 def test_a_stop_token_ends_a_sequence(server, connect, base) -> None:
     client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
     ((free, _),) = sampled(client, 1)
@@ -184,7 +253,15 @@ def test_the_same_request_is_sampled_once(server, connect, base) -> None:
         {"sampling_params": {"top_k": 0}},
         {"sampling_params": {"stop": [1.5]}},
         {"sampling_params": {"stop": ["a", 1]}},
-        {"topk_sample_logprobs": 3},
+        {"topk_sample_logprobs": 65},
+        {"topk_prompt_logprobs": -1},
+        {"prompt_logprobs_last_n": 1},
+        {"prompt_logprobs_last_n": 1, "prompt_logprobs": True},
+        {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
+        {"target_prompt_logprobs": {"data": []}},
+        {"target_prompt_logprobs": {"data": [1], "dtype": "float32", "shape": [0, 1]}},
+        {"prompt_alt_tokens_k": 3},
+        {"record_stability_info": True},
     ],
     ids=str,
 )
@@ -220,6 +297,17 @@ def test_the_engine_dies_while_it_samples(base, connect, tmp_path) -> None:
         assert sampled(client) == expected
         assert server.engine.life == 1
         assert undisturbed != expected
+
+
+def test_a_fault_while_sampling_is_said_and_not_waited_for(server, connect, base, monkeypatch) -> None:
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("a mistake of the server's")
+
+    monkeypatch.setattr("raycheck.tinker.sampling.sample_in_protobuf", broken)
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    with pytest.raises(tinker.RequestFailedError, match="ZeroDivisionError"):
+        sampled(client)
 
 
 def test_weights_of_a_sampling_session_that_were_dropped_are_said_to_be_gone(base, connect, tmp_path) -> None:

@@ -116,6 +116,67 @@ def test_a_custom_loss_is_computed_at_the_client(server, connect, base) -> None:
     assert loss_of(custom) == loss_of(plain)
 
 
+def soft_datum(targets: torch.Tensor, weights: torch.Tensor) -> types.Datum:
+    """A sequence whose tokens have several targets each. The SDK makes tensors of torch sparse where that is shorter."""
+    inputs = {"target_tokens": targets, "weights": weights}
+    return types.Datum(model_input=types.ModelInput.from_ints(list(range(len(targets)))), loss_fn_inputs=inputs)
+
+
+SOFT = torch.tensor([[9, 1], [8, 2], [7, 3]]), torch.tensor([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]])
+LAST = (
+    torch.tensor([[0] * 6, [0] * 6, [7, 3, 5, 2, 1, 4]]),
+    torch.tensor([[0.0] * 6, [0.0] * 6, [0.2, 0.8, 0, 0, 0, 0]]),
+)
+
+
+def test_a_token_has_several_targets_each_with_its_weight(server, connect, base) -> None:
+    client = connect(server)
+    soft, plain = new_model(client, base), new_model(client, base)
+    columns = [soft_datum(SOFT[0][:, n], SOFT[1][:, n]) for n in (0, 1)]
+
+    together = soft.forward_backward([soft_datum(*SOFT)], "cross_entropy").result(TIMEOUT_S)
+    apart = plain.forward_backward(columns, "cross_entropy").result(TIMEOUT_S)
+    for model in (soft, plain):
+        model.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+
+    found = together.loss_fn_outputs[0]["logprobs"].to_numpy()
+    single = [item["logprobs"].to_numpy() for item in apart.loss_fn_outputs]
+    assert found.shape == (3, 2)
+    assert found == pytest.approx(np.stack(single, -1), abs=1e-5)
+    assert together.metrics["loss:sum"] == pytest.approx(apart.metrics["loss:sum"], rel=1e-5)
+    assert loss_of(soft) == pytest.approx(loss_of(plain), rel=1e-5)
+
+
+def test_sequences_of_one_batch_have_one_target_or_several_also_as_sparse_rows(server, connect, base) -> None:
+    model = new_model(connect(server), base)
+    sparse = soft_datum(*LAST)
+
+    output = model.forward([datum(6), sparse, soft_datum(*SOFT), datum(3)], "cross_entropy").result(TIMEOUT_S)
+
+    assert sparse.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
+    assert [item["logprobs"].shape for item in output.loss_fn_outputs] == [[6], [3, 6], [3, 2], [3]]
+    alone = model.forward([soft_datum(*SOFT)], "cross_entropy").result(TIMEOUT_S).loss_fn_outputs[0]
+    assert output.loss_fn_outputs[2]["logprobs"].to_numpy() == pytest.approx(alone["logprobs"].to_numpy(), abs=1e-5)
+
+
+def test_a_custom_loss_sees_the_log_probabilities_of_all_targets(server, connect, base) -> None:
+    """As the cookbook's decisions do: a loss of the chances of the choices at the last token."""
+    model = new_model(connect(server), base)
+
+    def loss(data, logprobs):
+        chances = torch.softmax(logprobs[0][-1], -1)
+        return ((chances - data[0].loss_fn_inputs["weights"].to_torch()[-1]) ** 2).sum(), {}
+
+    losses = []
+    for _ in range(4):
+        passed = model.forward_backward_custom([soft_datum(*LAST)], loss)
+        model.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+        losses.append(passed.result(TIMEOUT_S).metrics["loss:sum"])
+
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 2
+
+
 def test_a_policy_gradient_runs(server, connect, base) -> None:
     model = new_model(connect(server), base)
     inputs = {"logprobs": [-4.0] * 6, "advantages": [1.0] * 6}

@@ -7,6 +7,7 @@ The ranks take the sequences in turn.
 """
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from raycheck import ConfigError
 from raycheck.tinker.engine.base_model import Adapter, BaseModel
-from raycheck.tinker.engine.orders import SampledTokens, SampleOrder, SampleOutput
+from raycheck.tinker.engine.orders import SampleOrder
+from raycheck.tinker.wire.samples import (
+    UNSCORED,
+    LikeliestTokens,
+    PromptScores,
+    SampledTokens,
+    SampleOutput,
+    TargetCells,
+)
 from raycheck.tinker.wire.training_data import FloatArray
 
 MAX_BATCH_TOKENS = 65536
@@ -32,15 +41,15 @@ def sample(base: BaseModel, adapter: Adapter | None, order: SampleOrder) -> Samp
         prompt = torch.tensor([order.prompt], device=base.device)
         for begin in range(0, -(-order.num_samples // ranks.size), size):
             found = model(input_ids=prompt, use_cache=True)
-            if found.past_key_values is None:
+            logits, cache = found.logits[0].float(), getattr(found, _cache_name(model), None)
+            if cache is None:
                 raise ConfigError(f"base_model={base.source}: it keeps no keys and values, which sampling needs")
-            logits, cache = found.logits[0].float(), found.past_key_values
             numbers = mine[begin : begin + size]
             made |= _sequences(base, model, order, numbers, cache=cache, logits=logits[-1])
     everywhere = {number: found for part in ranks.gather(made) for number, found in part.items()}
     return SampleOutput(
         sequences=tuple(everywhere[number] for number in range(order.num_samples)),
-        prompt_logprobs=_prompt_logprobs(logits, prompt[0]) if order.prompt_logprobs else None,
+        prompt=_prompt_scores(logits, order),
     )
 
 
@@ -55,20 +64,24 @@ def _sequences(
     cache.batch_repeat_interleave(rows)
     logits = logits.expand(rows, -1)
     generators = [torch.Generator(base.device).manual_seed(order.seed + number) for number in numbers or [0]]
-    choose, is_stop = _choice(order), _stop(base, order)
+    choose, is_stop, cached = _choice(order), _stop(base, order), {_cache_name(model): cache}
     tokens = torch.zeros(rows, order.max_tokens, dtype=torch.int64, device=base.device)
     logprobs = torch.zeros(rows, order.max_tokens, device=base.device)
+    likeliest: list[Any] = []
     stopped_at = torch.zeros(rows, dtype=torch.int64, device=base.device)
     for place in range(order.max_tokens):
         chosen = choose(logits, generators)
         tokens[:, place] = chosen
-        logprobs[:, place] = torch.log_softmax(logits, -1).gather(-1, chosen[:, None])[:, 0]
+        scores = torch.log_softmax(logits, -1)
+        logprobs[:, place] = scores.gather(-1, chosen[:, None])[:, 0]
+        if order.likeliest_sampled:
+            likeliest.append(scores.topk(order.likeliest_sampled))
         stops = is_stop(tokens[:, : place + 1]) & (stopped_at == 0)
         stopped_at[stops] = place + 1
         is_over = place + 1 == order.max_tokens or not numbers or bool((stopped_at > 0).all())
         if base.ranks.is_on_all(is_over):
             break
-        logits = model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = model(input_ids=chosen[:, None], use_cache=True, **cached).logits[:, -1].float()
     found = {}
     for row, number in enumerate(numbers):
         length = int(stopped_at[row]) or order.max_tokens
@@ -76,8 +89,24 @@ def _sequences(
             tokens=tokens[row, :length].cpu().numpy().astype(np.int32),
             logprobs=logprobs[row, :length].cpu().numpy(),
             is_stopped=bool(stopped_at[row]),
+            likeliest=_likeliest_of(row, likeliest[:length]),
         )
     return found
+
+
+def _likeliest_of(row: int, found: Sequence[Any]) -> LikeliestTokens | None:
+    """Returns the likeliest tokens of one sequence. found: those of all sequences, place by place; [] for none."""
+    if not found:
+        return None
+    return LikeliestTokens(
+        tokens=torch.stack([item.indices[row] for item in found]).cpu().numpy().astype(np.int32),
+        logprobs=torch.stack([item.values[row] for item in found]).cpu().numpy(),
+    )
+
+
+def _cache_name(model: Any) -> str:
+    """Returns what the model's forward calls the keys and values of earlier tokens: transformers 5.24 renamed them."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def _choice(order: SampleOrder) -> Callable[[Tensor, Sequence[torch.Generator]], Tensor]:
@@ -114,7 +143,29 @@ def _stop(base: BaseModel, order: SampleOrder) -> Callable[[Tensor], Tensor]:
     return lambda tokens: torch.isin(tokens[:, -1], stop_tokens) | by_strings(tokens, None)
 
 
-def _prompt_logprobs(logits: Tensor, prompt: Tensor) -> FloatArray:
-    """Returns the log-probability of each token of the prompt after those before it; NaN for the first."""
-    found = torch.log_softmax(logits[:-1], -1).gather(-1, prompt[1:, None])[:, 0]
-    return np.concatenate([[np.nan], found.cpu().numpy()]).astype(np.float32)
+def _prompt_scores(logits: Tensor, order: SampleOrder) -> PromptScores:
+    """Returns what `order` asks for of the prompt. A token is scored after those before it, so that the first has no
+    score. logits: of the token after each one of the prompt."""
+    if not (order.prompt_logprobs or order.likeliest_prompt or order.targets):
+        return PromptScores()
+    scores = torch.log_softmax(logits[:-1], -1)
+    first = 0 if order.scored_last is None else len(scores) - order.scored_last
+    logprobs, likeliest = None, None
+    if order.prompt_logprobs:
+        found = scores.gather(-1, torch.tensor(order.prompt[1:], device=scores.device)[:, None])[first:, 0]
+        logprobs = np.concatenate([np.full(first + 1, np.nan), found.cpu().numpy()]).astype(np.float32)
+    if order.likeliest_prompt:
+        values, tokens = scores[first:].topk(order.likeliest_prompt)
+        unscored = (first + 1, 0), (0, 0)
+        likeliest = LikeliestTokens(
+            tokens=np.pad(tokens.cpu().numpy().astype(np.int32), unscored),
+            logprobs=np.pad(values.cpu().numpy(), unscored, constant_values=UNSCORED),
+        )
+    targets = None if order.targets is None else _target_logprobs(scores, order.targets)
+    return PromptScores(logprobs=logprobs, likeliest=likeliest, targets=targets)
+
+
+def _target_logprobs(scores: Tensor, targets: TargetCells) -> FloatArray:
+    rows, tokens = (torch.tensor(item, device=scores.device).long() for item in (targets.rows, targets.tokens))
+    found = scores[rows, tokens.clamp(min=0)].masked_fill(tokens < 0, 0.0)
+    return found.cpu().numpy().astype(np.float32)

@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from raycheck.tinker.engine.lora_shape import LoraShape
+from raycheck.tinker.wire.samples import TargetCells
 from raycheck.tinker.wire.training_data import FloatArray
 
 NoteValue = str | int | float | bool
-IntArray32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +54,10 @@ class SampleOrder:
 
     source, shape: the checkpoint, and the shape of its adapter; None for the base model. max_tokens: per sequence.
     stop_tokens: None for the base model's own. seed: of the first sequence; each next one has the next number.
-    temperature: 0 takes the likeliest token. top_k: -1 for all.
+    temperature: 0 takes the likeliest token. top_k: -1 for all. scored_last: how many tokens of the prompt are scored,
+    from its end; None for all but the first. likeliest_prompt, likeliest_sampled: of how many tokens the
+    log-probabilities are returned at each scored token of the prompt, and at each sampled one. targets: tokens whose
+    log-probabilities at the prompt are returned.
     """
 
     source: LoadSource | None
@@ -72,20 +72,7 @@ class SampleOrder:
     stop_tokens: tuple[int, ...] | None
     stop_strings: tuple[str, ...]
     prompt_logprobs: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledTokens:
-    """Holds one sequence. logprobs: of each token. is_stopped: by a stop, and not by its length."""
-
-    tokens: IntArray32
-    logprobs: FloatArray
-    is_stopped: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleOutput:
-    """Holds the sequences, and the log-probabilities of the prompt if they were asked for: NaN for its first token."""
-
-    sequences: tuple[SampledTokens, ...]
-    prompt_logprobs: FloatArray | None
+    scored_last: int | None = None
+    likeliest_prompt: int = 0
+    likeliest_sampled: int = 0
+    targets: TargetCells | None = None

@@ -93,20 +93,21 @@ def _group_loss(
     """Returns the sum of a group's losses, and per datum its log-probabilities and its losses by token."""
     device = next(model.parameters()).device
     longest = max(len(datum.tokens) for datum in group)
+    widths = [datum.target_tokens.size // len(datum.tokens) for datum in group]
     tokens = torch.zeros(len(group), longest, dtype=torch.int64)
     mask = torch.zeros(len(group), longest, dtype=torch.int64)
-    targets = torch.zeros(len(group), longest, dtype=torch.int64)
-    for row, datum in enumerate(group):
+    targets = torch.zeros(len(group), longest, max(widths), dtype=torch.int64)
+    for row, (datum, width) in enumerate(zip(group, widths, strict=True)):
         length = len(datum.tokens)
         tokens[row, :length] = torch.from_numpy(datum.tokens.copy())
-        targets[row, :length] = torch.from_numpy(datum.target_tokens.copy())
+        targets[row, :length, :width] = torch.from_numpy(datum.target_tokens.reshape(length, width).copy())
         mask[row, :length] = 1
     logits = model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False).logits.float()
-    chosen = torch.log_softmax(logits, dim=-1).gather(-1, targets.to(device)[..., None])[..., 0]
+    chosen = torch.log_softmax(logits, dim=-1).gather(-1, targets.to(device))
     loss_of = LOSSES[batch.loss_fn]
     rows = []
-    for row, datum in enumerate(group):
-        logprobs = chosen[row, : len(datum.tokens)]
+    for row, (datum, width) in enumerate(zip(group, widths, strict=True)):
+        logprobs = chosen[row, : len(datum.tokens), :width].reshape(datum.target_tokens.shape)
         inputs = {name: torch.from_numpy(value.copy()).to(device) for name, value in datum.inputs.items()}
         rows.append((logprobs, loss_of(logprobs, inputs, batch.config)))
     total = torch.stack([losses.sum() for _, losses in rows]).sum()

@@ -9,7 +9,8 @@ from raycheck import NotFoundError, open_run
 from raycheck.tinker.engine.base_model import Adapter, BaseModel
 from raycheck.tinker.engine.generation import sample
 from raycheck.tinker.engine.lora_model import LoraModel
-from raycheck.tinker.engine.orders import SampleOrder, SampleOutput
+from raycheck.tinker.engine.orders import SampleOrder
+from raycheck.tinker.wire.samples import SampleOutput
 
 MAX_MODELS = 4
 

@@ -27,11 +27,11 @@ from raycheck.tinker.engine.orders import (
     NoteValue,
     PassOutput,
     SampleOrder,
-    SampleOutput,
     SaveOrder,
 )
 from raycheck.tinker.engine.passes import run_pass
 from raycheck.tinker.engine.samplers import Samplers
+from raycheck.tinker.wire.samples import SampleOutput
 from raycheck.tinker.wire.training_data import TrainingBatch
 
 SETTINGS = SaveSettings(every_steps=None, keep_last=1, rolling_keep_last=2, max_failed_saves=1_000_000)

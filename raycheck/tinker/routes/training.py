@@ -10,13 +10,8 @@ from raycheck.tinker.routes.requests import SERVICE, body_bytes, json_body
 from raycheck.tinker.service import Service, canonical, digest_of
 from raycheck.tinker.wire.fields import RefusedRequestError, optional_number_in, text_in
 from raycheck.tinker.wire.results import PROTOBUF
-from raycheck.tinker.wire.training_data import (
-    Limits,
-    MalformedDataError,
-    address_in_protobuf,
-    batch_in_json,
-    batch_in_protobuf,
-)
+from raycheck.tinker.wire.tensors import MalformedDataError
+from raycheck.tinker.wire.training_data import Limits, address_in_protobuf, batch_in_json, batch_in_protobuf
 
 
 def add_to(app: web.Application) -> None:

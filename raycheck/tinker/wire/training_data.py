@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raycheck.tinker.wire.tensors import (
+    IntArray,
+    MalformedDataError,
+    array_in,
+    cells_in_json,
+    cells_in_protobuf,
+    ints_in,
+)
+
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int64]
 LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
     "importance_sampling": ("logprobs", "advantages"),
@@ -41,13 +49,12 @@ REFUSED_LOSSES: Mapping[str, str] = {
 """Losses that clients of other servers know, and why this one does not have them."""
 
 
-class MalformedDataError(ValueError):
-    """The data of a request cannot be trained on. The message says where and why."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingDatum:
-    """Holds one sequence: tokens and target_tokens, one for one, and the inputs of its loss, each of that length."""
+    """Holds one sequence: tokens, their target_tokens, and the inputs of its loss, which have the targets' shape.
+
+    A token has one target; with cross_entropy it may have several, in a second dimension.
+    """
 
     tokens: IntArray
     target_tokens: IntArray
@@ -104,7 +111,8 @@ def batch_in_protobuf(message: Any, limits: Limits) -> TrainingBatch:
     data = []
     for number, item in enumerate(message.data):
         tokens = [_tokens_in_chunk(number, chunk) for chunk in item.model_input]
-        inputs = {name: _tensor(number, name, tensor) for name, tensor in item.loss_fn_inputs.items()}
+        loss_inputs = item.loss_fn_inputs.items()
+        inputs = {name: cells_in_protobuf(f"datum {number}: {name!r}", value).dense() for name, value in loss_inputs}
         data.append(_datum(number, tokens, inputs, message.loss_fn, limits))
     return _batch(message.loss_fn, config, data, forward_only=message.forward_only)
 
@@ -121,8 +129,9 @@ def batch_in_json(body: Mapping[str, Any], limits: Limits, *, forward_only: bool
     data = []
     for number, item in enumerate(items):
         try:
-            tokens = [_ints(number, "tokens", _text_tokens(number, chunk)) for chunk in item["model_input"]["chunks"]]
-            inputs = {name: _json_tensor(number, name, value) for name, value in item["loss_fn_inputs"].items()}
+            chunks, loss_inputs = item["model_input"]["chunks"], item["loss_fn_inputs"].items()
+            tokens = [ints_in(f"datum {number}: tokens", _text_tokens(number, chunk)) for chunk in chunks]
+            inputs = {name: cells_in_json(f"datum {number}: {name!r}", value).dense() for name, value in loss_inputs}
         except (TypeError, KeyError, AttributeError) as error:
             raise MalformedDataError(f"datum {number} is not shaped as a Datum: {error!r}") from None
         data.append(_datum(number, tokens, inputs, loss_fn, limits))
@@ -158,10 +167,11 @@ def _datum(
     if "target_tokens" not in inputs:
         raise MalformedDataError(f"datum {number} has no target_tokens")
     targets = inputs["target_tokens"]
-    if targets.shape != tokens.shape:
+    has_several = targets.ndim == 2 and targets.shape[1] > 0 and loss_fn == "cross_entropy"
+    if targets.shape[:1] != tokens.shape or not (targets.ndim == 1 or has_several):
         raise MalformedDataError(
             f"datum {number}: target_tokens has the shape {list(targets.shape)} and model_input {len(tokens)} tokens; "
-            "give one target for each token"
+            "give one target for each token, or with cross_entropy as many for each"
         )
     if targets.dtype.kind != "i":
         raise MalformedDataError(f"datum {number}: target_tokens has to be whole numbers")
@@ -173,10 +183,10 @@ def _datum(
             raise MalformedDataError(f"datum {number} has no {name!r}, which {loss_fn} needs")
         if name in inputs:
             value = inputs[name].astype(np.float32)
-            if value.shape != tokens.shape or not np.isfinite(value).all():
+            if value.shape != targets.shape or not np.isfinite(value).all():
                 raise MalformedDataError(
-                    f"datum {number}: {name!r} has to be {len(tokens)} finite numbers, and has the shape "
-                    f"{list(value.shape)}"
+                    f"datum {number}: {name!r} has to be finite numbers of the shape {list(targets.shape)}, as "
+                    f"target_tokens, and has the shape {list(value.shape)}"
                 )
             floats[name] = value
     return TrainingDatum(tokens=tokens, target_tokens=targets.astype(np.int64), inputs=floats)
@@ -196,59 +206,10 @@ def check_tokens(what: str, tokens: npt.NDArray[Any], limits: Limits) -> None:
 def _tokens_in_chunk(number: int, chunk: Any) -> IntArray:
     if not chunk.HasField("encoded_text"):
         raise MalformedDataError(f"datum {number} holds a chunk that is no text; this server trains on text only")
-    return _array(number, "tokens", chunk.encoded_text.tokens, np.dtype(np.int32)).astype(np.int64)
-
-
-def _tensor(number: int, name: str, tensor: Any) -> npt.NDArray[Any]:
-    from tinker.proto import tinker_public_pb2 as public_pb
-
-    if tensor.HasField("sparse_csr"):
-        raise MalformedDataError(f"datum {number}: {name!r} is sparse; this server takes one value for each token")
-    dtypes: dict[int, np.dtype[Any]] = {
-        public_pb.DTYPE_FLOAT32: np.dtype(np.float32),
-        public_pb.DTYPE_INT64: np.dtype(np.int64),
-        public_pb.DTYPE_INT32: np.dtype(np.int32),
-    }
-    if tensor.dtype not in dtypes:
-        raise MalformedDataError(f"datum {number}: {name!r} has an unknown dtype {tensor.dtype}")
-    flat = _array(number, name, tensor.dense, dtypes[tensor.dtype])
-    shape = list(tensor.shape) or [len(flat)]
-    if any(size < 0 for size in shape) or math.prod(shape) != len(flat):
-        raise MalformedDataError(f"datum {number}: {name!r} claims the shape {shape} and has {len(flat)} values")
-    return flat.reshape(shape)
-
-
-def _array(number: int, name: str, data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    if len(data) % dtype.itemsize:
-        raise MalformedDataError(f"datum {number}: {name!r} has {len(data)} bytes, which are no {dtype} values")
-    return np.frombuffer(data, dtype)
+    return array_in(f"datum {number}: tokens", chunk.encoded_text.tokens, np.dtype(np.int32)).astype(np.int64)
 
 
 def _text_tokens(number: int, chunk: Any) -> Any:
     if chunk.get("type", "encoded_text") != "encoded_text":
         raise MalformedDataError(f"datum {number} holds a chunk {chunk['type']!r}; this server trains on text only")
     return chunk["tokens"]
-
-
-def _json_tensor(number: int, name: str, value: Any) -> npt.NDArray[Any]:
-    if value.get("sparse_crow_indices") is not None:
-        raise MalformedDataError(f"datum {number}: {name!r} is sparse; this server takes one value for each token")
-    if value["dtype"] == "int64":
-        flat: npt.NDArray[Any] = _ints(number, name, value["data"])
-    else:
-        try:
-            flat = np.asarray(value["data"], np.float32)
-        except (TypeError, ValueError):
-            raise MalformedDataError(f"datum {number}: {name!r} is no list of numbers") from None
-    shape = value.get("shape") or [flat.size]
-    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise MalformedDataError(f"datum {number}: {name!r} has no shape: {shape!r}")
-    if math.prod(shape) != flat.size:
-        raise MalformedDataError(f"datum {number}: {name!r} claims the shape {shape} and has {flat.size} values")
-    return flat.reshape(shape)
-
-
-def _ints(number: int, name: str, given: Any) -> IntArray:
-    if not isinstance(given, list) or any(type(value) is not int or abs(value) >= 1 << 62 for value in given):
-        raise MalformedDataError(f"datum {number}: {name!r} is no list of whole numbers")
-    return np.asarray(given, np.int64)
