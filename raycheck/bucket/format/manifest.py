@@ -52,9 +52,9 @@ class Component(Document):
 class RankRecord(Document):
     """Says what the save cost one rank.
 
-    blocked_s: seconds for which training waited. staged_s: seconds from the same moment until the state was copied,
-    with the copies that devices made while training went on. upload_s: seconds of the upload, checksums included.
-    size_bytes: bytes uploaded.
+    blocked_s: seconds for which training waited, with the time of the upload for a shard that was copied in slices.
+    staged_s: seconds from the same moment until the state was copied, with the copies that devices made while training
+    went on. upload_s: seconds of the upload, checksums included. size_bytes: bytes uploaded.
     """
 
     rank: int

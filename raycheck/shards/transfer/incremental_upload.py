@@ -389,7 +389,7 @@ class Components:
             return
         self._sliced.add(component)
         uploader = ", and this rank uploads it itself, in spite of upload_by='node'" if self._is_shared else ""
-        text = "every save of %s stops the training until its shard is uploaded in slices%s, rank=%d: %s"
+        text = "each save that writes component %s stops the training until it is uploaded in slices%s, rank=%d: %s"
         logging.getLogger("raycheck").warning(text, component, uploader, self._rank, why)
 
     def stage_for_memory(

@@ -167,9 +167,9 @@ class SaveQueue:
     ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Returns the checkpoint's name.
 
-        When it returns, the state may change: it is copied, or the save has failed.
-        If there is still no buffer, the save counts as failed, and the other ranks are told. trained_s,
-        is_by_notice: see Manifest. is_reported: Ray can soon be told of this save.
+        When it returns, the state may change: it is copied, or the save fails. If there is still no buffer, the save
+        counts as failed, and the other ranks are told. trained_s, is_by_notice: see Manifest. is_reported: Ray can soon
+        be told of this save.
         """
         began = time.monotonic()
         last_to_await = self._last_to_await()
