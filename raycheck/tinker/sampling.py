@@ -29,7 +29,7 @@ from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json
 logger = logging.getLogger("raycheck.tinker")
 MAX_SAMPLES = 1024
 MAX_STOPS = 16
-MAX_LIKELIEST = 1024
+MAX_LIKELIEST = 256
 NOT_THERE = ("prompt_alt_tokens_k", "record_stability_info")
 
 

@@ -138,7 +138,7 @@ def make_choices(folder: Path, rows: int = 48) -> None:
     _write_lines(folder / CHOICES / "test.jsonl", lines)
 
 
-def make_forecasts(folder: Path, rows: int = 32) -> None:
+def make_forecasts(folder: Path, rows: int = 64) -> None:
     """Write markets in a file of their own, half of them after 2026-01-01."""
     with (folder / FORECASTS).open("w", newline="") as file:
         columns = "submission_id event_ticker title snapshot_time close_time market_outcome category markets sources"

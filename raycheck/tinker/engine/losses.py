@@ -1,7 +1,8 @@
 """The losses by name: each returns the loss of every token of one datum, whose sum is what is differentiated.
 
-logprobs: log-probabilities of the datum's target tokens under the model, shape (tokens,), float32. inputs: the datum's
-other inputs, of that shape. config: the settings of `loss_fn_config`. Thresholds are those of the probability ratio.
+logprobs: log-probabilities of the datum's target tokens under the model, float32, of shape (tokens,), or with
+cross_entropy (tokens, targets). inputs: the datum's other inputs, of that shape. config: the settings of
+`loss_fn_config`. Thresholds are those of the probability ratio.
 """
 
 from collections.abc import Callable, Mapping

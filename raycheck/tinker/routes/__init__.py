@@ -6,4 +6,5 @@ training     models, forward_backward, optim_step, loads and saves: all that bec
 futures      retrieve_future
 sampling     sampling sessions, and requests to sample
 catalog      training runs and checkpoints: listed, copied, published, deleted, their expiry
+downloads    adapters as files and archives
 """
