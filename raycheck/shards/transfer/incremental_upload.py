@@ -7,6 +7,7 @@ otherwise the checkpoint refers to the one that has it.
 
 import logging
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -143,7 +144,8 @@ class StagedState:
 
     staged: the shards to upload. written: those of them outside `train`, by component. kept: the shards that are not
     uploaded. referred: components of which no rank uploads anything. has_rows_of_referred: this rank's section has
-    their rows. values, rank_values: what is no tensor, of all ranks and of this one.
+    their rows. values, rank_values: what is no tensor, of all ranks and of this one. staged_at: when it was staged, by
+    time.monotonic.
     """
 
     staged: Sequence[Staged]
@@ -153,6 +155,7 @@ class StagedState:
     written: Mapping[str, UploadedShard] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     rank_values: Mapping[str, object] = field(default_factory=dict)
+    staged_at: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
         """Wait until everything is copied from the devices."""
@@ -196,12 +199,12 @@ class StagedState:
     @property
     def sliced_s(self) -> float:
         """Returns how many seconds after the staging the last live tensor was copied. Only after the upload."""
-        return max((slices.copied_s for slices in self.slices), default=0.0)
+        return max((slices.copied_at - self.staged_at for slices in self.slices), default=0.0)
 
     def upload(self, store: Store, checkpoint: str) -> None:
         """Upload the staged shards, which are durable when it returns. Single use."""
         try:
-            for shard in self.staged:
+            for shard in sorted(self.staged, key=lambda shard: shard.slices is None):  # training waits for slices
                 key = shard_key(checkpoint, shard.name.component, shard.name.rank)
                 store.put_parts(key, shard.parts(store.part_bytes(shard.size_bytes)), shard.size_bytes)
         finally:
@@ -284,6 +287,7 @@ class Components:
         self._restored: RestoredShards | None = None
         self._referred: dict[str, ReferredComponent] = {}
         self._sliced: set[str] = set()  # the components of which it was said that they are staged in slices
+        self._has_staged = False
 
     @property
     def buffers(self) -> int:
@@ -317,14 +321,29 @@ class Components:
                 self._warn_of_slices(component, shortage(size_bytes, available - claimed))
         logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, claimed)
         if memory:
-            self._prepare_memory(memory, train, world_size=world_size)
+            left = None if available is None else available - claimed
+            self._prepare_memory(memory, train, world_size=world_size, available=left)
 
-    def _prepare_memory(self, memory: list[dict[str, Stager]], boxes: Sequence[LocalBox], *, world_size: int) -> None:
-        """Claim the buffers for memory checkpoints, once those for the bucket are there: these come first."""
+    def _prepare_memory(
+        self,
+        memory: list[dict[str, Stager]],
+        boxes: Sequence[LocalBox],
+        *,
+        world_size: int,
+        available: int | None,
+    ) -> None:
+        """Claim the buffers for memory checkpoints, once those for the bucket are there: these come first.
+
+        available: the bytes that those for the bucket leave; None when that is unknown.
+        """
+        if self._sliced:  # their slices need what is left
+            text = "no memory checkpoints rank=%d: there is too little memory for saves to the bucket already"
+            logging.getLogger("raycheck").warning(text, self._rank)
+            return
         stagers = [slot[TRAIN] for slot in memory]
         size_bytes = sum(stager.needed_bytes(boxes, world_size=world_size) for stager in stagers)
         try:
-            check_fits(size_bytes, available_bytes())
+            check_fits(size_bytes, available)
             for stager in stagers:
                 stager.prepare(boxes, world_size=world_size)
         except ConfigError as error:
@@ -360,7 +379,7 @@ class Components:
             else:
                 staged.append(self._stage_shard(stager, boxes, sources))
                 written[component] = UploadedShard(staged=staged[-1], boxes=boxes, digests=found)
-        self._restored = None
+        self._restored, self._has_staged = None, True
         referred = [self._referred[name] for name in sorted(self._referred)]
         return StagedState(
             staged=staged, kept=kept, written=written, referred=referred, has_rows_of_referred=self._rank == 0
@@ -374,11 +393,16 @@ class Components:
         leaves: Leaves = MappingProxyType({}),
         also: Places = MappingProxyType({}),
     ) -> Staged:
-        """Stage a component into its buffer, or in slices. Raises ConfigError when there is no memory for these."""
+        """Stage a component into its buffer, or in slices.
+
+        When there is no memory for these, raises ConfigError at the first save, and SaveFailedError at a later one.
+        """
         try:
             return stager.stage(boxes, leaves, sources, also)
         except ConfigError as error:
             if not _fits_in_slices(stager.needed_bytes(boxes, world_size=1), available_bytes()):
+                if self._has_staged:  # the memory may be there again at the next save
+                    raise SaveFailedError(str(error)) from error
                 raise
             self._warn_of_slices(stager.name.component, str(error))
         return stager.stage_in_slices(boxes, leaves, sources, also)

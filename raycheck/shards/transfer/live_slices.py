@@ -53,8 +53,7 @@ class LiveSlices:
         self._streams = streams
         self._end = slots[-1].stop if slots else 0
         self.size_bytes = self._end + len(rest)
-        self._began = time.monotonic()
-        self._copied_at: float | None = None if slots else self._began
+        self._copied_at: float | None = None if slots else time.monotonic()
         self._lock = threading.Lock()  # held while live tensors are read
         self._is_let_go = False
         self._is_over = threading.Event()
@@ -62,10 +61,10 @@ class LiveSlices:
             self._is_over.set()
 
     @property
-    def copied_s(self) -> float:
-        """Returns how many seconds it took until all tensors were copied. Only after that."""
+    def copied_at(self) -> float:
+        """Returns when all tensors were copied, by time.monotonic. Only after that."""
         assert self._copied_at is not None, "not all parts were made"
-        return self._copied_at - self._began
+        return self._copied_at
 
     def wait(self, deadline: float) -> None:
         """Wait until all tensors are copied or were let go, until `deadline` (of time.monotonic) at most."""

@@ -48,7 +48,7 @@ class SharedMemory:
         try:
             os.ftruncate(fd, size_bytes)
             status = os.fstat(fd)
-            address = _map(fd, size_bytes)
+            address = _map(fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             os.close(fd)
             raise
@@ -70,14 +70,14 @@ def _libc() -> Any:
     return libc
 
 
-def _map(fd: int, size_bytes: int) -> int:
-    """Returns the address at which a file is mapped, writable and not inherited by forks. Raises OSError.
+def _map(fd: int, size_bytes: int, protection: int) -> int:
+    """Returns the address at which a file is mapped, not inherited by forks. Raises OSError.
 
     Python's own mmap would keep a second file descriptor, which forks inherit, and would unmap the address range in a
     fork too, where something else may lie by then.
     """
     libc = _libc()
-    address = libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    address = libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         error = ctypes.get_errno()
         raise OSError(error, f"cannot map {size_bytes} bytes of shared memory: {os.strerror(error)}")
@@ -89,8 +89,14 @@ def _free(place: MemoryPlace, address: int) -> None:
     """Give the memory back. A forked child has nothing to give back."""
     if os.getpid() == place.pid:
         _files.discard(place.fd)
-        _libc().munmap(address, place.size_bytes)
         os.close(place.fd)
+    _unmap(place.pid, address, place.size_bytes)
+
+
+def _unmap(pid: int, address: int, size_bytes: int) -> None:
+    """Unmap memory in the process that has mapped it. In a forked child something else may lie there."""
+    if os.getpid() == pid:
+        _libc().munmap(address, size_bytes)
 
 
 def _close_in_child() -> None:
@@ -126,9 +132,12 @@ def open_to_read(place: MemoryPlace) -> memoryview:
     """
     fd = _open(place, os.O_RDONLY)
     try:
-        return memoryview(mmap.mmap(fd, place.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        address = _map(fd, place.size_bytes, mmap.PROT_READ)
     finally:
         os.close(fd)
+    pages = (ctypes.c_char * place.size_bytes).from_address(address)
+    weakref.finalize(pages, _unmap, os.getpid(), address, place.size_bytes).atexit = False
+    return memoryview(pages).cast("B").toreadonly()
 
 
 def _open(place: MemoryPlace, mode: int) -> int:

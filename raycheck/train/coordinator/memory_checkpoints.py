@@ -35,6 +35,7 @@ ANSWER_S = 5.0
 LAST_COPIES_S = 10.0
 """How long a claim waits for copies of what all ranks of the group before have sealed."""
 COPY_TIMEOUT_S = 120.0
+"""How long a copy to another node may be on its way. With the pauses in between it takes twice that."""
 ZONE = "ray.io/availability-zone"
 
 
@@ -67,6 +68,8 @@ class MemoryCheckpoints:
         self._is_used = True
         if at not in self._saves:
             if at[1] < self._last_step:
+                if report.checkpoint == self._newest_key:  # this rank must not stage the next one over it
+                    return Outcome(kind="committed", key=report.checkpoint)
                 return Outcome(kind="failed", key=report.checkpoint, message="a later memory checkpoint was begun")
             self._end_those_before(at)
         self._last_step = at[1]
@@ -208,7 +211,7 @@ class MemoryCheckpoints:
                 continue
             try:
                 sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S, is_urgent=is_urgent)
-                problem = await asyncio.wait_for(sending, COPY_TIMEOUT_S)
+                problem = await asyncio.wait_for(sending, 2 * COPY_TIMEOUT_S + ANSWER_S)
             except (TimeoutError, RayError) as error:
                 problem = f"{type(error).__name__} while node {node} copied to {other}"
             if not problem:

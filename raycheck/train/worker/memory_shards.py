@@ -31,7 +31,7 @@ PACE = 0.5
 """The share of the time in which chunks are on their way; for the rest the network is the training's."""
 READ_TIMEOUT_S = 60.0
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Place = tuple[int, int]
+AttemptAndStep = tuple[int, int]
 """An attempt and a step: memory checkpoints are made in the order of these."""
 
 
@@ -49,7 +49,7 @@ class MemoryShards:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._floor: Place = (0, 0)
+        self._floor: AttemptAndStep = (0, 0)
         self._own: dict[str, _Held] = {}
         self._copies: dict[str, _Held] = {}
 
@@ -59,13 +59,13 @@ class MemoryShards:
         place: where the memory begins that the shard is the first bytes of.
         """
         with self._lock:
-            if _place(key) > self._floor:  # else nobody waits for it any more
+            if _attempt_and_step(key) > self._floor:  # else nobody waits for it any more
                 self._own[key] = _Held(data=np.frombuffer(shard, np.uint8), place=place)
 
     def receive(self, key: str, size_bytes: int, start: int, chunk: Bytes) -> None:
         """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
         with self._lock:
-            if _place(key) <= self._floor:
+            if _attempt_and_step(key) <= self._floor:
                 return
             if key not in self._copies:
                 check_fits(size_bytes, available_bytes())
@@ -99,7 +99,7 @@ class MemoryShards:
         with self._lock:
             return {key: held.data for key, held in self._own.items() if key.startswith(prefix)}
 
-    def keep(self, checkpoint: str | None, floor: Place) -> None:
+    def keep(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
         """Gives back all but the shards of this checkpoint, and of those above the floor.
 
         What is not above it is not taken from now on: it may come late from a group that is gone.
@@ -107,13 +107,13 @@ class MemoryShards:
         with self._lock:
             self._floor = max(self._floor, floor)
             keys = {*self._own, *self._copies}
-            kept = {key for key in keys if _place(key) > self._floor}
+            kept = {key for key in keys if _attempt_and_step(key) > self._floor}
             kept |= {key for key in keys if checkpoint is not None and key.startswith(checkpoint_prefix(checkpoint))}
             self._own = {key: held for key, held in self._own.items() if key in kept}
             self._copies = {key: held for key, held in self._copies.items() if key in kept}
 
 
-def _place(key: str) -> Place:
+def _attempt_and_step(key: str) -> AttemptAndStep:
     """Returns attempt and step of the checkpoint that a shard belongs to."""
     name = CheckpointName.parse(key.split("/")[1])
     assert name is not None, "the ranks make the names"
@@ -130,10 +130,10 @@ def send(
 ) -> None:
     """Copies shards to the actor of another node in chunks, a few of which are on their way at a time.
 
-    to: that actor's handle. pace: see PACE; 1 for as fast as it goes. Raises what `MemoryShards.receive` does, Ray's
-    errors, and TimeoutError.
+    to: that actor's handle. timeout_s: how long they may be on their way, without the pauses. pace: see PACE; 1 for as
+    fast as it goes. Raises what `MemoryShards.receive` does, Ray's errors, and TimeoutError.
     """
-    deadline = time.monotonic() + timeout_s
+    left_s = timeout_s
     chunks = [(key, start) for key, data in shards.items() for start in range(0, len(data), CHUNK_BYTES)]
     for first in range(0, len(chunks), CHUNKS_IN_FLIGHT):
         began = time.monotonic()
@@ -143,18 +143,20 @@ def send(
             for key, start in together
         ]
         try:
-            ray.get(under_way, timeout=max(0.0, deadline - time.monotonic()))
+            ray.get(under_way, timeout=left_s)
         except GetTimeoutError:
             raise TimeoutError(f"the other node has not taken it within {timeout_s:.0f} s") from None
+        took_s = time.monotonic() - began
+        left_s = max(0.0, left_s - took_s)
         if first + CHUNKS_IN_FLIGHT < len(chunks):
-            sleep(min(time.monotonic() - began, timeout_s) * (1 / pace - 1))
+            sleep(took_s * (1 / pace - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReader:
     """Reads the shards of a memory checkpoint for one rank; all other objects come from the bucket.
 
-    holders: who holds each shard, by key. node: the rank's own, whose memory is read first, and read in place where
+    holders: who holds each shard, by key. node: the rank's own, whose memory is read first, and without its actor where
     this process can map it. A range that is asked for again, since its checksum was wrong, comes from the next of
     them. A node that does not answer is asked last from then on.
     """
@@ -195,6 +197,7 @@ class MemoryReader:
             with suppress(OSError):  # its actor was started again, or is in another container
                 if holder.place not in self._mapped:
                     self._mapped[holder.place] = open_to_read(holder.place)
-                return self._mapped[holder.place][start:stop]
+                # A copy: its checksum is compared before it is read again, and whoever staged it may still live.
+                return memoryview(bytes(self._mapped[holder.place][start:stop]))
         found = ray.get(holder.actor.read_shard.remote(key, start, stop), timeout=READ_TIMEOUT_S)
         return None if found is None else memoryview(found)

@@ -23,7 +23,7 @@ from raycheck.train.coordinator.messages import HeldShard, Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import as_raised
-from raycheck.train.worker.memory_shards import PACE, Bytes, MemoryShards, Place, send
+from raycheck.train.worker.memory_shards import PACE, AttemptAndStep, Bytes, MemoryShards, send
 from raycheck.train.worker.upload_and_report import Uploader
 
 START_TIMEOUT_S = 60.0
@@ -121,7 +121,7 @@ class NodeAgent:
             return _first_line(error)
         return ""
 
-    def keep_shards(self, checkpoint: str | None, floor: Place) -> None:
+    def keep_shards(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
         """Gives back all shards but those of this memory checkpoint, and of those above the floor."""
         self._shards.keep(checkpoint, floor)
 

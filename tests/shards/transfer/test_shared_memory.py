@@ -1,6 +1,8 @@
 """Staged copies in shared memory: another process uploads the same bytes, also when their owner is dead."""
 
+import gc
 import multiprocessing
+import os
 import pickle
 import signal
 import subprocess
@@ -156,3 +158,20 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_forked_child_neither_keeps_shared_memory_nor_frees_what_lies_in_its_place() -> None:
     subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
+
+
+def test_a_forked_child_has_nothing_of_what_its_parent_reads_there() -> None:
+    memory = SharedMemory(1 << 20)
+    memory.pages[:5] = b"bytes"
+    seen = open_to_read(memory.place)
+
+    child = os.fork()
+    if not child:
+        os._exit("memfd:raycheck" in Path("/proc/self/maps").read_text())
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bytes(seen[:5]) == b"bytes"
+    assert Path("/proc/self/maps").read_text().count("memfd:raycheck") >= 2
+    del seen
+    gc.collect()
+    del memory

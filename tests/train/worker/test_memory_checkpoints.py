@@ -1,5 +1,6 @@
 """Memory checkpoints: the next attempt restores what the nodes hold, when it is newer than what the bucket has."""
 
+import asyncio
 import copy
 import time
 from collections.abc import Iterator
@@ -15,13 +16,20 @@ import ray
 import torch
 
 import raycheck
+from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.attempt_records import read_resumes
+from raycheck.bucket.format.checksum import crc32
+from raycheck.bucket.format.manifest import ShardRecord
+from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
-from raycheck.train.coordinator.memory_checkpoints import neighbours
-from raycheck.train.coordinator.messages import Holder
+from raycheck.train.coordinator.memory_checkpoints import MemoryCheckpoints, neighbours
+from raycheck.train.coordinator.messages import Holder, Outcome
+from raycheck.train.coordinator.node_agents import NodeAgents
+from raycheck.train.coordinator.run_log import RunLog
 from raycheck.train.worker.memory_shards import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MemoryReader, MemoryShards, send
 from raycheck.train.worker.node_uploads import NodeAgent
+from tests.bench.coordinator import simulated
 from tests.support.invariants import assert_invariants
 from tests.support.ray_jobs import story, wait_for_memory
 
@@ -171,6 +179,38 @@ def test_what_comes_late_is_not_held() -> None:
     assert shards.whole().keys() == {first, of_next_attempt}
     shards.keep(names[2], (2, 2))
     assert shards.whole().keys() == {of_next_attempt}
+
+
+def test_a_rank_that_asks_late_hears_that_its_memory_checkpoint_is_listed(cluster: None, tmp_path: Path) -> None:
+    """Else it would stage the next one over the memory of the listed one."""
+    store, sections = open_store(f"file://{tmp_path}"), simulated(2, tensors=4)
+    reports = [
+        Report(
+            group="group",
+            rank=rank,
+            world_size=2,
+            attempt=1,
+            save=0,
+            progress=Progress(step=10),
+            shards=(ShardRecord(component="train", rank=rank, size_bytes=4, crc32=crc32(b"data")),),
+            section=section,
+            is_in_memory=True,
+        )
+        for rank, section in enumerate(sections)
+    ]
+    later = replace(reports[0], progress=Progress(step=20))
+
+    async def kinds() -> list[str]:
+        memory = MemoryCheckpoints(store, NodeAgents(), RunLog(store))
+        for section in sections:
+            memory.plans.remember(section)
+        listed = await asyncio.gather(*(memory.report(report, 60) for report in reports))
+        await memory.report(later, 0)
+        late = await memory.report(reports[1], 60)
+        failed = await memory.report(replace(reports[1], progress=Progress(step=9)), 60)
+        return [outcome.kind for outcome in (*listed, late, failed) if isinstance(outcome, Outcome)]
+
+    assert asyncio.run(kinds()) == ["committed", "committed", "committed", "failed"]
 
 
 class HoldingAgent(NodeAgent):
