@@ -8,7 +8,7 @@ import tinker
 import zstandard
 from tinker.proto import tinker_public_pb2 as public_pb
 
-from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json
+from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json, cells_in_protobuf
 from tests.support.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
 from tests.support.tinker_server import tinker_server
 
@@ -137,6 +137,8 @@ WRONG = {
     "a weight that is no number": {"inputs": {"weights": [1.0, float("nan"), 1.0, 1.0]}},
     "a shape that is not the data's": {"shape": [1 << 40]},
     "a negative shape": {"shape": [-1, -4]},
+    "a shape that numpy cannot hold": {"inputs": {"target_tokens": []}, "shape": [0, 1 << 62]},
+    "more dimensions than numpy has": {"shape": [4, *[1] * 69]},
     "two targets for each token": {"shape": [2, 2]},
     "an unknown loss": {"loss_fn": "no_such_loss"},
     "a loss without its inputs": {"loss_fn": "ppo"},
@@ -162,6 +164,41 @@ def test_data_that_cannot_be_trained_on_is_refused_and_its_number_is_used(server
     assert result_of(server.url, good[1]["request_id"])["metrics"]["loss:sum"] > 0
 
 
+HUGE = 10**400
+IN_JSON = {"data": [2, 3, 4, 5], "dtype": "int64", "shape": [4]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": {"data": [HUGE] * 4, "dtype": "float32", "shape": [4]}},
+        {"target_tokens": {**IN_JSON, "data": [HUGE] * 4}},
+        {"target_tokens": {**IN_JSON, "data": [], "shape": [0, 1 << 62]}},
+        {"target_tokens": {**IN_JSON, "shape": [4, *[1] * 69]}},
+        {"target_tokens": {**IN_JSON, "data": [], "shape": [HUGE, 0]}},
+        {"loss_fn_config": {"clip_low_threshold": HUGE}},
+    ],
+    ids=["value", "target", "size", "dimensions", "huge size", "setting"],
+)
+def test_a_json_number_beyond_every_range_is_refused_and_its_number_is_used(server, connect, base, change) -> None:
+    model = new_model(connect(server), base)
+
+    def passed(seq: int, **more) -> tuple[int, dict]:
+        config = more.pop("loss_fn_config", None)
+        floats = {"data": [1.0] * 4, "dtype": "float32", "shape": [4]}
+        inputs = {"target_tokens": IN_JSON, "logprobs": floats, "advantages": floats, **more}
+        item = {"model_input": {"chunks": [{"tokens": [1, 2, 3, 4]}]}, "loss_fn_inputs": inputs}
+        given = {"data": [item], "loss_fn": "ppo", "loss_fn_config": config}
+        body = {"model_id": model.model_id, "seq_id": seq, "forward_backward_input": given}
+        return ask(server.url, "forward_backward", body)
+
+    status, found = passed(1, **change)
+
+    assert status == 422, found
+    assert "fault" not in found["detail"]
+    assert "metrics" in result_of(server.url, passed(2)[1]["request_id"])
+
+
 def test_a_zstd_body_is_read_and_a_zstd_bomb_is_refused(server, connect, base) -> None:
     model = new_model(connect(server), base)
     headers = {**PROTOBUF, "Content-Encoding": "zstd"}
@@ -177,7 +214,7 @@ def test_a_zstd_body_is_read_and_a_zstd_bomb_is_refused(server, connect, base) -
 
 
 @pytest.mark.parametrize(
-    "params", [None, {"learning_rate": "x"}, {"learning_rate": -1.0}, {"beta1": 1.0}, {"type": "dimuon"}, {"eps": True}]
+    "params", [None, {"learning_rate": "x"}, {"learning_rate": HUGE}, {"learning_rate": -1.0}, {"beta1": 1.0}, {"type": "dimuon"}, {"eps": True}]
 )
 def test_a_step_that_cannot_be_made_is_refused_and_its_number_is_used(server, connect, base, params) -> None:
     model = new_model(connect(server), base)
@@ -271,6 +308,9 @@ def test_sparse_rows_are_read_with_zeros_between() -> None:
         {"sparse_crow_indices": [0, 1, 1, 3]},
         {"sparse_crow_indices": [1, 1, 1, 2]},
         {"sparse_crow_indices": []},
+        {"sparse_crow_indices": [0, 2, 2, 2], "sparse_col_indices": [1, 1]},
+        {"sparse_crow_indices": [0, 2, 2, 2], "sparse_col_indices": [1, 0]},
+        {"shape": [0, 1 << 62], "data": [], "sparse_crow_indices": [0], "sparse_col_indices": []},
         {"data": [4]},
         {"data": [[4], [5]]},
     ],
@@ -279,3 +319,14 @@ def test_sparse_rows_are_read_with_zeros_between() -> None:
 def test_sparse_rows_that_do_not_lie_in_their_shape_are_refused(change) -> None:
     with pytest.raises(MalformedDataError, match="x "):
         cells_in_json("x", {**SPARSE, **change})
+
+
+def test_a_cell_that_is_listed_twice_in_protobuf_is_refused() -> None:
+    tensor = public_pb.Tensor(dtype=public_pb.DTYPE_INT64, shape=[1, 2])
+    tensor.sparse_csr.values, tensor.sparse_csr.col_indices = (
+        np.array(values, np.int64).tobytes() for values in ([4, 5], [1, 1])
+    )
+    tensor.sparse_csr.crow_indices = np.array([0, 2], np.int64).tobytes()
+
+    with pytest.raises(MalformedDataError, match="list each cell once"):
+        cells_in_protobuf("x", tensor)

@@ -4,7 +4,7 @@ Nothing is believed: tokens must be in the vocabulary, arrays must have the leng
 its inputs. What is wrong raises MalformedDataError, which says in which datum, before anything runs.
 """
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,7 +151,7 @@ def _batch(loss_fn: str, config: Any, data: list[TrainingDatum], *, forward_only
         if name not in LOSS_CONFIG[loss_fn]:
             known = ", ".join(LOSS_CONFIG[loss_fn]) or "none"
             raise MalformedDataError(f"loss_fn_config: {loss_fn} has no {name!r}; it has: {known}")
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise MalformedDataError(f"loss_fn_config: {name}={value!r}: give a finite number")
     numbers = {name: float(value) for name, value in config.items()}
     return TrainingBatch(loss_fn=loss_fn, data=tuple(data), config=numbers, forward_only=forward_only)
