@@ -1,6 +1,7 @@
 """What is wrong gets a 4xx with words, which the SDK does not repeat, and the server goes on as before."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import zstandard
 from tinker.proto import tinker_public_pb2 as public_pb
 
 from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json, cells_in_protobuf
+from raycheck.tinker.wire.training_data import MAX_SPARSE_CELLS, Limits, batch_in_protobuf
 from tests.support.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
 from tests.support.tinker_server import tinker_server
 
@@ -214,7 +216,16 @@ def test_a_zstd_body_is_read_and_a_zstd_bomb_is_refused(server, connect, base) -
 
 
 @pytest.mark.parametrize(
-    "params", [None, {"learning_rate": "x"}, {"learning_rate": HUGE}, {"learning_rate": -1.0}, {"beta1": 1.0}, {"type": "dimuon"}, {"eps": True}]
+    "params",
+    [
+        None,
+        {"learning_rate": "x"},
+        {"learning_rate": HUGE},
+        {"learning_rate": -1.0},
+        {"beta1": 1.0},
+        {"type": "dimuon"},
+        {"eps": True},
+    ],
 )
 def test_a_step_that_cannot_be_made_is_refused_and_its_number_is_used(server, connect, base, params) -> None:
     model = new_model(connect(server), base)
@@ -319,6 +330,55 @@ def test_sparse_rows_are_read_with_zeros_between() -> None:
 def test_sparse_rows_that_do_not_lie_in_their_shape_are_refused(change) -> None:
     with pytest.raises(MalformedDataError, match="x "):
         cells_in_json("x", {**SPARSE, **change})
+
+
+def wide_rows(
+    count: int, *, tokens: int, shape: list[int], used: str = "target_tokens"
+) -> public_pb.ForwardBackwardRequest:
+    """A request with data whose input `used` is sparse, with no value listed."""
+    message = public_pb.ForwardBackwardRequest(loss_fn="cross_entropy")
+    for _ in range(count):
+        item = message.data.add()
+        item.model_input.add().encoded_text.tokens = np.zeros(tokens, np.int32).tobytes()
+        item.loss_fn_inputs["target_tokens"].dtype = public_pb.DTYPE_INT64
+        item.loss_fn_inputs["target_tokens"].dense = np.zeros(tokens, np.int64).tobytes()
+        tensor = public_pb.Tensor(dtype=public_pb.DTYPE_INT64, shape=shape)
+        tensor.sparse_csr.crow_indices = np.zeros(shape[0] + 1, np.int64).tobytes()
+        item.loss_fn_inputs[used].CopyFrom(tensor)
+    return message
+
+
+def peak_bytes(message: public_pb.ForwardBackwardRequest, vocab_size: int, match: str) -> int:
+    """How much memory it takes to refuse a request."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedDataError, match=match):
+            batch_in_protobuf(message, Limits(vocab_size=vocab_size, max_tokens=0))
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("used", "shape", "match"),
+    [
+        ("target_tokens", [1, 1 << 22], "at most the vocabulary's 1000"),
+        ("target_tokens", [3, 1000], "model_input 1 tokens"),
+        ("weights", [1, 1 << 22], r"the shape \[1\], as target_tokens"),
+    ],
+)
+def test_a_sparse_tensor_of_another_shape_than_its_tokens_is_never_filled(used, shape, match) -> None:
+    message = wide_rows(1, tokens=1, shape=shape, used=used)
+
+    assert peak_bytes(message, 1000, match) < 1 << 20
+
+
+def test_sparse_cells_are_counted_over_the_whole_request() -> None:
+    message = wide_rows(1000, tokens=1, shape=[1, 1 << 17])
+
+    peak = peak_bytes(message, 1 << 17, "datum 128: up to here the sparse tensors")
+
+    assert peak < 16 * MAX_SPARSE_CELLS
 
 
 def test_a_cell_that_is_listed_twice_in_protobuf_is_refused() -> None:
