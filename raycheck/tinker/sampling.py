@@ -29,6 +29,9 @@ logger = logging.getLogger("raycheck.tinker")
 MAX_SAMPLES = 1024
 MAX_STOPS = 16
 MAX_LIKELIEST = 256
+MAX_LIKELIEST_CELLS = 1 << 24
+"""How many of the likeliest tokens one answer may hold: it has eight bytes for each, and lies whole in memory, in a
+message of protobuf and in the state file."""
 NOT_THERE = ("prompt_alt_tokens_k", "record_stability_info")
 
 
@@ -161,6 +164,10 @@ class Sampling:
                 f"{MAX_SAMPLES} samples of at least one token, and a prompt that leaves room for it",
                 422,
             )
+        max_tokens = room if wanted is None else min(wanted, room)
+        likeliest_prompt = self._likeliest_in(body, "topk_prompt_logprobs")
+        likeliest_sampled = self._likeliest_in(body, "topk_sample_logprobs")
+        _check_likeliest(len(prompt) * likeliest_prompt, count * max_tokens * likeliest_sampled)
         stop_tokens, stop_strings = _stops_in(params)
         is_scored = flag_in(body, "prompt_logprobs", default=False)
         return SampleOrder(
@@ -168,7 +175,7 @@ class Sampling:
             shape=facts.shape,
             prompt=prompt,
             num_samples=count,
-            max_tokens=room if wanted is None else min(wanted, room),
+            max_tokens=max_tokens,
             seed=draw_seed() if seed is None else seed,
             temperature=_float_in(params, "temperature", default=1.0, least=0.0, most=100.0),
             top_k=_top_k_in(params),
@@ -177,8 +184,8 @@ class Sampling:
             stop_strings=stop_strings,
             prompt_logprobs=is_scored,
             scored_last=_scored_last_in(body, len(prompt), is_scored=is_scored),
-            likeliest_prompt=self._likeliest_in(body, "topk_prompt_logprobs"),
-            likeliest_sampled=self._likeliest_in(body, "topk_sample_logprobs"),
+            likeliest_prompt=likeliest_prompt,
+            likeliest_sampled=likeliest_sampled,
             targets=self._targets_in(body, len(prompt)),
         )
 
@@ -235,6 +242,17 @@ def order_in(data: bytes) -> SampleOrder:
         stop_tokens=None if stop_tokens is None else tuple(stop_tokens),
         targets=targets and TargetCells.parse(targets),
     )
+
+
+def _check_likeliest(at_prompt: int, sampled: int) -> None:
+    """Raises RefusedRequestError when an answer would hold more of the likeliest tokens than it can."""
+    if at_prompt + sampled > MAX_LIKELIEST_CELLS:
+        raise RefusedRequestError(
+            f"the answer would hold up to {at_prompt} of the likeliest tokens at the prompt (its length times "
+            f"topk_prompt_logprobs) and {sampled} at what is sampled (num_samples times max_tokens times "
+            f"topk_sample_logprobs): give less, for at most {MAX_LIKELIEST_CELLS} together",
+            422,
+        )
 
 
 def _scored_last_in(body: Mapping[str, Any], prompt_length: int, *, is_scored: bool) -> int | None:
