@@ -7,7 +7,6 @@ so that after a death of the engine or the server they are simply run again, wit
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -30,6 +29,9 @@ logger = logging.getLogger("raycheck.tinker")
 MAX_SAMPLES = 1024
 MAX_STOPS = 16
 MAX_LIKELIEST = 256
+MAX_LIKELIEST_CELLS = 1 << 24
+"""How many of the likeliest tokens one answer may hold: it has eight bytes for each, and lies whole in memory, in a
+message of protobuf and in the state file."""
 NOT_THERE = ("prompt_alt_tokens_k", "record_stability_info")
 
 
@@ -162,6 +164,10 @@ class Sampling:
                 f"{MAX_SAMPLES} samples of at least one token, and a prompt that leaves room for it",
                 422,
             )
+        max_tokens = room if wanted is None else min(wanted, room)
+        likeliest_prompt = self._likeliest_in(body, "topk_prompt_logprobs")
+        likeliest_sampled = self._likeliest_in(body, "topk_sample_logprobs")
+        _check_likeliest(len(prompt) * likeliest_prompt, count * max_tokens * likeliest_sampled)
         stop_tokens, stop_strings = _stops_in(params)
         is_scored = flag_in(body, "prompt_logprobs", default=False)
         return SampleOrder(
@@ -169,7 +175,7 @@ class Sampling:
             shape=facts.shape,
             prompt=prompt,
             num_samples=count,
-            max_tokens=room if wanted is None else min(wanted, room),
+            max_tokens=max_tokens,
             seed=draw_seed() if seed is None else seed,
             temperature=_float_in(params, "temperature", default=1.0, least=0.0, most=100.0),
             top_k=_top_k_in(params),
@@ -178,8 +184,8 @@ class Sampling:
             stop_strings=stop_strings,
             prompt_logprobs=is_scored,
             scored_last=_scored_last_in(body, len(prompt), is_scored=is_scored),
-            likeliest_prompt=self._likeliest_in(body, "topk_prompt_logprobs"),
-            likeliest_sampled=self._likeliest_in(body, "topk_sample_logprobs"),
+            likeliest_prompt=likeliest_prompt,
+            likeliest_sampled=likeliest_sampled,
             targets=self._targets_in(body, len(prompt)),
         )
 
@@ -238,6 +244,17 @@ def order_in(data: bytes) -> SampleOrder:
     )
 
 
+def _check_likeliest(at_prompt: int, sampled: int) -> None:
+    """Raises RefusedRequestError when an answer would hold more of the likeliest tokens than it can."""
+    if at_prompt + sampled > MAX_LIKELIEST_CELLS:
+        raise RefusedRequestError(
+            f"the answer would hold up to {at_prompt} of the likeliest tokens at the prompt (its length times "
+            f"topk_prompt_logprobs) and {sampled} at what is sampled (num_samples times max_tokens times "
+            f"topk_sample_logprobs): give less, for at most {MAX_LIKELIEST_CELLS} together",
+            422,
+        )
+
+
 def _scored_last_in(body: Mapping[str, Any], prompt_length: int, *, is_scored: bool) -> int | None:
     value = optional_number_in(body, "prompt_logprobs_last_n")
     if value is not None and not (is_scored and 1 <= value < prompt_length):
@@ -265,7 +282,7 @@ def _stops_in(params: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[
 
 def _float_in(params: Mapping[str, Any], name: str, *, default: float, least: float, most: float) -> float:
     value = default if params.get(name) is None else params[name]
-    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+    if type(value) not in (int, float) or not least <= value <= most:
         raise RefusedRequestError(f"sampling_params.{name}={value!r}: give a number from {least} to {most}", 422)
     return float(value)
 

@@ -1,6 +1,7 @@
 """What is wrong gets a 4xx with words, which the SDK does not repeat, and the server goes on as before."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import tinker
 import zstandard
 from tinker.proto import tinker_public_pb2 as public_pb
 
-from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json
+from raycheck.tinker.wire.tensors import MalformedDataError, cells_in_json, cells_in_protobuf
+from raycheck.tinker.wire.training_data import MAX_SPARSE_CELLS, Limits, batch_in_protobuf
 from tests.support.tinker_client import TIMEOUT_S, ask, datum, new_model, result_of, train
 from tests.support.tinker_server import tinker_server
 
@@ -137,6 +139,8 @@ WRONG = {
     "a weight that is no number": {"inputs": {"weights": [1.0, float("nan"), 1.0, 1.0]}},
     "a shape that is not the data's": {"shape": [1 << 40]},
     "a negative shape": {"shape": [-1, -4]},
+    "a shape that numpy cannot hold": {"inputs": {"target_tokens": []}, "shape": [0, 1 << 62]},
+    "more dimensions than numpy has": {"shape": [4, *[1] * 69]},
     "two targets for each token": {"shape": [2, 2]},
     "an unknown loss": {"loss_fn": "no_such_loss"},
     "a loss without its inputs": {"loss_fn": "ppo"},
@@ -162,6 +166,41 @@ def test_data_that_cannot_be_trained_on_is_refused_and_its_number_is_used(server
     assert result_of(server.url, good[1]["request_id"])["metrics"]["loss:sum"] > 0
 
 
+HUGE = 10**400
+IN_JSON = {"data": [2, 3, 4, 5], "dtype": "int64", "shape": [4]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": {"data": [HUGE] * 4, "dtype": "float32", "shape": [4]}},
+        {"target_tokens": {**IN_JSON, "data": [HUGE] * 4}},
+        {"target_tokens": {**IN_JSON, "data": [], "shape": [0, 1 << 62]}},
+        {"target_tokens": {**IN_JSON, "shape": [4, *[1] * 69]}},
+        {"target_tokens": {**IN_JSON, "data": [], "shape": [HUGE, 0]}},
+        {"loss_fn_config": {"clip_low_threshold": HUGE}},
+    ],
+    ids=["value", "target", "size", "dimensions", "huge size", "setting"],
+)
+def test_a_json_number_beyond_every_range_is_refused_and_its_number_is_used(server, connect, base, change) -> None:
+    model = new_model(connect(server), base)
+
+    def passed(seq: int, **more) -> tuple[int, dict]:
+        config = more.pop("loss_fn_config", None)
+        floats = {"data": [1.0] * 4, "dtype": "float32", "shape": [4]}
+        inputs = {"target_tokens": IN_JSON, "logprobs": floats, "advantages": floats, **more}
+        item = {"model_input": {"chunks": [{"tokens": [1, 2, 3, 4]}]}, "loss_fn_inputs": inputs}
+        given = {"data": [item], "loss_fn": "ppo", "loss_fn_config": config}
+        body = {"model_id": model.model_id, "seq_id": seq, "forward_backward_input": given}
+        return ask(server.url, "forward_backward", body)
+
+    status, found = passed(1, **change)
+
+    assert status == 422, found
+    assert "fault" not in found["detail"]
+    assert "metrics" in result_of(server.url, passed(2)[1]["request_id"])
+
+
 def test_a_zstd_body_is_read_and_a_zstd_bomb_is_refused(server, connect, base) -> None:
     model = new_model(connect(server), base)
     headers = {**PROTOBUF, "Content-Encoding": "zstd"}
@@ -177,7 +216,16 @@ def test_a_zstd_body_is_read_and_a_zstd_bomb_is_refused(server, connect, base) -
 
 
 @pytest.mark.parametrize(
-    "params", [None, {"learning_rate": "x"}, {"learning_rate": -1.0}, {"beta1": 1.0}, {"type": "dimuon"}, {"eps": True}]
+    "params",
+    [
+        None,
+        {"learning_rate": "x"},
+        {"learning_rate": HUGE},
+        {"learning_rate": -1.0},
+        {"beta1": 1.0},
+        {"type": "dimuon"},
+        {"eps": True},
+    ],
 )
 def test_a_step_that_cannot_be_made_is_refused_and_its_number_is_used(server, connect, base, params) -> None:
     model = new_model(connect(server), base)
@@ -271,6 +319,9 @@ def test_sparse_rows_are_read_with_zeros_between() -> None:
         {"sparse_crow_indices": [0, 1, 1, 3]},
         {"sparse_crow_indices": [1, 1, 1, 2]},
         {"sparse_crow_indices": []},
+        {"sparse_crow_indices": [0, 2, 2, 2], "sparse_col_indices": [1, 1]},
+        {"sparse_crow_indices": [0, 2, 2, 2], "sparse_col_indices": [1, 0]},
+        {"shape": [0, 1 << 62], "data": [], "sparse_crow_indices": [0], "sparse_col_indices": []},
         {"data": [4]},
         {"data": [[4], [5]]},
     ],
@@ -279,3 +330,63 @@ def test_sparse_rows_are_read_with_zeros_between() -> None:
 def test_sparse_rows_that_do_not_lie_in_their_shape_are_refused(change) -> None:
     with pytest.raises(MalformedDataError, match="x "):
         cells_in_json("x", {**SPARSE, **change})
+
+
+def wide_rows(
+    count: int, *, tokens: int, shape: list[int], used: str = "target_tokens"
+) -> public_pb.ForwardBackwardRequest:
+    """A request with data whose input `used` is sparse, with no value listed."""
+    message = public_pb.ForwardBackwardRequest(loss_fn="cross_entropy")
+    for _ in range(count):
+        item = message.data.add()
+        item.model_input.add().encoded_text.tokens = np.zeros(tokens, np.int32).tobytes()
+        item.loss_fn_inputs["target_tokens"].dtype = public_pb.DTYPE_INT64
+        item.loss_fn_inputs["target_tokens"].dense = np.zeros(tokens, np.int64).tobytes()
+        tensor = public_pb.Tensor(dtype=public_pb.DTYPE_INT64, shape=shape)
+        tensor.sparse_csr.crow_indices = np.zeros(shape[0] + 1, np.int64).tobytes()
+        item.loss_fn_inputs[used].CopyFrom(tensor)
+    return message
+
+
+def peak_bytes(message: public_pb.ForwardBackwardRequest, vocab_size: int, match: str) -> int:
+    """How much memory it takes to refuse a request."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedDataError, match=match):
+            batch_in_protobuf(message, Limits(vocab_size=vocab_size, max_tokens=0))
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("used", "shape", "match"),
+    [
+        ("target_tokens", [1, 1 << 22], "at most the vocabulary's 1000"),
+        ("target_tokens", [3, 1000], "model_input 1 tokens"),
+        ("weights", [1, 1 << 22], r"the shape \[1\], as target_tokens"),
+    ],
+)
+def test_a_sparse_tensor_of_another_shape_than_its_tokens_is_never_filled(used, shape, match) -> None:
+    message = wide_rows(1, tokens=1, shape=shape, used=used)
+
+    assert peak_bytes(message, 1000, match) < 1 << 20
+
+
+def test_sparse_cells_are_counted_over_the_whole_request() -> None:
+    message = wide_rows(1000, tokens=1, shape=[1, 1 << 17])
+
+    peak = peak_bytes(message, 1 << 17, "datum 128: up to here the sparse tensors")
+
+    assert peak < 16 * MAX_SPARSE_CELLS
+
+
+def test_a_cell_that_is_listed_twice_in_protobuf_is_refused() -> None:
+    tensor = public_pb.Tensor(dtype=public_pb.DTYPE_INT64, shape=[1, 2])
+    tensor.sparse_csr.values, tensor.sparse_csr.col_indices = (
+        np.array(values, np.int64).tobytes() for values in ([4, 5], [1, 1])
+    )
+    tensor.sparse_csr.crow_indices = np.array([0, 2], np.int64).tobytes()
+
+    with pytest.raises(MalformedDataError, match="list each cell once"):
+        cells_in_protobuf("x", tensor)

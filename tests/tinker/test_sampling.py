@@ -7,6 +7,7 @@ import torch
 from tinker import types
 from transformers import AutoTokenizer
 
+from raycheck.tinker import sampling
 from raycheck.tinker.engine.base_model import BaseModel
 from tests.support import tinker_cookbook
 from tests.support.tinker_client import TIMEOUT_S, ask, new_model, result_of, train
@@ -171,6 +172,68 @@ def test_an_older_client_reads_the_likeliest_tokens_as_json(server, base) -> Non
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_a_client_without_protobuf_reads_all_that_it_asked_for_as_json(server, connect, base, is_sparse) -> None:
+    tensor = {"data": [-1, 9], "dtype": "int64", "shape": [2, 1]}
+    if is_sparse:
+        tensor |= {"data": [9], "sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [0]}
+    body = {
+        "base_model": base,
+        "prompt": {"chunks": [{"tokens": [5, 6, 7]}]},
+        "num_samples": 2,
+        "sampling_params": {"max_tokens": 6, "seed": 1, "stop": []},
+        "topk_sample_logprobs": 3,
+        "target_prompt_logprobs": tensor,
+    }
+    client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
+
+    found = result_of(server.url, ask(server.url, "asample", body)[1]["request_id"])
+
+    expected = client.sample(
+        PROMPT,
+        num_samples=2,
+        sampling_params=params(),
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=types.TensorData(**tensor),
+    ).result(TIMEOUT_S)
+    for sequence, theirs in zip(found["sequences"], expected.sequences, strict=True):
+        assert [[tuple(pair) for pair in row] for row in sequence["topk_logprobs"]] == theirs.topk_logprobs
+    scores = types.TensorData(**found["target_prompt_logprobs"])
+    assert scores.to_numpy().tolist() == expected.target_prompt_logprobs.to_numpy().tolist()
+    assert found["target_prompt_logprobs"].keys() == tensor.keys()
+
+
+def test_what_was_not_asked_for_is_not_in_the_json_of_an_older_client(server, base) -> None:
+    body = {"base_model": base, "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
+
+    found = result_of(server.url, ask(server.url, "asample", body)[1]["request_id"])
+
+    assert "target_prompt_logprobs" not in found
+    assert "topk_logprobs" not in found["sequences"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [
+        ({"topk_sample_logprobs": 2, "num_samples": 3, "sampling_params": {"max_tokens": 4}}, 24),
+        ({"topk_prompt_logprobs": 8}, 24),
+        ({"topk_prompt_logprobs": 4, "topk_sample_logprobs": 3, "sampling_params": {"max_tokens": 4}}, 24),
+    ],
+    ids=["sampled", "prompt", "both"],
+)
+def test_more_likeliest_tokens_than_an_answer_can_hold_are_refused(server, base, monkeypatch, change, size) -> None:
+    body = {"base_model": base, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": {}, **change}
+
+    monkeypatch.setattr(sampling, "MAX_LIKELIEST_CELLS", size)
+    fits, _ = ask(server.url, "asample", body)
+    monkeypatch.setattr(sampling, "MAX_LIKELIEST_CELLS", size - 1)
+    status, found = ask(server.url, "asample", body)
+
+    assert fits == 200
+    assert status == 422
+    assert f"at most {size - 1} together" in found["detail"]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
 def test_tokens_of_the_clients_choice_are_scored_at_the_prompt(server, connect, base, is_sparse) -> None:
     client = connect(server).create_sampling_client(base_model=base).result(TIMEOUT_S)
     wanted = torch.tensor([[-1, -1, -1, -1], [9, -1, -1, 7]])
@@ -249,6 +312,7 @@ def test_the_same_request_is_sampled_once(server, connect, base) -> None:
         {"num_samples": 10**6},
         {"sampling_params": {"max_tokens": 0}},
         {"sampling_params": {"temperature": -1}},
+        {"sampling_params": {"temperature": 10**400}},
         {"sampling_params": {"top_p": 0}},
         {"sampling_params": {"top_k": 0}},
         {"sampling_params": {"stop": [1.5]}},
@@ -260,6 +324,7 @@ def test_the_same_request_is_sampled_once(server, connect, base) -> None:
         {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
         {"target_prompt_logprobs": {"data": []}},
         {"target_prompt_logprobs": {"data": [1], "dtype": "float32", "shape": [0, 1]}},
+        {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [0, 10**30]}},
         {"prompt_alt_tokens_k": 3},
         {"record_stability_info": True},
     ],

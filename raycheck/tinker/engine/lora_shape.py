@@ -1,6 +1,6 @@
 """Holds what a client chooses about its model and about one optimizer step, checked when it is made."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -48,7 +48,7 @@ class AdamParams:
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+            if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
                 raise ValueError(f"adam_params.{spec.name}={value!r}: give a finite number of at least 0")
         if self.beta1 >= 1 or self.beta2 >= 1:
             raise ValueError(f"adam_params: beta1={self.beta1} and beta2={self.beta2} have to be below 1")

@@ -18,6 +18,9 @@ from raycheck.tinker.wire.training_data import FloatArray, TrainingBatch, Traini
 
 MAX_GROUP_TOKENS = 8192
 """How many tokens, padding included, go through the model at a time; a longer sequence goes alone."""
+MAX_GROUP_TARGETS = 1 << 22
+"""How many targets, padding included, a group has; a sequence with more goes alone. Where each token has one target,
+MAX_GROUP_TOKENS is the narrower bound."""
 
 
 def run_pass(tenant: LoraModel, batch: TrainingBatch) -> PassOutput:
@@ -75,16 +78,22 @@ def _parts(data: Sequence[TrainingDatum], count: int) -> list[list[TrainingDatum
 
 def _groups(data: Sequence[TrainingDatum]) -> Iterator[list[TrainingDatum]]:
     group: list[TrainingDatum] = []
-    longest = 0
+    longest, widest = 0, 0
     for datum in data:
-        length = max(longest, len(datum.tokens))
-        if group and length * (len(group) + 1) > MAX_GROUP_TOKENS:
+        length, width = max(longest, len(datum.tokens)), max(widest, _width(datum))
+        tokens = length * (len(group) + 1)
+        if group and (tokens > MAX_GROUP_TOKENS or tokens * width > MAX_GROUP_TARGETS):
             yield group
-            group, length = [], len(datum.tokens)
+            group, length, width = [], len(datum.tokens), _width(datum)
         group.append(datum)
-        longest = length
+        longest, widest = length, width
     if group:
         yield group
+
+
+def _width(datum: TrainingDatum) -> int:
+    """Returns how many targets each token of a datum has."""
+    return datum.target_tokens.size // len(datum.tokens)
 
 
 def _group_loss(
@@ -93,7 +102,7 @@ def _group_loss(
     """Returns the sum of a group's losses, and per datum its log-probabilities and its losses by token."""
     device = next(model.parameters()).device
     longest = max(len(datum.tokens) for datum in group)
-    widths = [datum.target_tokens.size // len(datum.tokens) for datum in group]
+    widths = [_width(datum) for datum in group]
     tokens = torch.zeros(len(group), longest, dtype=torch.int64)
     mask = torch.zeros(len(group), longest, dtype=torch.int64)
     targets = torch.zeros(len(group), longest, max(widths), dtype=torch.int64)

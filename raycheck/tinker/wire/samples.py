@@ -110,25 +110,49 @@ def _write_likeliest(message: Any, found: LikeliestTokens) -> None:
 
 
 def sample_in_json(data: bytes) -> dict[str, Any]:
-    """Returns the JSON form of what `sample_in_protobuf` wrote, for clients of before target_prompt_logprobs."""
+    """Returns the JSON form of what `sample_in_protobuf` wrote, for clients that do not read protobuf.
+
+    What an older client cannot ask for is there only if it was asked for: topk_logprobs of a sequence, named as the
+    SDK's SampledSequence has it, and target_prompt_logprobs, in the SDK's JSON of a tensor."""
     from tinker.proto import tinker_public_pb2 as public_pb
 
     message = public_pb.SampleResponse()
     message.ParseFromString(data)
     prompt = np.frombuffer(message.prompt_logprobs, np.float32).tolist() if message.prompt_logprobs else None
     has_likeliest = message.HasField("topk_prompt_logprobs")
-    return {
+    found: dict[str, Any] = {
         "type": "sample",
-        "sequences": [
-            {
-                "stop_reason": "stop" if sequence.stop_reason == public_pb.STOP_REASON_STOP else "length",
-                "tokens": np.frombuffer(sequence.tokens, np.int32).tolist(),
-                "logprobs": np.frombuffer(sequence.logprobs, np.float32).tolist(),
-            }
-            for sequence in message.sequences
-        ],
+        "sequences": [_sequence_in_json(sequence) for sequence in message.sequences],
         "prompt_logprobs": None if prompt is None else [None if math.isnan(value) else value for value in prompt],
         "topk_prompt_logprobs": _likeliest_in_json(message.topk_prompt_logprobs) if has_likeliest else None,
+    }
+    if message.HasField("target_prompt_logprobs"):
+        found["target_prompt_logprobs"] = _floats_in_json(message.target_prompt_logprobs)
+    return found
+
+
+def _sequence_in_json(message: Any) -> dict[str, Any]:
+    from tinker.proto import tinker_public_pb2 as public_pb
+
+    found = {
+        "stop_reason": "stop" if message.stop_reason == public_pb.STOP_REASON_STOP else "length",
+        "tokens": np.frombuffer(message.tokens, np.int32).tolist(),
+        "logprobs": np.frombuffer(message.logprobs, np.float32).tolist(),
+    }
+    if message.HasField("topk_sampled_logprobs"):
+        found["topk_logprobs"] = _likeliest_in_json(message.topk_sampled_logprobs)
+    return found
+
+
+def _floats_in_json(tensor: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"dtype": "float32", "shape": list(tensor.shape)}
+    if not tensor.HasField("sparse_csr"):
+        return {"data": np.frombuffer(tensor.dense, np.float32).tolist(), **found}
+    return {
+        "data": np.frombuffer(tensor.sparse_csr.values, np.float32).tolist(),
+        **found,
+        "sparse_crow_indices": np.frombuffer(tensor.sparse_csr.crow_indices, np.int64).tolist(),
+        "sparse_col_indices": np.frombuffer(tensor.sparse_csr.col_indices, np.int64).tolist(),
     }
 
 

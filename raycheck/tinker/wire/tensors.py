@@ -15,6 +15,8 @@ IntArray = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 MAX_CELLS = 1 << 22
 """How many cells a sparse tensor may have with those that are not listed: few bytes could claim any number."""
+MAX_DIMENSIONS = 2
+"""How many dimensions a tensor may have: no input of a loss, and nothing that is scored, has more."""
 
 
 class MalformedDataError(ValueError):
@@ -78,8 +80,8 @@ def cells_in_json(what: str, value: Any) -> Cells:
     else:
         try:
             flat = np.asarray(value["data"], np.float32)
-        except (TypeError, ValueError):
-            raise MalformedDataError(f"{what} is no list of numbers") from None
+        except (TypeError, ValueError, OverflowError):
+            raise MalformedDataError(f"{what} is no list of numbers that float32 can hold") from None
     shape = value.get("shape") or [flat.size]
     if not isinstance(shape, list) or any(type(size) is not int for size in shape):
         raise MalformedDataError(f"{what} has no shape: {shape!r}")
@@ -92,6 +94,11 @@ def cells_in_json(what: str, value: Any) -> Cells:
 def _checked(
     what: str, shape: list[int], values: Array, crow: IntArray | None = None, col: IntArray | None = None
 ) -> Cells:
+    if len(shape) > MAX_DIMENSIONS or any(size > MAX_CELLS for size in shape):
+        raise MalformedDataError(
+            f"{what} claims a shape with {len(shape)} dimensions, the largest of size {max(shape)}: give at most "
+            f"{MAX_DIMENSIONS}, each of at most {MAX_CELLS}"
+        )
     if any(size < 0 for size in shape) or values.ndim != 1 or (crow is None and math.prod(shape) != len(values)):
         raise MalformedDataError(f"{what} claims the shape {shape} and has {values.size} values")
     if crow is not None and col is not None:
@@ -100,6 +107,9 @@ def _checked(
         is_whole = len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(values) == len(col)
         if not is_whole or (np.diff(crow) < 0).any() or (col < 0).any() or (col >= shape[1]).any():
             raise MalformedDataError(f"{what} is sparse, and its rows and columns do not lie in the shape {shape}")
+        in_one_row = np.diff(np.repeat(np.arange(shape[0]), np.diff(crow))) == 0
+        if (np.diff(col)[in_one_row] <= 0).any():
+            raise MalformedDataError(f"{what} is sparse, and the columns of a row do not rise: list each cell once")
     return Cells(shape=tuple(shape), values=values, crow=crow, col=col)
 
 

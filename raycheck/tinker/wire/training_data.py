@@ -5,6 +5,7 @@ its inputs. What is wrong raises MalformedDataError, which says in which datum, 
 """
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raycheck.tinker.wire.tensors import (
+    Cells,
     IntArray,
     MalformedDataError,
     array_in,
@@ -22,6 +24,8 @@ from raycheck.tinker.wire.tensors import (
 )
 
 FloatArray = npt.NDArray[np.float32]
+MAX_SPARSE_CELLS = 1 << 24
+"""How many cells the sparse tensors of a request may have together: all of them are filled before they are used."""
 LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
     "importance_sampling": ("logprobs", "advantages"),
@@ -108,11 +112,13 @@ def batch_in_protobuf(message: Any, limits: Limits) -> TrainingBatch:
     config: dict[str, Any] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    data = []
+    data: list[TrainingDatum] = []
+    filled = 0
     for number, item in enumerate(message.data):
         tokens = [_tokens_in_chunk(number, chunk) for chunk in item.model_input]
         loss_inputs = item.loss_fn_inputs.items()
-        inputs = {name: cells_in_protobuf(f"datum {number}: {name!r}", value).dense() for name, value in loss_inputs}
+        inputs = {name: cells_in_protobuf(f"datum {number}: {name!r}", value) for name, value in loss_inputs}
+        filled = _with_sparse_cells(number, filled, inputs)
         data.append(_datum(number, tokens, inputs, message.loss_fn, limits))
     return _batch(message.loss_fn, config, data, forward_only=message.forward_only)
 
@@ -126,14 +132,16 @@ def batch_in_json(body: Mapping[str, Any], limits: Limits, *, forward_only: bool
     loss_fn = given.get("loss_fn")
     if not isinstance(loss_fn, str):
         raise MalformedDataError("loss_fn is missing")
-    data = []
+    data: list[TrainingDatum] = []
+    filled = 0
     for number, item in enumerate(items):
         try:
             chunks, loss_inputs = item["model_input"]["chunks"], item["loss_fn_inputs"].items()
             tokens = [ints_in(f"datum {number}: tokens", _text_tokens(number, chunk)) for chunk in chunks]
-            inputs = {name: cells_in_json(f"datum {number}: {name!r}", value).dense() for name, value in loss_inputs}
+            inputs = {name: cells_in_json(f"datum {number}: {name!r}", value) for name, value in loss_inputs}
         except (TypeError, KeyError, AttributeError) as error:
             raise MalformedDataError(f"datum {number} is not shaped as a Datum: {error!r}") from None
+        filled = _with_sparse_cells(number, filled, inputs)
         data.append(_datum(number, tokens, inputs, loss_fn, limits))
     config = given.get("loss_fn_config") or {}
     return _batch(loss_fn, config, data, forward_only=forward_only)
@@ -151,28 +159,43 @@ def _batch(loss_fn: str, config: Any, data: list[TrainingDatum], *, forward_only
         if name not in LOSS_CONFIG[loss_fn]:
             known = ", ".join(LOSS_CONFIG[loss_fn]) or "none"
             raise MalformedDataError(f"loss_fn_config: {loss_fn} has no {name!r}; it has: {known}")
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise MalformedDataError(f"loss_fn_config: {name}={value!r}: give a finite number")
     numbers = {name: float(value) for name, value in config.items()}
     return TrainingBatch(loss_fn=loss_fn, data=tuple(data), config=numbers, forward_only=forward_only)
 
 
+def _with_sparse_cells(number: int, filled: int, inputs: Mapping[str, Cells]) -> int:
+    """Returns how many cells the sparse tensors of a request have, with those of one more datum. Raises
+    MalformedDataError for more than can be filled."""
+    filled += sum(math.prod(cells.shape) for cells in inputs.values() if cells.crow is not None)
+    if filled > MAX_SPARSE_CELLS:
+        raise MalformedDataError(
+            f"datum {number}: up to here the sparse tensors of the request have {filled} cells, with those that are "
+            f"not listed; give at most {MAX_SPARSE_CELLS} in one request"
+        )
+    return filled
+
+
 def _datum(
-    number: int, chunks: Iterable[IntArray], inputs: Mapping[str, npt.NDArray[Any]], loss_fn: str, limits: Limits
+    number: int, chunks: Iterable[IntArray], inputs: Mapping[str, Cells], loss_fn: str, limits: Limits
 ) -> TrainingDatum:
-    """Returns a checked datum. number: its place in the request, for errors."""
+    """Returns a checked datum. number: its place in the request, for errors. No tensor is filled before its shape is
+    found to be right."""
     parts = list(chunks)
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int64)
     check_tokens(f"datum {number}", tokens, limits)
     if "target_tokens" not in inputs:
         raise MalformedDataError(f"datum {number} has no target_tokens")
-    targets = inputs["target_tokens"]
-    has_several = targets.ndim == 2 and targets.shape[1] > 0 and loss_fn == "cross_entropy"
-    if targets.shape[:1] != tokens.shape or not (targets.ndim == 1 or has_several):
+    shape = inputs["target_tokens"].shape
+    has_several = len(shape) == 2 and 0 < shape[1] <= limits.vocab_size and loss_fn == "cross_entropy"
+    if shape[:1] != tokens.shape or not (len(shape) == 1 or has_several):
         raise MalformedDataError(
-            f"datum {number}: target_tokens has the shape {list(targets.shape)} and model_input {len(tokens)} tokens; "
-            "give one target for each token, or with cross_entropy as many for each"
+            f"datum {number}: target_tokens has the shape {list(shape)} and model_input {len(tokens)} tokens; give "
+            "one target for each token, or with cross_entropy as many for each, at most the vocabulary's "
+            f"{limits.vocab_size}"
         )
+    targets = inputs["target_tokens"].dense()
     if targets.dtype.kind != "i":
         raise MalformedDataError(f"datum {number}: target_tokens has to be whole numbers")
     check_tokens(f"datum {number}: target_tokens", targets, limits)
@@ -182,14 +205,15 @@ def _datum(
         if name not in inputs and name in needed:
             raise MalformedDataError(f"datum {number} has no {name!r}, which {loss_fn} needs")
         if name in inputs:
-            value = inputs[name].astype(np.float32)
-            if value.shape != targets.shape or not np.isfinite(value).all():
+            is_shaped = inputs[name].shape == shape
+            value = inputs[name].dense().astype(np.float32, copy=False) if is_shaped else None
+            if value is None or not np.isfinite(value).all():
                 raise MalformedDataError(
-                    f"datum {number}: {name!r} has to be finite numbers of the shape {list(targets.shape)}, as "
-                    f"target_tokens, and has the shape {list(value.shape)}"
+                    f"datum {number}: {name!r} has to be finite numbers of the shape {list(shape)}, as "
+                    f"target_tokens, and has the shape {list(inputs[name].shape)}"
                 )
             floats[name] = value
-    return TrainingDatum(tokens=tokens, target_tokens=targets.astype(np.int64), inputs=floats)
+    return TrainingDatum(tokens=tokens, target_tokens=targets.astype(np.int64, copy=False), inputs=floats)
 
 
 def check_tokens(what: str, tokens: npt.NDArray[Any], limits: Limits) -> None:
