@@ -39,8 +39,10 @@ def test_a_fault_of_the_server_is_said_once(server, monkeypatch) -> None:
     assert "ZeroDivisionError: a mistake of the server's" in answer["detail"]
 
 
-@pytest.mark.parametrize("path", ["create_session", "create_model", "optim_step", "save_weights", "load_weights"])
-@pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"3", b'{"a":' * 3000, b"{}\x00"])
+@pytest.mark.parametrize(
+    "path", ["create_session", "create_model", "forward", "optim_step", "save_weights", "load_weights"]
+)
+@pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"3", b'{"a":' * 3000, b"{}\x00", b'{"a":' + b"9" * 5000 + b"}"])
 def test_a_body_that_is_no_json_object_is_refused(server, path, body) -> None:
     status, found = ask(server.url, path, body)
 

@@ -49,7 +49,11 @@ def _unpacked(data: bytes) -> bytes:
 
 async def json_body(request: web.Request) -> dict[str, Any]:
     """Returns a body that is a JSON object. Raises RefusedRequestError for any other."""
-    body = json.loads(await body_bytes(request))
+    data = await body_bytes(request)
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:  # also numbers that Python refuses to read
+        raise RefusedRequestError(f"the body is not JSON: {error}", 422) from None
     if not isinstance(body, dict):
         raise RefusedRequestError("the body is not a JSON object", 422)
     return body

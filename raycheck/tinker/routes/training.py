@@ -71,9 +71,9 @@ async def _load(request: web.Request) -> web.Response:
 
 
 async def _forward_backward(request: web.Request) -> web.Response:
-    data = await body_bytes(request)
     if request.content_type != PROTOBUF:
-        return await _pass_in_json(request, data, "forward_backward")
+        return await _pass_in_json(request, "forward_backward")
+    data = await body_bytes(request)
     try:
         run, seq, message = await asyncio.to_thread(address_in_protobuf, data)
     except MalformedDataError as error:
@@ -86,14 +86,11 @@ async def _forward_backward(request: web.Request) -> web.Response:
 
 
 async def _forward(request: web.Request) -> web.Response:
-    return await _pass_in_json(request, await body_bytes(request), "forward")
+    return await _pass_in_json(request, "forward")
 
 
-async def _pass_in_json(request: web.Request, data: bytes, kind: str) -> web.Response:
-    service = request.app[SERVICE]
-    body = json.loads(data)
-    if not isinstance(body, dict):
-        raise RefusedRequestError("the body is not a JSON object", 422)
+async def _pass_in_json(request: web.Request, kind: str) -> web.Response:
+    service, body = request.app[SERVICE], await json_body(request)
     run, seq = text_in(body, "model_id"), optional_number_in(body, "seq_id")
     limits = _limits(service)
     problem = await asyncio.to_thread(_problem, lambda: batch_in_json(body, limits, forward_only=kind == "forward"))
