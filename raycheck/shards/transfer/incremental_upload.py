@@ -29,7 +29,7 @@ from raycheck.shards.transfer.shared_memory import MemoryPlace
 from raycheck.shards.transfer.staged_shard import SharedShard, Staged
 from raycheck.shards.transfer.stager import Leaves, Stager
 from raycheck.shards.transfer.stock_torch_names import Places
-from raycheck.shards.transfer.tensor_digest import Digest, digests
+from raycheck.shards.transfer.tensor_digest import Digest, are_equal, digests
 
 MAX_NAME = 90
 BoxesAndSources = tuple[Sequence[LocalBox], Sequence[torch.Tensor]]
@@ -81,16 +81,18 @@ class RestoredShards:
 
     @classmethod
     def of(cls, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> "RestoredShards":
-        """Compute the digests of the boxes that were just read."""
+        """Take the digests of the boxes that were just read from the index, or compute them."""
         plan = index.plan
         is_train = [item.component == TRAIN for item in plan.objects]
         elsewhere = {
-            tensor.name
-            for tensor, (first, end) in zip(plan.tensors, plan.rows(), strict=True)
+            tensor.name: number
+            for number, (tensor, (first, end)) in enumerate(zip(plan.tensors, plan.rows(), strict=True))
             if first < end and not is_train[plan.object[first]]
         }
         kept = [box for box in boxes if box.name in elsewhere]
-        return cls(manifest=manifest, index=index, digests=_digests(kept, [box.local for box in kept]))
+        found = {box.name: crcs for box in kept if (crcs := _crcs_of(index, elsewhere[box.name], box)) is not None}
+        others = [box for box in kept if box.name not in found]
+        return cls(manifest=manifest, index=index, digests=found | _digests(others, [box.local for box in others]))
 
     def find(self, component: str, rank: int, boxes: Sequence[LocalBox], rows: IndexRows) -> KnownShard | None:
         """Returns a rank's shard of a component, or None unless that shard has exactly these rows."""
@@ -104,6 +106,8 @@ class RestoredShards:
         for chunk in chunks:
             number = numbers.get(tensors[chunk.tensor])
             there = () if number is None else self.index.chunks_in(number, chunk.offsets, chunk.sizes)
+            if number is not None and not chunk.payload_size:  # which holds no elements of any box
+                there = self.index.chunks_of(number)
             renumbered = (replace(other, tensor=chunk.tensor) for other in there)
             found += [other for other in renumbered if replace(other, crcs=()) == chunk]
         if len(found) != len(chunks):
@@ -519,9 +523,21 @@ def _fits_in_slices(size_bytes: int, available: int | None) -> bool:
     return available is None or slices_bytes(size_bytes) <= available
 
 
+def _crcs_of(index: Index, tensor: int, box: LocalBox) -> Digest | None:
+    """Returns the checksums with which a box of this tensor was saved, which are its digest in host memory.
+
+    None when it lies elsewhere, or was not saved as one chunk.
+    """
+    local = box.local
+    if local.device.type != "cpu" or box.cast_from is not None or local.is_conj() or local.is_neg():
+        return None
+    there = index.chunks_in(tensor, box.offsets, box.sizes)
+    return next((c.crcs for c in there if (c.offsets, c.sizes) == (box.offsets, box.sizes)), None)
+
+
 def _is_unchanged(known: KnownShard | None, found: Mapping[str, Digest]) -> TypeGuard[KnownShard]:
     """Returns whether a shard in the bucket has exactly these digests."""
-    return known is not None and bool(found) and all(known.digests.get(name) == own for name, own in found.items())
+    return known is not None and bool(found) and are_equal(known.digests, found)
 
 
 def _digests(boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:

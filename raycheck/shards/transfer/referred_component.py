@@ -16,7 +16,7 @@ from raycheck.bucket.protocol.base_run import WantedTensor, numbers_in
 from raycheck.bucket.store import Store
 from raycheck.shards.transfer.local_box import LocalBox, Place, as_bytes
 from raycheck.shards.transfer.reader import read_into
-from raycheck.shards.transfer.tensor_digest import Digest, digests
+from raycheck.shards.transfer.tensor_digest import Digest, are_equal, digests
 
 PIECE_BYTES = 64 * 1024 * 1024
 """The memory that a comparison takes, or one row of a tensor, where that is more."""
@@ -72,11 +72,7 @@ class ReferredComponent:
 
     def is_unchanged(self, forms: Forms, found: Mapping[str, Digest], num_boxes: int) -> bool:
         """Return whether this rank still has what the component holds. found: the digests of its `num_boxes` boxes."""
-        return (
-            forms == self.forms
-            and len(found) == num_boxes
-            and all(self.digests.get(name) == own for name, own in found.items())
-        )
+        return forms == self.forms and len(found) == num_boxes and are_equal(self.digests, found)
 
 
 def places_of(box: LocalBox) -> tuple[Place, ...]:

@@ -3,7 +3,7 @@
 torch's version counters are not enough: a write through `.data` does not count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -38,6 +38,14 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
         for number, own in sums:
             found[number] = tuple(next(values) for _ in range(own.numel()))
     return [digest for digest in found if digest is not None]
+
+
+def are_equal(known: Mapping[str, Digest], found: Mapping[str, Digest]) -> bool:
+    """Returns whether all tensors in `found` are known, by name, with the same digest.
+
+    Tensors without elements need not be known: a restore does not read them.
+    """
+    return all(known.get(name, ()) == digest for name, digest in found.items())
 
 
 def weighted_sums(plain: torch.Tensor) -> torch.Tensor:

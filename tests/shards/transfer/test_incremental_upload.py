@@ -24,7 +24,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, NotFoundError, SaveFailedError
 from raycheck.settings import Retention
 from raycheck.shards.state.train_state import TrainState
-from raycheck.shards.transfer.incremental_upload import frozen_component
+from raycheck.shards.transfer.incremental_upload import RestoredShards, frozen_component
 from raycheck.shards.transfer.local_box import TRAIN
 from raycheck.shards.transfer.tensor_digest import digests, weighted_sums
 from tests.support.save_without_ray import agreed, claimed, committed, upload
@@ -161,6 +161,35 @@ def test_the_checksums_of_an_upload_tell_later_saves_that_nothing_has_changed(me
     with torch.no_grad():
         model.turned[-1, -1] += 1
     assert written(ranks.save()) == {TRAIN, BASE}
+
+
+def test_the_checksums_of_a_restore_tell_the_first_save_that_nothing_has_changed(memory: Store) -> None:
+    first = Ranks(memory, Odd()).save()
+    model = Odd(seed=5)
+    again = Ranks(memory, model)
+    again.restore(first)
+
+    second = again.save()
+
+    assert written(second) == {TRAIN}
+    assert place_of(second) == first.entry.key
+    with torch.no_grad():
+        model.turned[-1, -1] += 1
+    assert written(again.save()) == {TRAIN, BASE}
+
+
+def test_digests_after_a_restore_are_those_of_the_live_tensors(memory: Store) -> None:
+    first = Ranks(memory, Odd()).save()
+    model = Odd(seed=5)
+    state = TrainState({"model": model}, rank=0, world_size=1)
+    state.apply(first)
+    boxes = state.frozen_components()[BASE]
+    whole = [*boxes, *(replace(box, local=box.local[:1], sizes=(1, *box.sizes[1:])) for box in boxes if box.sizes)]
+    manifest = first.read_manifest()
+
+    for box in whole:
+        found = RestoredShards.of(manifest, first.read_index(manifest), [box])
+        assert found.digests[box.name] == digests([box.local])[0]
 
 
 def through_data(model: Adapted) -> None:
