@@ -68,6 +68,7 @@ ENV = {
     "RAY_worker_niceness": "0",
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # by default pyarrow sends what RGW turns down
     "PYTHONPATH": str(ROOT),
+    "PYTHONDONTWRITEBYTECODE": "",  # installed packages have their byte code
 }
 T = TypeVar("T")
 
@@ -157,13 +158,13 @@ class Bench:
                     continue
                 # Without saves nothing is lost by a kill but the restart, which is all that is asked of this way.
                 hurt = [replace(kill, after_s=1.0) for kill in kills] if way == BARE else kills
-                with self._driver(way, self.every.get(way, 1)) as run:
+                with self.driver(way, self.every.get(way, 1)) as run:
                     found[way].append(watch_replicas(run, hurt) if way == TORCHFT else watch(run, hurt))
                 print(f"round {number + 1}, {way}: {found[way][-1].steps_lost:g} steps lost", flush=True)
         return found
 
     def _calibrated(self, way: str, find: Callable[[list[Event]], float | None]) -> float:
-        with self._driver(way, CALIBRATION_EVERY, bucket_every=NEVER) as run:
+        with self.driver(way, CALIBRATION_EVERY, bucket_every=NEVER) as run:
             run.first_step(since=0.0)
             return run.wait_for(lambda: find(run.events()), within_s=UP_WITHIN_S)
 
@@ -171,7 +172,7 @@ class Bench:
         return step_cost(events, saves=self._scale.calibrated, pace_s=self.pace_s)
 
     @contextmanager
-    def _driver(self, way: str, every: int, *, bucket_every: int = 0) -> Iterator["Driver"]:
+    def driver(self, way: str, every: int, *, bucket_every: int = 0) -> Iterator["Driver"]:
         """bucket_every: of raycheck with memory checkpoints; by default a tenth as often, since what memory does not
         survive is rarer."""
         self._drivers += 1

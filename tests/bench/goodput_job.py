@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import psutil
 import ray
 import ray.train
 import ray.train.torch
@@ -46,16 +47,18 @@ class Training:
     memory checkpoints, and bucket_every between saves to the bucket), step_s, width, layers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
         self._step_s, self._every = config["step_s"], config["every"]
         self._story = Path(config["folder"]) / f"story-{ray.train.get_context().get_world_rank()}.jsonl"
+        self._tell("called", began=psutil.Process().create_time())
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
         layers = [torch.nn.Linear(config["width"], config["width"]) for _ in range(config["layers"])]
         self.model: Any = torch.nn.Sequential(*layers)
         if config["way"] != TORCHFT:
             fully_shard(self.model)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._inputs = torch.randn(4, config["width"])
+        self._tell("built")
 
     def steps(self, done: int) -> Iterator[int]:
         """Train for ever. Yields the number of each step once it is done."""

@@ -76,6 +76,34 @@ def first_step(events: Sequence[Event], *, since: float) -> float | None:
     return next((event["at"] for event in events[starts[-1] :] if event["kind"] == "step"), None)
 
 
+PIECES = {
+    "Ray starts processes": "began",
+    "imports, until the script is called": "called",
+    "the model": "built",
+    "the restore": "start",
+    "the first step": "step",
+}
+"""What a restart is made of, and what ends each piece."""
+
+
+def pieces(stories: Sequence[Sequence[Event]], *, since: float) -> dict[str, float]:
+    """Returns the seconds of each piece of a restart, on the rank that ends it last. stories: of all ranks, from the
+    kill at `since` until after their first new step. A process may have been there already: then its piece is short,
+    or negative."""
+    found, before = {}, since
+    for piece, kind in PIECES.items():
+        end = max(_end_of(kind, story, since=since) for story in stories)
+        found[piece], before = end - before, end
+    return found
+
+
+def _end_of(kind: str, story: Sequence[Event], *, since: float) -> float:
+    called = max(number for number, event in enumerate(story) if event["kind"] == "called" and event["at"] > since)
+    if kind == "began":
+        return float(story[called]["began"])
+    return next(float(event["at"]) for event in story[called:] if event["kind"] == kind)
+
+
 def step_cost(events: Sequence[Event], *, saves: int, pace_s: float) -> float | None:
     """Returns what a save costs, in seconds: how much longer the steps around `saves` of them take than `pace_s` each,
     but at least what a save blocks. The first ones do not count, beside which processes start. None before the last."""
@@ -101,8 +129,7 @@ def counted(events: Sequence[Event], *, end: float, restarts_s: Sequence[float])
     for event in told:
         if event["kind"] == "start":
             lost += max(0, done - event["step"])
-        if event["kind"] != "save":
-            done = event["step"]
+        done = event.get("step", done)
     return Watched(
         wall_s=end - steps[0]["at"] + steps[0]["seconds"],
         steps=done,

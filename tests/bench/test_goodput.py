@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.bench.goodput_rows import (
+    PIECES,
     QUICK,
     WARM_UP_SAVES,
     Kill,
@@ -14,6 +15,7 @@ from tests.bench.goodput_rows import (
     counted_replicas,
     first_step,
     limit,
+    pieces,
     rows,
     step_cost,
     steps_between,
@@ -102,6 +104,26 @@ def test_a_story_tells_what_stands_and_what_was_lost() -> None:
     assert found.steps_lost == 4 - 2
     assert found.wall_s == 23.5 - 10.0
     assert found.saves_s == (0.5,)
+
+
+def test_a_restart_is_divided_by_the_rank_that_ends_each_piece_last() -> None:
+    def story(*at: float) -> list[dict[str, Any]]:
+        """One that starts twice; `at`: when its second process began, and what it told then."""
+        began, called, built, start, step = at
+        return [
+            {"kind": "called", "at": 3.0, "began": 1.0},
+            {"kind": "built", "at": 4.0},
+            *STORY[:6],
+            {"kind": "called", "at": called, "began": began},
+            {"kind": "built", "at": built},
+            {"kind": "start", "at": start, "step": 2},
+            {"kind": "step", "at": step, "step": 3, "seconds": 1.0},
+        ]
+
+    found = pieces([story(16.0, 20.0, 21.0, 22.5, 23.0), story(15.0, 20.5, 20.75, 22.0, 23.5)], since=15.5)
+
+    assert list(found.values()) == [0.5, 4.5, 0.5, 1.5, 1.0]
+    assert list(found) == list(PIECES)
 
 
 def test_a_step_of_one_replica_of_two_counts_half() -> None:

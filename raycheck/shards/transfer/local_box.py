@@ -7,6 +7,7 @@ ranks, may be on several ranks without knowing it. The ranks agree who writes th
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -150,8 +151,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_memory(box: LocalBox) -> LocalBox:
-    """Returns the box with a meta tensor in place of its memory, so that keeping it does not keep the memory alive."""
-    return replace(box, local=torch.empty(box.local.shape, dtype=box.local.dtype, device="meta"))
+    """Returns the box with an empty meta tensor in place of its memory, which keeping it does not keep alive."""
+    return replace(box, local=_nothing_of(box.local.dtype))
+
+
+@cache
+def _nothing_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="meta")
 
 
 def boxes_to_write(boxes: Iterable[LocalBox], *, rank: int, writers: Mapping[str, int]) -> list[LocalBox]:

@@ -14,7 +14,7 @@ from raycheck.bucket.format.checksum import SUB_BLOCK, combined, crc32, sub_bloc
 from raycheck.bucket.format.index import Leaf
 from raycheck.bucket.format.manifest import ShardRecord
 from raycheck.shards.transfer.live_slices import LiveSlices
-from raycheck.shards.transfer.local_box import LocalBox
+from raycheck.shards.transfer.local_box import LocalBox, without_memory
 from raycheck.shards.transfer.shard import Shard, ShardName, Slot, rows
 from raycheck.shards.transfer.shared_memory import MemoryPlace, open_memory
 from raycheck.shards.transfer.stock_torch_names import Places
@@ -89,7 +89,7 @@ class Staged:
         """Returns what another process of the node needs to upload this shard; None when it cannot. After `wait`."""
         if self.place is None:
             return None
-        boxes = [replace(box, local=torch.empty(0, dtype=box.local.dtype, device="meta")) for box in self._boxes]
+        boxes = [without_memory(box) for box in self._boxes]
         return SharedShard(
             place=self.place,
             size_bytes=self.size_bytes,
