@@ -2,28 +2,25 @@
 
 The first touch of a page costs ten times the copy into it. So a thread touches all pages before the first save. For
 copies from an accelerator the memory is page-locked instead, which touches the pages too. Never more memory is claimed
-than the host, its control groups or a limit of this process have left. Memory that another process is to upload from is
-shared with it.
+than is left (memory_claims.py). Memory that another process is to upload from is shared with it.
 """
 
 import contextlib
 import ctypes
 import logging
 import mmap
-import resource
 import sys
 import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from raycheck.errors import ConfigError
+from raycheck.shards.transfer.memory_claims import MemoryClaim
 from raycheck.shards.transfer.shared_memory import MemoryPlace, SharedMemory
 
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23
-_Names = tuple[str, str, tuple[str, ...]]
 _STRIDE = 4 * 1024 * 1024
 """Bytes faulted in at a time; other threads that map memory have to wait for it."""
 
@@ -37,7 +34,7 @@ class HostBuffer:
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool, shared: bool = False) -> None:
-        check_fits(size_bytes, available_bytes())
+        self._claim = MemoryClaim(size_bytes)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.place: MemoryPlace | None = None
@@ -58,8 +55,11 @@ class HostBuffer:
                 pages = private_pages(size_bytes)
                 self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
+            self._claim.end()
             raise ConfigError(f"staging this rank's shard needs {size_bytes} bytes of host memory: {error}") from error
-        if not pinned:
+        if pinned:
+            self._claim.end()
+        else:
             fault_in = self._fault_in
             self._thread = threading.Thread(target=fault_in, args=(pages,), name="raycheck-buffer", daemon=True)
 
@@ -83,6 +83,10 @@ class HostBuffer:
             self._thread.join()
         self._thread = None
 
+    def touched(self) -> None:
+        """Take that all pages were written to, so that they show in what the node has left."""
+        self._claim.end()
+
     def _fault_in(self, pages: mmap.mmap | memoryview) -> None:
         populate = _populate()
         view = memoryview(pages)
@@ -93,6 +97,7 @@ class HostBuffer:
             if populate is None or populate(self.tensor.data_ptr() + at, length, _POPULATE_WRITE) != 0:
                 touched = view[at : at + length : mmap.PAGESIZE]
                 touched[:] = bytes(len(touched))
+        self._claim.end()
 
 
 def private_pages(size_bytes: int) -> mmap.mmap:
@@ -133,63 +138,3 @@ def _populate() -> "ctypes._NamedFuncPointer | None":
         return None
     found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return found
-
-
-def check_fits(size_bytes: int, available: int | None) -> None:
-    """Raise ConfigError when `size_bytes` cannot be claimed. available: bytes, or None when that is unknown."""
-    if available is not None and size_bytes > available:
-        raise ConfigError(shortage(size_bytes, available))
-
-
-def shortage(size_bytes: int, available: int) -> str:
-    """Says in words that `size_bytes` do not fit into the bytes `available`, and what helps."""
-    return (
-        f"staging this rank's shard needs {size_bytes} bytes of host memory, and {available} are available: "
-        "shard the state over more ranks, run fewer of them on a node, or give the node more memory"
-    )
-
-
-def available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that this process may still claim, of the host's memory, of its control groups' or of its own
-    address space (ulimit -v).
-
-    It is the smallest one; None where the system does not tell. root: the root of the file system, for tests.
-    """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        total = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        found = [total["MemAvailable"]]
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            pages = int((root / "proc/self/statm").read_text().split()[0])
-            found.append(max(0, limit - pages * mmap.PAGESIZE))
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount = root / "sys/fs/cgroup"
-            names: _Names = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-        else:
-            continue
-        folder = mount / path.strip("/")
-        lefts = [_left(at, names) for at in (folder, *folder.parents) if at.is_relative_to(mount)]
-        found += [left for left in lefts if left is not None]
-    return min(found)
-
-
-def _left(folder: Path, names: _Names) -> int | None:
-    """Returns the bytes that a control group may still claim when it gives up its page cache. None: it has no limit, or
-    none that can be read."""
-    limit, usage, cache = names
-    try:
-        most = int((folder / limit).read_text())
-        used = int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, most - used + sum(int(stat.get(name, 0)) for name in cache))
-    except (OSError, ValueError):
-        return None

@@ -20,9 +20,9 @@ from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key, split_directory
 from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
-from raycheck.shards.transfer.host_buffer import available_bytes, check_fits, shortage
 from raycheck.shards.transfer.live_slices import LiveSlices, slices_bytes
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
+from raycheck.shards.transfer.memory_claims import shortage, unclaimed_bytes
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
 from raycheck.shards.transfer.shard import IndexRows, Shard
 from raycheck.shards.transfer.shared_memory import MemoryPlace
@@ -310,9 +310,12 @@ class Components:
         if self._restored is None:  # after a restore a frozen component will hardly be written
             written = boxes.keys() - self._referred.keys() - {TRAIN}
             stagers += [(name, self._stager(name), boxes[name]) for name in sorted(written)]
-        available, claimed = available_bytes(), 0
-        for component, stager, own in stagers:
-            size_bytes = 0 if stager.has_buffer else stager.needed_bytes(own, world_size=world_size)
+        sizes = [
+            0 if stager.has_buffer else stager.needed_bytes(own, world_size=world_size) for _, stager, own in stagers
+        ]
+        memory_bytes = sum(slot[TRAIN].needed_bytes(train, world_size=world_size) for slot in memory)
+        available, claimed = unclaimed_bytes(sum(sizes) + memory_bytes), 0
+        for (component, stager, own), size_bytes in zip(stagers, sizes, strict=True):
             if available is None or claimed + size_bytes <= available:
                 stager.prepare(own, world_size=world_size)
                 claimed += size_bytes
@@ -326,34 +329,35 @@ class Components:
         logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, claimed)
         if memory:
             left = None if available is None else available - claimed
-            self._prepare_memory(memory, train, world_size=world_size, available=left)
+            self._prepare_memory(memory, train, memory_bytes, world_size=world_size, available=left)
 
     def _prepare_memory(
         self,
         memory: list[dict[str, Stager]],
         boxes: Sequence[LocalBox],
+        size_bytes: int,
         *,
         world_size: int,
         available: int | None,
     ) -> None:
         """Claim the buffers for memory checkpoints, once those for the bucket are there: these come first.
 
-        available: the bytes that those for the bucket leave; None when that is unknown.
+        size_bytes: of all of them. available: the bytes that those for the bucket leave; None when that is unknown.
         """
         if self._sliced:  # their slices need what is left
             text = "no memory checkpoints rank=%d: there is too little memory for saves to the bucket already"
             logging.getLogger("raycheck").warning(text, self._rank)
             return
-        stagers = [slot[TRAIN] for slot in memory]
-        size_bytes = sum(stager.needed_bytes(boxes, world_size=world_size) for stager in stagers)
+        problem = "" if available is None or size_bytes <= available else shortage(size_bytes, available)
         try:
-            check_fits(size_bytes, available)
-            for stager in stagers:
-                stager.prepare(boxes, world_size=world_size)
+            for slot in memory if not problem else ():
+                slot[TRAIN].prepare(boxes, world_size=world_size)
         except ConfigError as error:
-            logging.getLogger("raycheck").warning("no memory checkpoints rank=%d: %s", self._rank, error)
-            return
-        self._memory = memory
+            problem = str(error)
+        if problem:
+            logging.getLogger("raycheck").warning("no memory checkpoints rank=%d: %s", self._rank, problem)
+        else:
+            self._memory = memory
 
     def stage(
         self, selected: Mapping[str, BoxesAndSources], leaves: Leaves, also: Places, forms: Mapping[str, Forms]
@@ -404,7 +408,7 @@ class Components:
         try:
             return stager.stage(boxes, leaves, sources, also)
         except ConfigError as error:
-            if not _fits_in_slices(stager.needed_bytes(boxes, world_size=1), available_bytes()):
+            if not _fits_in_slices(stager.needed_bytes(boxes, world_size=1), unclaimed_bytes()):
                 if self._has_staged:  # the memory may be there again at the next save
                     raise SaveFailedError(str(error)) from error
                 raise

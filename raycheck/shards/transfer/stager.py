@@ -98,13 +98,14 @@ class Stager:
         stock_leaves, records = self._lay_out_leaves(leaves)
         total = self._end + len(records)
         if self._buffer is None or not self._fits(self._buffer, total):
-            self._claim(_with_slack(total), sources)
+            self._buffer = self._claim(_with_slack(total), sources)
         if not self._is_mapped:
             self._map()
         copied = self._copy(sources)
         view = self._view[:total]
         view[self._end :] = records
-        place = self._buffer.place if self._buffer is not None else None
+        self._buffer.touched()
+        place = self._buffer.place
         self._staged = self._described(
             BufferedBytes(view=view, copied=copied, place=place), boxes, leaves=stock_leaves, also=also
         )

@@ -156,7 +156,7 @@ class MemoryCheckpoints:
         except RaycheckError as error:
             return Outcome(kind="failed", key=name, message=str(error))
         nodes = sorted({report.node for report in in_order})
-        await self._copy(name, nodes, is_urgent=any(report.is_by_notice for report in in_order))
+        await self._copy(name, nodes)
         if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
             return Outcome(kind="superseded", key=name)
         documents = Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
@@ -189,18 +189,18 @@ class MemoryCheckpoints:
         self._agents.keep(entry.key, (manifest.attempt, manifest.step))
         return True
 
-    async def _copy(self, name: str, nodes: Sequence[str], *, is_urgent: bool) -> None:
+    async def _copy(self, name: str, nodes: Sequence[str]) -> None:
         """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node."""
         zones = await asyncio.to_thread(_zones)
         problems = await asyncio.gather(
-            *(self._copy_from(node, name, neighbours(node, nodes, zones), is_urgent=is_urgent) for node in nodes)
+            *(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes)
         )
         if any(problems) and not self._is_warned:
             self._is_warned = True
             text = f"memory checkpoints survive the loss of workers, and not of a node: {min(filter(None, problems))}"
             logger.warning(event(text, run=self._store.uri))
 
-    async def _copy_from(self, node: str, name: str, others: Sequence[str], *, is_urgent: bool) -> str:
+    async def _copy_from(self, node: str, name: str, others: Sequence[str]) -> str:
         """Returns why no other node has a copy of this node's shards; "" when one has."""
         problem = "the group has only one node"
         source = self._agents.known(node)
@@ -210,7 +210,7 @@ class MemoryCheckpoints:
                 problem = f"there is no actor on node {other if target is None else node}"
                 continue
             try:
-                sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S, is_urgent=is_urgent)
+                sending = source.send_shards.remote(name, target, timeout_s=COPY_TIMEOUT_S)
                 problem = await asyncio.wait_for(sending, 2 * COPY_TIMEOUT_S + ANSWER_S)
             except (TimeoutError, RayError) as error:
                 problem = f"{type(error).__name__} while node {node} copied to {other}"

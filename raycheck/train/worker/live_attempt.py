@@ -29,6 +29,8 @@ from raycheck.train.worker.training_progress import ProgressCounter, TrainingClo
 
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
+MEMORY_COPY_S = 30.0
+"""How long a group that leaves a node waits until the memory checkpoint under way is on other nodes."""
 NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
 
 
@@ -159,12 +161,14 @@ class LiveAttempt:
 
         Beside that one it is begun only when a node is about to go: the other nodes have a copy of it sooner.
         """
-        if self._memory is None or (kind and not self._triggers.is_by_notice):
+        is_by_notice = self._triggers.must_reach_memory
+        if self._memory is None or (kind and not is_by_notice):
             return
+        if is_by_notice:
+            self._memory.hurry()
         is_first_commit_awaited = self._queue.newest is None and bool(self._state.frozen_components())
         is_busy = is_first_commit_awaited or self._memory.is_busy
         if self._triggers.decide_on_memory(self._counter.step, is_busy=is_busy):
-            is_by_notice = self._triggers.is_by_notice
             self._memory.begin(self._counter.progress, trained_s=self._clock.trained_s, is_by_notice=is_by_notice)
 
     def end_epoch(self) -> None:
@@ -282,6 +286,8 @@ class LiveAttempt:
     def _leave_node(self) -> NoReturn:
         """End the attempt for on_preempt="restart": Ray starts the workers again, on nodes that stay."""
         self._note_commit(self._queue.wait())
+        if self._memory is not None:
+            self._memory.wait(MEMORY_COPY_S)
         step = self._counter.step
         saved = f"step {step} is saved" if self._queue.saved_step == step else f"step {step} is not saved"
         self._watch.over = SupersededError(

@@ -6,7 +6,7 @@ that goes wrong here stops the training, or touches the bucket: a memory checkpo
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ class MemorySaves:
     def begin(self, progress: Progress, *, trained_s: float, is_by_notice: bool = False) -> None:
         """Stage the state for a memory checkpoint of this step. Every rank calls it at the same steps.
 
-        is_by_notice: a node is about to go, so its copy is more urgent than what training sends.
+        is_by_notice: it is one because a node is about to go.
         """
         began = time.monotonic()
         report = replace(self._report, progress=progress, trained_s=trained_s, is_by_notice=is_by_notice)
@@ -91,6 +91,15 @@ class MemorySaves:
             return
         report = replace(report, blocked_s=time.monotonic() - began)
         self._pending = self._thread.submit(self._hold, staged, report, began + self._timeout_s)
+
+    def hurry(self) -> None:
+        """Have the copies to other nodes go without pauses from now on, since a node is about to go."""
+        self._node.hurry(self._report.attempt)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the one under way, if any, has ended. timeout_s: seconds at most."""
+        if self._pending is not None:
+            wait([self._pending], timeout_s)
 
     def stop(self) -> None:
         """Let the thread end."""

@@ -21,14 +21,12 @@ from raycheck.bucket.format.object_keys import CheckpointName, checkpoint_prefix
 from raycheck.bucket.store import Store
 from raycheck.bucket.store.interface import Buffer
 from raycheck.errors import DamagedError, RaycheckError
-from raycheck.shards.transfer.host_buffer import available_bytes, check_fits
+from raycheck.shards.transfer.memory_claims import MemoryClaim
 from raycheck.shards.transfer.shared_memory import MemoryPlace, SharedMemory, open_to_read
 from raycheck.train.coordinator.messages import HeldShard, Holder
 
 CHUNK_BYTES = 32 * 1024 * 1024
 CHUNKS_IN_FLIGHT = 4
-PACE = 0.5
-"""The share of the time in which chunks are on their way; for the rest the network is the training's."""
 READ_TIMEOUT_S = 60.0
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 AttemptAndStep = tuple[int, int]
@@ -37,11 +35,12 @@ AttemptAndStep = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True)
 class _Held:
-    """Holds the bytes of a shard. missing: how many of them have not come yet."""
+    """Holds the bytes of a shard. missing: how many of them have not come yet. claim: of the memory until then."""
 
     data: Bytes
     place: MemoryPlace | None
     missing: int = 0
+    claim: MemoryClaim | None = None
 
 
 class MemoryShards:
@@ -68,14 +67,16 @@ class MemoryShards:
             if _attempt_and_step(key) <= self._floor:
                 return
             if key not in self._copies:
-                check_fits(size_bytes, available_bytes())
+                claim = MemoryClaim(size_bytes)
                 memory = SharedMemory(size_bytes)
                 data = np.frombuffer(memory.pages, np.uint8)
-                self._copies[key] = _Held(data=data, place=memory.place, missing=size_bytes)
+                self._copies[key] = _Held(data=data, place=memory.place, missing=size_bytes, claim=claim)
             received = self._copies[key]
         received.data[start : start + len(chunk)] = chunk
         with self._lock:
             received.missing -= len(chunk)
+            if not received.missing:
+                received.claim = None
 
     def whole(self) -> dict[str, HeldShard]:
         """Returns the shards that are here whole, by key."""
@@ -125,13 +126,13 @@ def send(
     to: Any,
     *,
     timeout_s: float,
-    pace: float = PACE,
-    sleep: Callable[[float], None] = time.sleep,
+    pause: Callable[[float], object] = time.sleep,
 ) -> None:
     """Copies shards to the actor of another node in chunks, a few of which are on their way at a time.
 
-    to: that actor's handle. timeout_s: how long they may be on their way, without the pauses. pace: see PACE; 1 for as
-    fast as it goes. Raises what `MemoryShards.receive` does, Ray's errors, and TimeoutError.
+    In between it pauses for as long as they took: half of the time the network is the training's. to: that actor's
+    handle. timeout_s: how long they may be on their way, without the pauses. pause: waits for so many seconds. Raises
+    what `MemoryShards.receive` does, Ray's errors, and TimeoutError.
     """
     left_s = timeout_s
     chunks = [(key, start) for key, data in shards.items() for start in range(0, len(data), CHUNK_BYTES)]
@@ -149,7 +150,7 @@ def send(
         took_s = time.monotonic() - began
         left_s = max(0.0, left_s - took_s)
         if first + CHUNKS_IN_FLIGHT < len(chunks):
-            sleep(took_s * (1 / pace - 1))
+            pause(took_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ then on the save no longer needs the rank. The coordinator starts the actor, and
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from raycheck.bucket.assembly.save_report import Report
+from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.errors import RaycheckError, SaveFailedError
 from raycheck.shards.transfer.incremental_upload import SharedState, StagedState
 from raycheck.shards.transfer.local_box import TRAIN
@@ -23,7 +25,7 @@ from raycheck.train.coordinator.messages import HeldShard, Outcome
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api.calls import as_raised
-from raycheck.train.worker.memory_shards import PACE, AttemptAndStep, Bytes, MemoryShards, send
+from raycheck.train.worker.memory_shards import AttemptAndStep, Bytes, MemoryShards, send
 from raycheck.train.worker.upload_and_report import Uploader
 
 START_TIMEOUT_S = 60.0
@@ -61,6 +63,7 @@ class NodeAgent:
         # By rank, and whether it is for memory checkpoints: of the rank's newest group.
         self._uploaders: dict[tuple[int, bool], tuple[str, Uploader]] = {}
         self._under_way: set[tuple[str, int, int]] = set()  # group, rank and number of each save
+        self._hurries: dict[int, threading.Event] = {}  # by attempt
 
     def save(
         self, group: Group, shared: SharedState, report: Report, *, deadline: float, timeout_s: float
@@ -110,16 +113,26 @@ class NodeAgent:
         """Takes the bytes from `start` on of another node's shard. Raises ConfigError when there is no room for it."""
         self._shards.receive(key, size_bytes, start, chunk)
 
-    def send_shards(self, checkpoint: str, to: Any, *, timeout_s: float, is_urgent: bool = False) -> str:
+    def send_shards(self, checkpoint: str, to: Any, *, timeout_s: float) -> str:
         """Copies the shards that ranks of this node have of a memory checkpoint to another node's actor.
 
-        is_urgent: as fast as it goes, whatever else needs the network. Returns why it could not; "" when it could.
+        Returns why it could not; "" when it could.
         """
+        name = CheckpointName.parse(checkpoint)
+        assert name is not None, "the ranks make the names"
         try:
-            send(self._shards.own(checkpoint), to, timeout_s=timeout_s, pace=1.0 if is_urgent else PACE)
+            send(self._shards.own(checkpoint), to, timeout_s=timeout_s, pause=self._hurry_of(name.attempt).wait)
         except Exception as error:  # noqa: BLE001  whatever the other node's actor met there
             return _first_line(error)
         return ""
+
+    def hurry(self, attempt: int) -> None:
+        """Has the copies of an attempt's memory checkpoints go without pauses from now on, also one that is pausing."""
+        self._hurry_of(attempt).set()
+
+    def _hurry_of(self, attempt: int) -> threading.Event:
+        with self._lock:
+            return self._hurries.setdefault(attempt, threading.Event())
 
     def keep_shards(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
         """Gives back all shards but those of this memory checkpoint, and of those above the floor."""
@@ -210,6 +223,12 @@ class NodeUploads:
             if shard.name.component in answer.shards:
                 shard.uploaded_elsewhere(answer.shards[shard.name.component])
         return answer.outcome
+
+    def hurry(self, attempt: int) -> None:
+        """See NodeAgent.hurry. It waits for no answer."""
+        if self._agent is not None:
+            with suppress(Exception):  # the actor's death is met elsewhere
+                self._agent.hurry.remote(attempt)
 
     def _start(self, deadline: float) -> Any:
         """Returns the node's actor once it answers; None where none can be started. Raises Ray's errors, StoreError."""

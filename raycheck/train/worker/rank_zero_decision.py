@@ -28,7 +28,8 @@ class RankZeroDecision:
     of save to begin now, None for none. commit: name of the commit to report; only rank 0 has its metrics, since a
     broadcast of Ray's carries 1 kB. validate: see UnreportedCommit. gap: steps until the next broadcast. is_preempted:
     a node of the group is about to go. leave: end the attempt once the saves under way are committed. problem: why the
-    run ends here on all ranks, "" when it goes on. is_by_notice: the save is one before a node goes.
+    run ends here on all ranks, "" when it goes on. is_by_notice: the save is one before a node goes. to_memory: there
+    should be a memory checkpoint before a node goes, also where a save to the bucket takes too long.
     """
 
     step: int | None
@@ -41,6 +42,7 @@ class RankZeroDecision:
     leave: bool = False
     problem: str = ""
     is_by_notice: bool = False
+    to_memory: bool = False
 
 
 class DecisionBroadcast:

@@ -25,7 +25,8 @@ class SaveTriggers:
     """Decides when to save, the same on every rank. Every rank calls its methods at the same steps.
 
     is_preempted: a node is about to go, so that training should wait for nothing but a save. clock_s: rank 0's seconds
-    of training in this attempt, as all ranks heard them last. skipped: how many saves were skipped because the one
+    of training in this attempt, as all ranks heard them last. must_reach_memory: a node is about to go, and the memory
+    checkpoint that this asks for was not begun yet. skipped: how many saves were skipped because the one
     before was under way. ray_reports: which commit Ray is told of.
     """
 
@@ -45,6 +46,7 @@ class SaveTriggers:
         self._skipped_step = -1
         self.is_preempted = False
         self._is_wanted = False
+        self.must_reach_memory = False
         self._decision = RankZeroDecision(step=None)
         self.ray_reports = RayReports(group)
 
@@ -141,15 +143,16 @@ class SaveTriggers:
     def decide_on_memory(self, step: int, *, is_busy: bool) -> bool:
         """Decide, together with all ranks, whether to make a memory checkpoint of this step.
 
-        It is due at its steps and when a node is about to go, and left out while the one before is under way: rank 0
-        speaks for all. is_busy: that of this rank is.
+        It is due at its steps and when a node is about to go, and not begun while the one before is under way: rank 0
+        speaks for all. is_busy: that of this rank is. One that a notice asks for is then begun at a later step.
         """
-        if not self.is_by_notice and not _is_multiple(step, self._settings.memory_every_steps):
+        if not self.must_reach_memory and not _is_multiple(step, self._settings.memory_every_steps):
             return False
-        if self._group.world_size == 1:
-            return not is_busy
-        mine = None if self._group.rank else RankZeroDecision(step=step, save=None if is_busy else "keep")
-        return self._broadcast.share(mine, step=step).save is not None
+        if self._group.world_size > 1:
+            mine = None if self._group.rank else RankZeroDecision(step=step, save=None if is_busy else "keep")
+            is_busy = self._broadcast.share(mine, step=step).save is None
+        self.must_reach_memory &= is_busy
+        return not is_busy
 
     def _kind_at_step(self, step: int) -> SaveKind | None:
         settings = self._settings
@@ -210,6 +213,7 @@ class SaveTriggers:
         if self._decision.problem:
             raise ConfigError(self._decision.problem) from (problem and problem.__cause__)
         self.is_preempted, self.clock_s = self._decision.is_preempted, self._decision.clock_s
+        self.must_reach_memory |= self._decision.to_memory
         self._broadcast.schedule(step, self._decision.gap, took_s=time.monotonic() - began)
 
     def _decide(
@@ -230,6 +234,7 @@ class SaveTriggers:
             is_preempted=is_preempted,
             leave=is_new_notice and self._settings.on_preempt == "restart",
             is_by_notice=saves_before_loss,
+            to_memory=is_new_notice or saves_before_loss,
         )
 
     def _ask_user(self, step: int, metrics: Mapping[str, object], *, is_busy: bool) -> SaveKind | None:

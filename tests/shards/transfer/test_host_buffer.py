@@ -3,13 +3,11 @@
 import ctypes
 import os
 import resource
-from pathlib import Path
 
 import pytest
 
-from raycheck.errors import ConfigError
 from raycheck.shards.transfer import host_buffer as buffer_module
-from raycheck.shards.transfer.host_buffer import HostBuffer, available_bytes, check_fits
+from raycheck.shards.transfer.host_buffer import HostBuffer
 
 SIZE = 64 * 1024 * 1024
 
@@ -74,61 +72,3 @@ def test_a_forked_child_does_not_share_the_pages():
     assert faults < 100
     os.close(reader)
     os.close(writer)
-
-
-def test_more_than_there_is_is_refused_with_both_numbers():
-    available = available_bytes()
-    assert available is not None
-
-    with pytest.raises(ConfigError, match=rf"needs {1 << 50} bytes.*\d+ are available"):
-        HostBuffer(1 << 50, pinned=False)
-
-    check_fits(10, 10)
-    check_fits(10, None)
-    with pytest.raises(ConfigError, match="needs 11 bytes of host memory, and 10 are available"):
-        check_fits(11, 10)
-
-
-def system(root: Path, *, group: str, files: dict[str, str]) -> Path:
-    files |= {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n", "proc/self/cgroup": group}
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def limits(folder: str, most: str, used: int, cache: int) -> dict[str, str]:
-    return {
-        f"{folder}/memory.max": most,
-        f"{folder}/memory.current": str(used),
-        f"{folder}/memory.stat": f"anon 1\ninactive_file {cache}\n",
-    }
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 8000 * 1024),
-        (limits("sys/fs/cgroup", "max\n", 500, 0), 8000 * 1024),
-        (limits("sys/fs/cgroup/a/b", "1000", 500, 200), 700),
-        (limits("sys/fs/cgroup/a", "1000", 500, 0) | limits("sys/fs/cgroup/a/b", "max", 500, 0), 500),
-        (limits("sys/fs/cgroup/a", "1000", 5000, 0), 0),
-    ],
-)
-def test_the_tightest_control_group_decides(tmp_path: Path, files: dict[str, str], expected: int):
-    assert available_bytes(system(tmp_path, group="0::/a/b\n", files=files)) == expected
-
-
-def test_the_older_control_groups_are_read_as_well(tmp_path: Path):
-    files = {
-        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000",
-        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "300",
-        "sys/fs/cgroup/memory/job/memory.stat": "total_inactive_file 100\n",
-    }
-
-    assert available_bytes(system(tmp_path, group="5:devices:/\n4:cpu,memory:/job\n0::/\n", files=files)) == 800
-
-
-def test_a_system_that_says_nothing_refuses_nothing(tmp_path: Path):
-    assert available_bytes(tmp_path) is None

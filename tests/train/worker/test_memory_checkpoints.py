@@ -241,19 +241,49 @@ def test_a_copy_to_another_node_leaves_the_network_for_half_of_the_time(cluster:
     chunks = 2 * CHUNKS_IN_FLIGHT + 1
     shards = {key: np.zeros((chunks - 1) * CHUNK_BYTES + 1, np.uint8)}
     actor = ray.remote(HoldingAgent).options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    paced: list[float] = []
-    urgent: list[float] = []
+    pauses: list[float] = []
     try:
         began = time.monotonic()
-        send(shards, actor, timeout_s=60, pace=0.5, sleep=paced.append)
+        send(shards, actor, timeout_s=60, pause=pauses.append)
         sent_s = time.monotonic() - began
-        send(shards, actor, timeout_s=60, pace=1.0, sleep=urgent.append)
     finally:
         ray.kill(actor)
 
-    assert len(paced) == 2, "after all but the last few"
-    assert 0 < sum(paced) <= sent_s
-    assert urgent == [0.0, 0.0]
+    assert len(pauses) == 2, "after all but the last few"
+    assert 0 < sum(pauses) <= sent_s
+
+
+class SlowAgent(NodeAgent):
+    """Needs several seconds for the first bytes of a shard, so that whoever sends it pauses as long."""
+
+    def receive(self, key: str, size_bytes: int, start: int, chunk: Any) -> None:
+        if not start:
+            time.sleep(8.0)
+        super().receive(key, size_bytes, start, chunk)
+
+
+@pytest.mark.parametrize("is_asked_before", [True, False])
+def test_a_copy_that_pauses_goes_on_at_once_when_it_has_to_hurry(cluster: None, is_asked_before: bool) -> None:
+    name = "step-000000004-a3-s0"
+    shard = bytes(CHUNKS_IN_FLIGHT * CHUNK_BYTES + 1)
+    options = {"num_cpus": 0, "max_concurrency": 8}
+    source = ray.remote(HoldingAgent).options(**options).remote()  # type: ignore[attr-defined]
+    target = ray.remote(SlowAgent).options(**options).remote()  # type: ignore[attr-defined]
+    try:
+        ray.get(source.hold.remote(f"checkpoints/{name}/train/__0_0.distcp", shard), timeout=60)
+        ray.get(source.hurry.remote(2), timeout=30)  # another attempt's
+        if is_asked_before:
+            ray.get(source.hurry.remote(3), timeout=30)
+        began = time.monotonic()
+        sending = source.send_shards.remote(name, target, timeout_s=60.0)
+        time.sleep(9.0)
+        assert ray.wait([sending], timeout=0)[0] == ([sending] if is_asked_before else [])
+        ray.get(source.hurry.remote(3), timeout=30)
+        assert ray.get(sending, timeout=60) == ""
+        assert time.monotonic() - began < 15.0, "with the pause it is over after 16 s"
+    finally:
+        for actor in (source, target):
+            ray.kill(actor)
 
 
 def test_a_shard_is_copied_in_chunks_and_read_from_whoever_has_it(cluster: None, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,33 @@ def test_a_rank_alone_decides_by_itself():
         None,
         "keep",
     ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_notice_too_short_for_a_save_brings_a_memory_checkpoint_as_soon_as_there_can_be_one(world_size: int):
+    settings = SaveSettings(when=lambda step, metrics: False, memory_every_steps=10, upload_by="node")
+    ranks = Ranks(world_size)
+
+    def one(rank: int) -> list[tuple[int, bool, bool]]:
+        """Returns of each step whether it is saved to the bucket and to memory. Memory is busy up to step 5."""
+        notices = [None, None, *[time.time() + 3.0] * 10]
+        place = replace(group(rank, world_size, ranks.broadcast_of(rank)), notice=lambda: notices.pop(0))
+        triggers = SaveTriggers(settings, place)
+        triggers.committed(save_s=60.0)
+        return [
+            (
+                step,
+                bool(triggers.decide_at_step(Progress(step=step))),
+                triggers.decide_on_memory(step, is_busy=step <= 5),
+            )
+            for step in range(1, 11)
+        ]
+
+    decided = [thread.join() for thread in [InThread(lambda rank=rank: one(rank)) for rank in range(world_size)]]
+
+    assert all(found == decided[0] for found in decided)
+    assert not any(is_saved for _, is_saved, _ in decided[0])
+    assert [step for step, _, is_in_memory in decided[0] if is_in_memory] == [6, 10]
 
 
 def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
