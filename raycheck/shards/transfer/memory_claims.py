@@ -9,8 +9,8 @@ forks do not inherit it.
 
 import mmap
 import os
-import random
 import resource
+import secrets
 import struct
 import sys
 import tempfile
@@ -148,7 +148,7 @@ class _Claims:
     def _note(self, size_bytes: int) -> int:
         """Returns the place of a claim that fits."""
         while True:
-            place = random.randrange(1, 1 << 20) * _RANGE
+            place = (1 + secrets.randbelow(1 << 20)) * _RANGE  # the random generator of the training is left alone
             if place in self._own:
                 continue
             if self._file is not None:
