@@ -87,16 +87,21 @@ def _reads(index: Index, boxes: Sequence[LocalBox], request_bytes: int) -> Itera
         number = numbers[box.name]
         covered = 0
         for chunk in index.chunks_in(number, box.offsets, box.sizes):
-            low = tuple(map(max, chunk.offsets, box.offsets))
-            high = tuple(
-                min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
-            )
-            sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+            low, sizes = _shared_part(chunk, box)
             if all(size > 0 for size in sizes):
                 covered += math.prod(sizes)
                 yield from _reads_of_box(index.tensors[number], chunk, box, low, sizes, request_bytes)
         if covered != math.prod(box.sizes):
             raise CorruptError(f"the checkpoint's index does not cover {box.name} at {box.offsets}")
+
+
+def _shared_part(chunk: Chunk, box: LocalBox) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the offsets and sizes of what a saved chunk and a box have in common. A size is 0 or less if nothing."""
+    if (chunk.offsets, chunk.sizes) == (box.offsets, box.sizes):  # so it is for nearly all at the same world size
+        return box.offsets, box.sizes
+    low = tuple(map(max, chunk.offsets, box.offsets))
+    high = (min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True))
+    return low, tuple(b - a for a, b in zip(low, high, strict=True))
 
 
 def _reads_of_box(  # noqa: PLR0917

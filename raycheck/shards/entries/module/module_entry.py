@@ -6,6 +6,7 @@ rank to rank, since each rank's forward makes its own: a checkpoint keeps those 
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -273,6 +274,8 @@ def _without_addresses(text: str) -> str:
 def _ties(live: Named) -> dict[str, list[str]]:
     """Returns the tied weights: for each tensor that shares its memory with others, the names of all of these."""
     groups: dict[object, list[str]] = {}
+    addresses = Counter(local_of(tensor).data_ptr() for tensor in live.values())
     for name, tensor in live.items():
-        groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
+        if addresses[local_of(tensor).data_ptr()] > 1:  # which none is that shares its memory with nothing
+            groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
     return {name: group for group in groups.values() if len(group) > 1 for name in group}
