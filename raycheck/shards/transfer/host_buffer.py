@@ -29,12 +29,12 @@ class HostBuffer:
     """Holds zeroed host memory as one flat uint8 tensor.
 
     pinned: page-lock it, for copies from an accelerator. shared: let other processes of the node map it, where the
-    system and the accelerator can; `place` says where they find it, None when they cannot. Raises ConfigError when the
-    host does not have that much left, or refuses it.
+    system and the accelerator can; `place` says where they find it, None when they cannot. patience_s: see MemoryClaim.
+    Raises ConfigError when the host does not have that much left, or refuses it.
     """
 
-    def __init__(self, size_bytes: int, *, pinned: bool, shared: bool = False) -> None:
-        self._claim = MemoryClaim(size_bytes)
+    def __init__(self, size_bytes: int, *, pinned: bool, shared: bool = False, patience_s: float = 0.0) -> None:
+        self._claim = MemoryClaim(size_bytes, patience_s=patience_s)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.place: MemoryPlace | None = None
@@ -97,6 +97,7 @@ class HostBuffer:
             if populate is None or populate(self.tensor.data_ptr() + at, length, _POPULATE_WRITE) != 0:
                 touched = view[at : at + length : mmap.PAGESIZE]
                 touched[:] = bytes(len(touched))
+            self._claim.shrink(length)
         self._claim.end()
 
 

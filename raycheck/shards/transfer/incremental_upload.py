@@ -22,7 +22,7 @@ from raycheck.bucket.store import Store
 from raycheck.errors import ConfigError, SaveFailedError
 from raycheck.shards.transfer.live_slices import LiveSlices, slices_bytes
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
-from raycheck.shards.transfer.memory_claims import shortage, unclaimed_bytes
+from raycheck.shards.transfer.memory_claims import PATIENCE_S, unclaimed_bytes
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
 from raycheck.shards.transfer.shard import IndexRows, Shard
 from raycheck.shards.transfer.shared_memory import MemoryPlace
@@ -301,8 +301,7 @@ class Components:
     def prepare(self, boxes: Mapping[str, Sequence[LocalBox]], *, world_size: int) -> None:
         """Claim memory, and have it faulted in while training runs. Warn of what the host has no memory for.
 
-        boxes: all that this rank may write, by component. Raises ConfigError when another process has taken the memory
-        meanwhile.
+        boxes: all that this rank may write, by component.
         """
         memory, self._memory = self._memory, []
         train = boxes.get(TRAIN, ())
@@ -310,52 +309,42 @@ class Components:
         if self._restored is None:  # after a restore a frozen component will hardly be written
             written = boxes.keys() - self._referred.keys() - {TRAIN}
             stagers += [(name, self._stager(name), boxes[name]) for name in sorted(written)]
-        sizes = [
-            0 if stager.has_buffer else stager.needed_bytes(own, world_size=world_size) for _, stager, own in stagers
-        ]
-        memory_bytes = sum(slot[TRAIN].needed_bytes(train, world_size=world_size) for slot in memory)
-        available, claimed = unclaimed_bytes(sum(sizes) + memory_bytes), 0
-        for (component, stager, own), size_bytes in zip(stagers, sizes, strict=True):
-            if available is None or claimed + size_bytes <= available:
-                stager.prepare(own, world_size=world_size)
+        claimed, deadline = 0, time.monotonic() + PATIENCE_S
+        for component, stager, own in stagers:
+            size_bytes = 0 if stager.has_buffer else stager.needed_bytes(own, world_size=world_size)
+            try:
+                stager.prepare(own, world_size=world_size, patience_s=deadline - time.monotonic())
                 claimed += size_bytes
-            elif component == TRAIN and len(self._train) > 1:
-                self._train.remove(stager)
-                text = "each save waits for the one before, in spite of buffers=2, rank=%d: %s"
-                why = shortage(size_bytes, available - claimed)
-                logging.getLogger("raycheck").warning(text, self._rank, why)
-            elif _fits_in_slices(size_bytes, available - claimed):
-                self._warn_of_slices(component, shortage(size_bytes, available - claimed))
+            except ConfigError as error:
+                if component == TRAIN and len(self._train) > 1:
+                    self._train.remove(stager)
+                    text = "each save waits for the one before, in spite of buffers=2, rank=%d: %s"
+                    logging.getLogger("raycheck").warning(text, self._rank, error)
+                elif _fits_in_slices(size_bytes, unclaimed_bytes()):
+                    self._warn_of_slices(component, str(error))
         logging.getLogger("raycheck").info("claiming host memory for staging rank=%d bytes=%d", self._rank, claimed)
         if memory:
-            left = None if available is None else available - claimed
-            self._prepare_memory(memory, train, memory_bytes, world_size=world_size, available=left)
+            self._prepare_memory(memory, train, world_size=world_size, deadline=deadline)
 
     def _prepare_memory(
-        self,
-        memory: list[dict[str, Stager]],
-        boxes: Sequence[LocalBox],
-        size_bytes: int,
-        *,
-        world_size: int,
-        available: int | None,
+        self, memory: list[dict[str, Stager]], boxes: Sequence[LocalBox], *, world_size: int, deadline: float
     ) -> None:
-        """Claim the buffers for memory checkpoints, once those for the bucket are there: these come first.
+        """Claim the buffers for memory checkpoints, once this rank's for the bucket are there: these come first.
 
-        size_bytes: of all of them. available: the bytes that those for the bucket leave; None when that is unknown.
+        deadline: until when to wait for what is claimed twice, by time.monotonic.
         """
+        text = "no memory checkpoints rank=%d: %s"
         if self._sliced:  # their slices need what is left
-            text = "no memory checkpoints rank=%d: there is too little memory for saves to the bucket already"
-            logging.getLogger("raycheck").warning(text, self._rank)
+            problem = "there is too little memory for saves to the bucket already"
+            logging.getLogger("raycheck").warning(text, self._rank, problem)
             return
-        problem = "" if available is None or size_bytes <= available else shortage(size_bytes, available)
         try:
-            for slot in memory if not problem else ():
-                slot[TRAIN].prepare(boxes, world_size=world_size)
+            for slot in memory:
+                slot[TRAIN].prepare(boxes, world_size=world_size, patience_s=deadline - time.monotonic())
         except ConfigError as error:
-            problem = str(error)
-        if problem:
-            logging.getLogger("raycheck").warning("no memory checkpoints rank=%d: %s", self._rank, problem)
+            for slot in memory:
+                slot[TRAIN].release()
+            logging.getLogger("raycheck").warning(text, self._rank, error)
         else:
             self._memory = memory
 

@@ -68,13 +68,14 @@ class Stager:
         """Returns whether there is a buffer, which the next `stage` fills if it is large enough."""
         return self._buffer is not None
 
-    def prepare(self, boxes: Sequence[LocalBox], *, world_size: int) -> None:
+    def prepare(self, boxes: Sequence[LocalBox], *, world_size: int, patience_s: float = 0.0) -> None:
         """Claim the memory that `boxes` need, and have it faulted in while training runs.
 
-        Raises ConfigError when the host has too little memory.
+        patience_s: see MemoryClaim. Raises ConfigError when the host has too little memory.
         """
         if self._buffer is None:
-            self._claim(self.needed_bytes(boxes, world_size=world_size), [box.local for box in boxes]).fault_in()
+            size_bytes = self.needed_bytes(boxes, world_size=world_size)
+            self._claim(size_bytes, [box.local for box in boxes], patience_s=patience_s).fault_in()
 
     def stage(
         self,
@@ -205,11 +206,11 @@ class Stager:
         most = total + total // 4 + 2 * SLACK_BYTES
         return total <= buffer.size_bytes and (self._is_mapped or buffer.size_bytes <= most)
 
-    def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor]) -> HostBuffer:
+    def _claim(self, size_bytes: int, sources: Sequence[torch.Tensor], *, patience_s: float = 0.0) -> HostBuffer:
         """Replace the buffer by one of this size. An upload under way keeps the old one alive until it has ended."""
         self.release()
         is_pinned = any(source.device.type != "cpu" for source in sources)
-        self._buffer = HostBuffer(size_bytes, pinned=is_pinned, shared=self._is_shared)
+        self._buffer = HostBuffer(size_bytes, pinned=is_pinned, shared=self._is_shared, patience_s=patience_s)
         return self._buffer
 
     def _map(self) -> None:

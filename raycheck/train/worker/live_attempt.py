@@ -30,7 +30,7 @@ from raycheck.train.worker.training_progress import ProgressCounter, TrainingClo
 LAST_WORDS_S = 30.0
 """How long an upload in flight may go on after the training function raised."""
 MEMORY_COPY_S = 30.0
-"""How long a group that leaves a node waits until the memory checkpoint under way is on other nodes."""
+"""How long a group that leaves a node waits until a memory checkpoint is on other nodes."""
 NOTHING_SAVED: tuple[int, SaveKind] = (-1, "keep")
 
 
@@ -288,6 +288,9 @@ class LiveAttempt:
         self._note_commit(self._queue.wait())
         if self._memory is not None:
             self._memory.wait(MEMORY_COPY_S)
+            if self._triggers.must_reach_memory:  # it could not be begun beside the one before
+                self._save_to_memory(None)
+                self._memory.wait(MEMORY_COPY_S)
         step = self._counter.step
         saved = f"step {step} is saved" if self._queue.saved_step == step else f"step {step} is not saved"
         self._watch.over = SupersededError(

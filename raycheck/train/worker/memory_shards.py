@@ -35,7 +35,7 @@ AttemptAndStep = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True)
 class _Held:
-    """Holds the bytes of a shard. missing: how many of them have not come yet. claim: of the memory until then."""
+    """Holds the bytes of a shard. missing: how many of them have not come yet. claim: of the memory for these."""
 
     data: Bytes
     place: MemoryPlace | None
@@ -75,6 +75,8 @@ class MemoryShards:
         received.data[start : start + len(chunk)] = chunk
         with self._lock:
             received.missing -= len(chunk)
+            if received.claim is not None:
+                received.claim.shrink(len(chunk))
             if not received.missing:
                 received.claim = None
 

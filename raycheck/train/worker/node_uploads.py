@@ -159,6 +159,7 @@ class NodeUploads:
         self._otherwise = otherwise
         self._timeout_s = timeout_s
         self._agent: Any = None
+        self._hurried: int | None = None  # the attempt whose copies are to go without pauses
         self._has_failed = False  # it, or its start, since it last answered
         self._is_given_up = False
 
@@ -170,7 +171,7 @@ class NodeUploads:
     def prepare(self) -> None:
         """Have the actor started, so that the first save does not wait for it."""
         try:
-            self._agent = self._start(time.monotonic() + 2 * START_TIMEOUT_S)
+            self._start(time.monotonic() + 2 * START_TIMEOUT_S)
             if self._agent is None:
                 self._give_up(NO_RAY)
         except Exception as error:  # noqa: BLE001  the first save meets it again
@@ -191,7 +192,7 @@ class NodeUploads:
                 self._give_up("this system, or this accelerator, cannot share the memory of a staged copy")
                 return None
             if self._agent is None:
-                self._agent = self._start(deadline)
+                self._start(deadline)
             if self._agent is None:
                 self._give_up(NO_RAY)
                 return None
@@ -225,19 +226,31 @@ class NodeUploads:
         return answer.outcome
 
     def hurry(self, attempt: int) -> None:
-        """See NodeAgent.hurry. It waits for no answer."""
-        if self._agent is not None:
-            with suppress(Exception):  # the actor's death is met elsewhere
-                self._agent.hurry.remote(attempt)
+        """Have the actor copy an attempt's memory checkpoints to other nodes without pauses from now on.
 
-    def _start(self, deadline: float) -> Any:
-        """Returns the node's actor once it answers; None where none can be started. Raises Ray's errors, StoreError."""
+        It does not wait for the actor. One that is started later is told as well.
+        """
+        if self._hurried != attempt:
+            self._hurried = attempt
+            self._tell_to_hurry()
+
+    def _tell_to_hurry(self) -> None:
+        if self._agent is not None and self._hurried is not None:
+            with suppress(Exception):  # the actor's death is met elsewhere
+                self._agent.hurry.remote(self._hurried)
+
+    def _start(self, deadline: float) -> None:
+        """Have the node's actor started and wait until it answers. There is none afterwards where none can be started.
+
+        Raises Ray's errors, StoreError.
+        """
         timeout_s = min(START_TIMEOUT_S, (deadline - time.monotonic()) / 2)  # the rest is for the rank's own upload
         what = "start of the actor that uploads for this node"
         agent = self._group.ask("node_agent", NodeAgent, self._group.node, timeout_s=timeout_s, what=what)
         if agent is not None:
             ray.get(agent.__ray_ready__.remote(), timeout=timeout_s)  # no save waits for one that does not start
-        return agent
+        self._agent = agent
+        self._tell_to_hurry()
 
     def _ask(self, shared: SharedState, report: Report, deadline: float) -> NodeAnswer:
         """Returns the actor's answer."""

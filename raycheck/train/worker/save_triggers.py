@@ -143,10 +143,12 @@ class SaveTriggers:
     def decide_on_memory(self, step: int, *, is_busy: bool) -> bool:
         """Decide, together with all ranks, whether to make a memory checkpoint of this step.
 
-        It is due at its steps and when a node is about to go, and not begun while the one before is under way: rank 0
-        speaks for all. is_busy: that of this rank is. One that a notice asks for is then begun at a later step.
+        It is due at its steps and when a node is about to go, and not begun while rank 0 is busy. One that a notice
+        asks for is then begun at a later step at which the ranks hear rank 0. is_busy: this rank cannot begin one, as
+        the one before is under way.
         """
-        if not self.must_reach_memory and not _is_multiple(step, self._settings.memory_every_steps):
+        is_asked_for = self.must_reach_memory and self._decision.step is not None
+        if not is_asked_for and not _is_multiple(step, self._settings.memory_every_steps):
             return False
         if self._group.world_size > 1:
             mine = None if self._group.rank else RankZeroDecision(step=step, save=None if is_busy else "keep")

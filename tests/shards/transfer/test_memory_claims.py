@@ -32,11 +32,6 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_claims, "PATIENCE_S", 0.5)
-
-
 @contextmanager
 def claimant(*sizes: int) -> Iterator["subprocess.Popen[str]"]:
     """Another process that has claimed memory; it ends a claim for each line, so many seconds later."""
@@ -116,30 +111,82 @@ def test_a_fork_has_no_claims_of_its_parent_and_ends_none() -> None:
     claim.end()
 
 
-def test_what_other_claims_are_in_the_way_of_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_claims, "PATIENCE_S", 30.0)
+def test_what_other_claims_are_in_the_way_of_waits_for_them() -> None:
     wanted = (available_bytes() or 0) - 2 * GIB
     with claimant(4 * GIB) as other:
+        with pytest.raises(ConfigError, match="bytes of host memory"):
+            MemoryClaim(wanted)
         assert other.stdin is not None
         other.stdin.write("1\n")
         other.stdin.flush()
-        assert claimed_bytes() > 4 * GIB - SLACK
 
-        assert (unclaimed_bytes(wanted) or 0) >= wanted
-        MemoryClaim(wanted).end()
+        MemoryClaim(wanted, patience_s=30.0).end()
 
 
-def test_what_can_never_fit_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_claims, "PATIENCE_S", 30.0)
+def test_what_can_never_fit_waits_for_nobody() -> None:
     began = time.monotonic()
 
     with (
         claimant(GIB),
         pytest.raises(ConfigError, match=rf"needs {1 << 50} bytes of host memory, and \d+ are available"),
     ):
-        MemoryClaim(1 << 50)
+        MemoryClaim(1 << 50, patience_s=30.0)
 
     assert time.monotonic() - began < 25.0
+
+
+def test_what_is_touched_is_not_claimed_any_more() -> None:
+    claim = MemoryClaim(4 * GIB)
+    claim.shrink(GIB)
+    assert abs(claimed_bytes() - 3 * GIB) < SLACK
+    with claimant(GIB) as other:  # it sees the rest
+        assert abs(claimed_bytes() - 4 * GIB) < SLACK
+        end_one(other)
+        script = "from raycheck.shards.transfer.memory_claims import *; print(available_bytes() - unclaimed_bytes())"
+        seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+        assert abs(int(seen.stdout) - 3 * GIB) < SLACK
+
+    claim.shrink(5 * GIB)
+
+    assert claimed_bytes() < SLACK
+    claim.end()
+
+
+def test_a_process_that_stopped_while_it_claimed_holds_nobody_up_for_long() -> None:
+    script = """
+import sys, time
+from raycheck.shards.transfer.memory_claims import _claims
+with _claims._alone():
+    print("claiming", flush=True)
+    time.sleep(300)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as stopped:
+        try:
+            assert stopped.stdout is not None
+            assert stopped.stdout.readline() == "claiming\n"
+            began = time.monotonic()
+
+            MemoryClaim(GIB).end()
+
+            assert memory_claims._GUARD_S - 0.1 < time.monotonic() - began < 20.0
+        finally:
+            stopped.kill()
+
+
+def test_an_address_space_has_own_claims_in_it_already() -> None:
+    script = """
+import resource
+from pathlib import Path
+from raycheck.shards.transfer.host_buffer import HostBuffer
+from raycheck.shards.transfer.memory_claims import unclaimed_bytes
+here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (here + (1 << 30), here + (1 << 30)))
+buffer = HostBuffer(600 << 20, pinned=False)
+print(unclaimed_bytes() >> 20)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+
+    assert 300 < int(found.stdout) < 430
 
 
 def test_a_buffer_is_claimed_until_it_is_touched() -> None:

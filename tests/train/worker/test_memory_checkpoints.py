@@ -135,6 +135,46 @@ def test_what_changes_without_a_gradient_is_in_memory_too_and_the_next_save_uplo
         assert checkpoint.read_manifest().prefixes().keys() == {"train", "model.frozen"}
 
 
+def test_a_group_that_leaves_a_node_at_once_leaves_a_memory_checkpoint_of_its_last_step(
+    coordinator: Any, tmp_path: Path
+) -> None:
+    """Also when the one before is still under way, and there is too little time for a save to the bucket."""
+    notices: list[float] = []
+
+    def attempt(steps: range) -> tuple[Any, Averaged]:
+        model = Averaged()
+        group = raycheck.Group(
+            id=uuid4().hex,
+            uri=f"file://{tmp_path}/run",
+            rank=0,
+            world_size=1,
+            coordinator=coordinator,
+            notice=lambda: notices[-1] if notices else None,
+        )
+        settings = raycheck.SaveSettings(every_steps=2, upload_by="node", memory_every_steps=1, on_preempt="restart")
+        with raycheck.Checkpointer({"model": model}, settings, group=group) as ckpt:
+            at = ckpt.restore()
+            restored = copy.deepcopy(model)
+            for number in steps:
+                model.step(number)
+                if number == 5:
+                    notices.append(time.time() + 0.02)
+                ckpt.end_step()
+                if number == 2:
+                    ckpt.wait()
+                if number == 3:
+                    wait_for_memory(ckpt, number)
+        return at, restored
+
+    with pytest.raises(raycheck.SupersededError, match="step 5 is not saved"):
+        attempt(range(1, 100))
+
+    at, restored = attempt(range(6, 7))
+
+    assert (at.step, at.is_from_memory) == (5, True)
+    assert restored.weight[0] == 5
+
+
 def test_each_node_copies_to_the_next_one_and_to_another_zone_first() -> None:
     nodes = ["a", "b", "c", "d"]
 

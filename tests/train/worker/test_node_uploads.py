@@ -175,6 +175,20 @@ def test_an_actor_that_hangs_costs_one_save(group: raycheck.Group, monkeypatch: 
     assert outcome is None
 
 
+def test_an_actor_that_is_started_later_has_to_hurry_as_well(group: raycheck.Group) -> None:
+    uploads = NodeUploads(group, timeout_s=60.0)
+    uploads.hurry(7)
+    uploads.prepare()
+
+    def pauses(attempt: int) -> bool:
+        return not ray.get(
+            uploads._agent.__ray_call__.remote(lambda agent: agent._hurry_of(attempt).is_set()), timeout=30
+        )
+
+    assert not pauses(7)
+    assert pauses(8)
+
+
 def test_an_actor_that_sees_another_place_does_not_take_the_save(group: raycheck.Group) -> None:
     elsewhere = replace(group, uri=f"{group.uri}/elsewhere")
     staged, report = staged_and_reported(group, 1)

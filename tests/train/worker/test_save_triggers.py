@@ -122,6 +122,27 @@ def test_a_notice_too_short_for_a_save_brings_a_memory_checkpoint_as_soon_as_the
     assert [step for step, _, is_in_memory in decided[0] if is_in_memory] == [6, 10]
 
 
+def test_a_memory_checkpoint_that_has_to_wait_asks_no_more_often_than_the_ranks_hear_rank_0():
+    settings = SaveSettings(every_steps=100, memory_every_steps=10, upload_by="node")
+    ranks, shared = Ranks(2), []
+
+    def one(rank: int) -> list[int]:
+        hear = ranks.broadcast_of(rank)
+        broadcast = hear if rank else lambda value: (shared.append(value.step), hear(value))[1]
+        triggers = SaveTriggers(settings, replace(group(rank, 2, broadcast), notice=lambda: time.time() + 3600.0))
+        found = []
+        for step in range(1, 21):
+            triggers.decide_at_step(Progress(step=step))
+            if triggers.decide_on_memory(step, is_busy=step < 20):
+                found.append(step)
+        return found
+
+    decided = [thread.join() for thread in [InThread(lambda rank=rank: one(rank)) for rank in range(2)]]
+
+    assert decided == [[20], [20]]
+    assert shared == [1, 1, 10, 20], "the ranks hear rank 0 at step 1, and then after a thousand steps"
+
+
 def test_a_save_by_time_is_begun_when_the_one_before_has_ended():
     settings = SaveSettings(every_steps=None, every_seconds=1e-9, when_busy="skip")
 
