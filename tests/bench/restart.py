@@ -1,9 +1,10 @@
 """`python -m tests.bench.restart`: where the time goes from a rank's death to the next step, piece by piece.
 
 The training of goodput_job.py. A rank gets a SIGKILL at seeded moments, the same for all ways, which take turns in a
-shuffled order. What the ranks tell of themselves divides each restart. All pieces but the restore are Ray's and the script's,
-and they vary by more than a restore takes. So beside the ratio of whole restarts stands that of the restore alone: the
-median restart without checkpoints and this way's restore, over that restart and a raw GET of what a rank restores.
+shuffled order. What the ranks tell of themselves divides each restart. All pieces but the restore are Ray's and the
+script's, and they vary by more than a restore takes. So beside the ratio of whole restarts stands that of the restore
+alone: the median restart without checkpoints and this way's restore, over that restart and a raw GET of what a rank
+restores.
 """
 
 import argparse
