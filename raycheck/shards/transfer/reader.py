@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 import torch
@@ -118,16 +119,15 @@ def _reads_of_box(  # noqa: PLR0917
     if chunk.payload_size != math.prod(chunk.sizes) * item or len(chunk.crcs) != -(-chunk.payload_size // SUB_BLOCK):
         raise CorruptError(f"{tensor.name}: a chunk of {chunk.sizes} has {chunk.payload_size} bytes")
 
-    def read(corner: tuple[int, ...], extent: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
-        begin = sum(a * s for a, s in zip(corner, strides, strict=True)) * item
-        end = begin + (sum((n - 1) * s for n, s in zip(extent, strides, strict=True)) + 1) * item
+    def read(first: int, end: int, extent: tuple[int, ...], into: tuple[int, ...], strides: tuple[int, ...]) -> Read:
+        """first, end: from which of the chunk's elements on, and up to which."""
         return Read(
             tensor=tensor,
             chunk=chunk,
             box=box,
-            start=begin // SUB_BLOCK * SUB_BLOCK,
-            stop=min(-(-end // SUB_BLOCK) * SUB_BLOCK, chunk.payload_size),
-            first=begin // item,
+            start=first * item // SUB_BLOCK * SUB_BLOCK,
+            stop=min(-(-end * item // SUB_BLOCK) * SUB_BLOCK, chunk.payload_size),
+            first=first,
             sizes=extent,
             strides=strides,
             target_low=into,
@@ -140,13 +140,15 @@ def _reads_of_box(  # noqa: PLR0917
         shift = (target[0] * strides[0] if sizes else 0) - at
         while at < stop:
             until = min(stop, (at * item // SUB_BLOCK * SUB_BLOCK + request_bytes) // item)
-            yield read((at,), (until - at,), (at + shift,), (1,))
+            yield read(at, until, (until - at,), (at + shift,), (1,))
             at = until
         return
     rows = max(1, request_bytes // (strides[0] * item))
     for skip in range(0, sizes[0], rows):
         extent = (min(rows, sizes[0] - skip), *sizes[1:])
-        yield read((inside[0] + skip, *inside[1:]), extent, (target[0] + skip, *target[1:]), strides)
+        first = sum(map(mul, (inside[0] + skip, *inside[1:]), strides))
+        end = first + sum(map(mul, (n - 1 for n in extent), strides)) + 1
+        yield read(first, end, extent, (target[0] + skip, *target[1:]), strides)
 
 
 def _requests(prefixes: dict[str, str], reads: Iterator[Read], request_bytes: int) -> Iterator[Request]:
