@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +34,7 @@ from tests.bench.ceilings import Raw
 from tests.bench.goodput_job import BARE, OURS, ROOM, TORCHFT, WAYS, WORKERS
 from tests.bench.goodput_rows import (
     CALIBRATION_EVERY,
+    DISTANT,
     FULL,
     QUICK,
     Event,
@@ -53,6 +54,7 @@ from tests.bench.plots import OURS as OUR_COLOR
 from tests.bench.plots import PEERS as PEER_COLOR
 from tests.bench.scale import RESULTS
 from tests.bench.servers import started
+from tests.support.http_fault_proxy import fault_proxy
 from tests.support.ray_cluster import arena
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +62,8 @@ SEED = 7
 UP_WITHIN_S = 300.0
 LOOK_EVERY_S = 0.2
 NEVER = 1_000_000
+DISTANT_S, DISTANT_BYTES_PER_S = 0.04, 4_000_000
+"""How long a distant store takes for an answer, and how much it takes or gives per second."""
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 """Above 70 % of it Ray has each process collect its garbage, which stops all ranks for a second or so."""
 ENV = {
@@ -76,12 +80,15 @@ T = TypeVar("T")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.goodput", description=__doc__)
     ways = [way for way in WAYS if way != BARE]
-    parser.add_argument("--quick", action="store_true", help="some 10 minutes instead of 55")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="some 10 minutes instead of 55")
+    distant = f"a store at {1000 * DISTANT_S:.0f} ms and {DISTANT_BYTES_PER_S / 1e6:.0f} MB/s, and fewer kills"
+    size.add_argument("--distant", action="store_true", help=distant)
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways, metavar="WAY", help=f"of: {', '.join(ways)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--server", choices=("auto", "ceph", "ministack", "moto"), default="auto")
     arguments = parser.parse_args()
-    scale = QUICK if arguments.quick else FULL
+    scale = QUICK if arguments.quick else DISTANT if arguments.distant else FULL
     left_out = {way: why for way, why in missing().items() if way in arguments.ways}
     for way, why in left_out.items():
         print(f"{way} is left out: {why}", flush=True)
@@ -89,11 +96,14 @@ def main() -> int:
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="goodput-") as scratch, started(arguments.server) as server:
         os.sched_setaffinity(0, cores)  # Ray's nodes need the server's core too
-        raw_get_s = raw_get(server.uri, scale)
-        with arena(ENV, num_cpus=1) as nodes:
-            nodes.add(WORKERS, object_store_memory=OBJECT_STORE_BYTES, resources={ROOM: 1})
-            bench = Bench(nodes.address, server.uri, Path(scratch), scale, ways)
-            found = bench.measure()
+        with distance(server.uri) if arguments.distant else nullcontext(server.uri) as uri:
+            raw_get_s = raw_get(uri, scale)
+            with arena(ENV, num_cpus=1) as nodes:
+                nodes.add(WORKERS, object_store_memory=OBJECT_STORE_BYTES, resources={ROOM: 1})
+                # A store that takes longer than the interval must not stop the training each time.
+                when_busy = "skip" if arguments.distant else "wait"
+                bench = Bench(nodes.address, uri, Path(scratch), scale, ways, when_busy=when_busy)
+                found = bench.measure()
         command = shlex.join(["python", "-m", "tests.bench.goodput", *sys.argv[1:]])
         about = {"command": command, "server": server.name, "seed": SEED, "cores": os.cpu_count(), **asdict(scale)}
     bare_s = statistics.median(restart_s for one in found.pop(BARE) for restart_s in one.restarts_s)
@@ -110,6 +120,15 @@ def main() -> int:
     except ImportError as error:
         print(f"no plot: {error.name} is not installed (pip install 'raycheck[bench]')")
     return 0
+
+
+@contextmanager
+def distance(uri: str) -> Iterator[str]:
+    """Yields the store's URI as it looks from far away."""
+    with fault_proxy(uri) as proxy:
+        proxy.rule("delay", ".*", "", times=sys.maxsize, delay_s=DISTANT_S)
+        proxy.throttle(DISTANT_BYTES_PER_S)
+        yield proxy.uri
 
 
 def missing() -> dict[str, str]:
@@ -134,8 +153,12 @@ class Bench:
     pace_s: what a step takes when nothing is saved. every: steps between saves, by way, for those that save.
     """
 
-    def __init__(self, address: str, uri: str, scratch: Path, scale: Scale, ways: Sequence[str]) -> None:
+    def __init__(
+        self, address: str, uri: str, scratch: Path, scale: Scale, ways: Sequence[str], *, when_busy: str = "wait"
+    ) -> None:
+        """when_busy: what raycheck does when a save falls due while the one before is under way; see SaveSettings."""
         self._address, self._uri, self._scratch, self._scale, self._ways = address, uri, scratch, scale, ways
+        self._when_busy = when_busy
         self._drivers = 0
         self.pace_s = 0.0
         self.every: dict[str, int] = {}
@@ -179,7 +202,13 @@ class Bench:
         folder = self._scratch / str(self._drivers)
         folder.mkdir()
         uri = new_folder(self._uri)
-        facts = {"way": way, "every": every, "bucket_every": bucket_every or 10 * every, "folder": str(folder)}
+        facts = {
+            "way": way,
+            "every": every,
+            "bucket_every": bucket_every or 10 * every,
+            "when_busy": self._when_busy,
+            "folder": str(folder),
+        }
         with driver(self._address, {**facts, "uri": uri, **asdict(self._scale)}) as run:
             yield run
         files, path = fsspec.url_to_fs(plain_uri(uri), **s3fs_options(uri))

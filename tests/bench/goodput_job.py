@@ -44,7 +44,8 @@ LIGHTHOUSE = {"min_replicas": 1, "heartbeat_timeout_ms": 1000}
 
 class Training:
     """One rank of it. config: folder (of the stories), every (steps between saves; for raycheck with memory, between
-    memory checkpoints, and bucket_every between saves to the bucket), step_s, width, layers."""
+    memory checkpoints, and bucket_every between saves to the bucket), when_busy (see SaveSettings), step_s, width,
+    layers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._step_s, self._every = config["step_s"], config["every"]
@@ -127,12 +128,17 @@ class App(Stateful):
 
 
 def by_raycheck(training: Training, config: dict[str, Any]) -> None:
-    _by_raycheck(training, raycheck.SaveSettings(every_steps=config["every"]))
+    _by_raycheck(training, raycheck.SaveSettings(every_steps=config["every"], when_busy=config["when_busy"]))
 
 
 def by_memory(training: Training, config: dict[str, Any]) -> None:
-    every, bucket_every = config["every"], config["bucket_every"]
-    _by_raycheck(training, raycheck.SaveSettings(every_steps=bucket_every, memory_every_steps=every, upload_by="node"))
+    settings = raycheck.SaveSettings(
+        every_steps=config["bucket_every"],
+        memory_every_steps=config["every"],
+        upload_by="node",
+        when_busy=config["when_busy"],
+    )
+    _by_raycheck(training, settings)
 
 
 def _by_raycheck(training: Training, settings: raycheck.SaveSettings) -> None:

@@ -4,11 +4,12 @@ Rules match a request by method and key. `hold` stops a request before it reache
 tells the test that it got there; `reset` breaks the connection before the server sees the request; `lose_answer`
 lets the server apply it and breaks the connection instead of answering, `short_answer` in the middle of the answer;
 `cut` breaks it in the middle of the body, `flip` changes the body's last byte but `back`;
-`delay` lets it through late; `deny` and `busy` answer 403 and 503 as S3 does, `answer` what the rule says, `edit` what
+`delay` lets it through late; `throttle` makes all transfers slow; `deny` and `busy` answer 403 and 503 as S3 does, `answer` what the rule says, `edit` what
 the rule makes of the server's body. It also keeps every request's head, so that a test can assert what was really sent.
 """
 
 import asyncio
+import math
 import random
 import re
 import socket
@@ -86,6 +87,20 @@ class Rule:
         self.released.set()
 
 
+class _Line:
+    """Carries bytes of all connections in one direction, one after the other."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = math.inf
+        self._free_at = 0.0
+
+    async def carry(self, size_bytes: int) -> None:
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_s
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+
 class FaultProxy:
     """`uri` is the store behind it, through the proxy; `requests` is every request line it saw, `heads` more of it, and
     `answered_bytes` what the store answered, with the heads of the answers.
@@ -105,6 +120,7 @@ class FaultProxy:
         self.answered_bytes = 0
         self._rules: list[Rule] = []
         self._chaos: Callable[[], Kind | None] = lambda: None
+        self._up, self._down = _Line(), _Line()
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -125,6 +141,10 @@ class FaultProxy:
         chance = random.Random(seed)
         kinds: list[Kind] = ["reset", "cut", "lose_answer", "short_answer", "busy"]
         self._chaos = lambda: chance.choice(kinds) if chance.random() < share else None
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """From now on all requests together take so many bytes per second at most, and all answers as many."""
+        self._up.bytes_per_s = self._down.bytes_per_s = bytes_per_s
 
     def start(self) -> None:
         self._thread.start()
@@ -197,7 +217,7 @@ class FaultProxy:
         up_writer.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         size = int(request.headers.get("content-length", 0))
         flip = size - 1 - rule.back if rule is not None and rule.kind == "flip" else None
-        sending = asyncio.ensure_future(_pump(reader, up_writer, flip))
+        sending = asyncio.ensure_future(_pump(reader, up_writer, flip, line=self._up))
         try:
             if rule is not None and rule.kind in ("lose_answer", "short_answer", "edit"):
                 answer = b""
@@ -216,7 +236,7 @@ class FaultProxy:
                 else:
                     _reset(writer)
             else:
-                await _pump(up_reader, writer, told=self._count)
+                await _pump(up_reader, writer, told=self._count, line=self._down)
         finally:
             up_writer.transport.abort()
             sending.cancel()
@@ -266,6 +286,8 @@ async def _pump(
     writer: asyncio.StreamWriter,
     flip: int | None = None,
     told: Callable[[int], None] = lambda _: None,
+    *,
+    line: "_Line",
 ) -> None:
     """flip: the place of a byte that arrives as another. told: is told the length of each piece."""
     at = 0
@@ -274,6 +296,7 @@ async def _pump(
             data = data[: flip - at] + bytes([data[flip - at] ^ 1]) + data[flip - at + 1 :]
         at += len(data)
         told(len(data))
+        await line.carry(len(data))
         writer.write(data)
         await writer.drain()
 
