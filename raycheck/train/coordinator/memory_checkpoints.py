@@ -155,10 +155,12 @@ class MemoryCheckpoints:
             made = await asyncio.to_thread(assemble, self._store, in_order, self.plans)
         except RaycheckError as error:
             return Outcome(kind="failed", key=name, message=str(error))
-        nodes = sorted({report.node for report in in_order})
-        await self._copy(name, nodes)
+        lost = await self._copy(name, in_order)
         if (in_order[0].group, in_order[0].progress.step) not in self._saves:  # another group has claimed the run
             return Outcome(kind="superseded", key=name)
+        if lost:  # the one before has copies, if this node is the first to go
+            text = f"node {lost[0]} lost its shards before another one had a copy"
+            return Outcome(kind="failed", key=name, message=text)
         documents = Documents(manifest=made.manifest_bytes, index=made.documents[index_key(name)])
         is_listed = self._list(made.manifest, documents)
         return Outcome(kind="committed" if is_listed else "superseded", key=name, agree_anew=made.has_copies)
@@ -189,16 +191,32 @@ class MemoryCheckpoints:
         self._agents.keep(entry.key, (manifest.attempt, manifest.step))
         return True
 
-    async def _copy(self, name: str, nodes: Sequence[str]) -> None:
-        """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node."""
+    async def _copy(self, name: str, reports: Sequence[Report]) -> list[str]:
+        """Has each node copy its shards to another one. Without a copy they survive the workers, and not the node.
+
+        Returns the nodes whose shards no other node has a copy of and which have not got them themselves any more.
+        """
+        nodes = sorted({report.node for report in reports})
         zones = await asyncio.to_thread(_zones)
-        problems = await asyncio.gather(
-            *(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes)
-        )
-        if any(problems) and not self._is_warned:
+        copied = await asyncio.gather(*(self._copy_from(node, name, neighbours(node, nodes, zones)) for node in nodes))
+        problems = {node: problem for node, problem in zip(nodes, copied, strict=True) if problem}
+        lost = [node for node in problems if not await self._has_shards(node, name, reports)]
+        if problems and not lost and not self._is_warned:
             self._is_warned = True
-            text = f"memory checkpoints survive the loss of workers, and not of a node: {min(filter(None, problems))}"
+            text = f"memory checkpoints survive the loss of workers, and not of a node: {min(problems.values())}"
             logger.warning(event(text, run=self._store.uri))
+        return lost
+
+    async def _has_shards(self, node: str, name: str, reports: Sequence[Report]) -> bool:
+        """Returns whether a node's actor holds what the ranks of the node have sealed."""
+        actor = self._agents.known(node)
+        held = {} if actor is None else await _held(actor)
+        return all(
+            shard_key(name, shard.component, shard.rank) in held
+            for report in reports
+            for shard in report.written
+            if report.node == node and shard.size_bytes
+        )
 
     async def _copy_from(self, node: str, name: str, others: Sequence[str]) -> str:
         """Returns why no other node has a copy of this node's shards; "" when one has."""

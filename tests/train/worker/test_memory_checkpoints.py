@@ -20,6 +20,7 @@ from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.attempt_records import read_resumes
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.manifest import ShardRecord
+from raycheck.bucket.format.object_keys import shard_key
 from raycheck.bucket.format.progress import Progress
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri
@@ -222,43 +223,84 @@ def test_what_comes_late_is_not_held() -> None:
     assert shards.whole().keys() == {of_next_attempt}
 
 
-def test_a_rank_that_asks_late_hears_that_its_memory_checkpoint_is_listed(cluster: None, tmp_path: Path) -> None:
-    """Else it would stage the next one over the memory of the listed one."""
-    store, sections = open_store(f"file://{tmp_path}"), simulated(2, tensors=4)
-    reports = [
+class HoldingAgent(NodeAgent):
+    """Holds what a test gives it, as if a rank had sealed it."""
+
+    def hold(self, key: str, shard: bytes) -> None:
+        self._shards.put(key, memoryview(shard))
+
+
+def reports_of(step: int) -> list[Report]:
+    """What two ranks of this node report of a memory checkpoint."""
+    return [
         Report(
             group="group",
             rank=rank,
             world_size=2,
             attempt=1,
             save=0,
-            progress=Progress(step=10),
+            progress=Progress(step=step),
             shards=(ShardRecord(component="train", rank=rank, size_bytes=4, crc32=crc32(b"data")),),
             section=section,
+            node=ray.get_runtime_context().get_node_id(),
             is_in_memory=True,
         )
-        for rank, section in enumerate(sections)
+        for rank, section in enumerate(simulated(2, tensors=4))
     ]
-    later = replace(reports[0], progress=Progress(step=20))
+
+
+@pytest.fixture
+def memory(cluster: None, tmp_path: Path) -> Iterator[tuple[MemoryCheckpoints, Any]]:
+    """Yields the list of memory checkpoints of two ranks on this node, and the node's actor."""
+    store, agents = open_store(f"file://{tmp_path}"), NodeAgents()
+    actor = agents.of(ray.get_runtime_context().get_node_id(), HoldingAgent)
+    found = MemoryCheckpoints(store, agents, RunLog(store))
+    for report in reports_of(0):
+        assert report.section is not None
+        found.plans.remember(report.section)
+    yield found, actor
+    ray.kill(actor)
+
+
+def hold(actor: Any, reports: list[Report]) -> None:
+    for report in reports:
+        ray.get(actor.hold.remote(shard_key(report.checkpoint, "train", report.rank), b"data"), timeout=60)
+
+
+def test_a_rank_that_asks_late_hears_that_its_memory_checkpoint_is_listed(memory: Any) -> None:
+    """Else it would stage the next one over the memory of the listed one."""
+    found, actor = memory
+    reports = reports_of(10)
+    hold(actor, reports)
 
     async def kinds() -> list[str]:
-        memory = MemoryCheckpoints(store, NodeAgents(), RunLog(store))
-        for section in sections:
-            memory.plans.remember(section)
-        listed = await asyncio.gather(*(memory.report(report, 60) for report in reports))
-        await memory.report(later, 0)
-        late = await memory.report(reports[1], 60)
-        failed = await memory.report(replace(reports[1], progress=Progress(step=9)), 60)
+        listed = await asyncio.gather(*(found.report(report, 60) for report in reports))
+        await found.report(reports_of(20)[0], 0)
+        late = await found.report(reports[1], 60)
+        failed = await found.report(replace(reports[1], progress=Progress(step=9)), 60)
         return [outcome.kind for outcome in (*listed, late, failed) if isinstance(outcome, Outcome)]
 
     assert asyncio.run(kinds()) == ["committed", "committed", "committed", "failed"]
 
 
-class HoldingAgent(NodeAgent):
-    """Holds what a test gives it, as if a rank had sealed it."""
+def test_what_a_node_takes_with_it_before_it_is_copied_does_not_replace_what_has_copies(memory: Any) -> None:
+    found, actor = memory
 
-    def hold(self, key: str, shard: bytes) -> None:
-        self._shards.put(key, memoryview(shard))
+    async def report(step: int) -> Outcome | Any:
+        outcomes = await asyncio.gather(*(found.report(each, 60) for each in reports_of(step)))
+        return outcomes[0]
+
+    async def both() -> list[Any]:
+        hold(actor, reports_of(10))
+        first = await report(10)
+        ray.kill(actor, no_restart=False)  # what it held is gone with it
+        return [first, await report(20), found._newest_key]
+
+    first, second, newest = asyncio.run(both())
+
+    assert (first.kind, second.kind) == ("committed", "failed")
+    assert "before another one had a copy" in second.message
+    assert newest == first.key
 
 
 def end(actor: Any) -> None:
