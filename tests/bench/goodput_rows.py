@@ -33,7 +33,7 @@ class Scale:
 
 
 FULL = Scale(step_s=0.25, mtbf_s=6.0, rounds=3, kills=10, calibrated=6, width=512, layers=6)
-DISTANT = Scale(step_s=0.25, mtbf_s=20.0, rounds=1, kills=12, calibrated=4, width=512, layers=6)
+DISTANT = Scale(step_s=0.25, mtbf_s=20.0, rounds=1, kills=10, calibrated=4, width=512, layers=6)
 QUICK = Scale(step_s=0.25, mtbf_s=6.0, rounds=1, kills=4, calibrated=4, width=512, layers=6)
 
 
