@@ -276,6 +276,6 @@ def _ties(live: Named) -> dict[str, list[str]]:
     groups: dict[object, list[str]] = {}
     addresses = Counter(local_of(tensor).data_ptr() for tensor in live.values())
     for name, tensor in live.items():
-        if addresses[local_of(tensor).data_ptr()] > 1:  # which none is that shares its memory with nothing
+        if addresses[local_of(tensor).data_ptr()] > 1:  # else it shares its memory with no other
             groups.setdefault(memory_key(box_of(name, (name,), tensor, may_spread=False)), []).append(name)
     return {name: group for group in groups.values() if len(group) > 1 for name in group}
