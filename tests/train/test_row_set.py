@@ -2,13 +2,19 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raycheck.errors import CorruptError
-from raycheck.train.data.row_set import RowSet, ids_of
+from raycheck.train.data.row_set import CHUNK_BYTES, RowSet, ids_of
 
-IDS = st.one_of(st.integers(0, 3000), st.integers(2**63, 2**63 + 3000), st.integers(0, 2**64 - 1))
+IDS = st.one_of(
+    st.integers(0, 3000),
+    st.integers(2**63 - 1500, 2**63 + 1500),
+    st.integers(2**64 - 3000, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
 
 
 def array(ids) -> np.ndarray:
@@ -19,6 +25,7 @@ def array(ids) -> np.ndarray:
 @given(
     batches=st.lists(st.sets(IDS, max_size=40), max_size=12), others=st.sets(IDS, max_size=40), ranks=st.integers(1, 4)
 )
+@example(batches=[{2**64 - 512}], others=set(), ranks=1)
 def test_what_the_ranks_added_is_what_a_restore_finds(batches: list[set[int]], others: set[int], ranks: int):
     sets, seen = [RowSet() for _ in range(ranks)], set[int]()
     for number, batch in enumerate(batches):
@@ -31,6 +38,46 @@ def test_what_the_ranks_added_is_what_a_restore_finds(batches: list[set[int]], o
     assert len(found) == len(seen)
     assert found.contains(asked).tolist() == [int(number) in seen for number in asked]
     assert array({int(number) for part in found.parts() for number in part}).tolist() == array(seen).tolist()
+
+
+@pytest.mark.parametrize("low", [0, 2**63 - 300, 2**64 - 600])
+def test_a_set_of_any_one_id_at_an_end_of_64_bits_comes_back(low: int):
+    for number in range(low, low + 600):
+        rows = RowSet()
+        rows.add(array({number}))
+
+        found = RowSet.union([RowSet.of_state(rows.state_dict())])
+
+        assert [int(one) for part in found.parts() for one in part] == [number]
+        assert found.contains(array({0, number, 2**64 - 1})).tolist() == [
+            one == number for one in sorted({0, number, 2**64 - 1})
+        ]
+
+
+@pytest.mark.parametrize("is_falling", [False, True])
+@pytest.mark.parametrize("low", [0, 2**64 - 12 * CHUNK_BYTES])
+def test_a_map_of_bits_that_grows_at_an_end_of_64_bits_comes_back(low: int, is_falling: bool):
+    """It doubles, which at the upper end would lead beyond the last id."""
+    ids = np.arange(12 * CHUNK_BYTES, dtype=np.uint64) + np.uint64(low)
+    rows, blocks = RowSet(), np.split(ids, 16)
+    for block in reversed(blocks) if is_falling else blocks:
+        rows.add(block)
+
+    found = RowSet.union([RowSet.of_state(rows.state_dict())])
+
+    assert np.array_equal(np.concatenate(list(found.parts())), ids)
+    assert found.contains(ids[[0, -1]]).all()
+
+
+def test_a_map_of_bits_that_an_older_version_wrote_beyond_the_last_id_is_read():
+    data = np.zeros(64, np.uint8)
+    data[0] = 0b1010_0000
+
+    found = RowSet.of_state({"first": 2**64 - 8, "count": 2, "bits": True, "data": torch.from_numpy(data)})
+
+    assert [int(one) for part in found.parts() for one in part] == [2**64 - 3, 2**64 - 1]
+    found.add(array({2**64 - 4000}))
+    assert len(RowSet.of_state(found.state_dict())) == 3
 
 
 def test_ids_that_lie_close_together_take_a_bit_each_and_others_take_8_bytes():
@@ -67,9 +114,12 @@ def test_a_row_that_comes_twice_is_named():
     assert rows.repeated(np.array([9, 9], np.uint64)) == 9
 
 
+NONE = {"bits": False, "count": 0}  # no numbers are never kept as numbers
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"count": 3}, {"first": 3}, {"first": 2**64 - 8}, {"first": -8}, {"count": -1}, {"bits": False, "count": 9000}],
+    [{"count": 3}, {"first": 3}, {"first": 2**64}, {"first": -8}, {"count": -1}, {"bits": False, "count": 9000}, NONE],
     ids=str,
 )
 def test_a_set_from_a_bucket_whose_parts_do_not_fit_is_refused(change: dict):

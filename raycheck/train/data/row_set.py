@@ -20,6 +20,8 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 SPARSE_FROM_BYTES = 1 << 16
 """Up to this size a map of bits is kept whatever the ids are."""
 CHUNK_BYTES = 1 << 20
+END = 1 << 64
+"""The first number that is no id. A map of bits never reaches beyond it."""
 
 
 class RowSet:
@@ -107,17 +109,20 @@ class RowSet:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Self:
-        """Returns a set from what `state_dict` gave. Raises CorruptError when its parts do not fit together."""
+        """Returns a set from what `state_dict` gave. Raises CorruptError when its parts do not fit together.
+
+        A map of bits that reaches beyond the last id is cut there: older versions wrote such maps.
+        """
         found, data = cls(), state["data"].detach().cpu().contiguous().numpy()
         first, count = int(state["first"]), int(state["count"])
-        if data.dtype != np.uint8 or data.ndim != 1 or not 0 <= first < 2**64 - 8 * data.size or first % 8:
+        if data.dtype != np.uint8 or data.ndim != 1 or not 0 <= first < END or first % 8:
             raise CorruptError("the consumed rows are not in a form that a RowSet has")
         found._first, found._count = first, count
         if state["bits"]:
-            found._bits = data.copy()
+            found._bits = data[: (END - first) // 8].copy()
             is_whole = sum(part.size for part in found.parts()) == count
         else:
-            is_whole = data.size % 8 == 0 and 0 <= count <= data.size // 8
+            is_whole = data.size % 8 == 0 and 0 < count <= data.size // 8
             found._ids = data.copy().view(np.uint64) if is_whole else None
         if not is_whole:
             raise CorruptError(f"the consumed rows are said to be {count}, and their ids are not that many")
@@ -138,7 +143,7 @@ class RowSet:
     def _make_room(self, low: int, high: int, count: int) -> bool:
         """Let the bits reach from `low` to `high`. Returns False when they would take too much memory for `count`."""
         if not self._count:
-            self._first = low // 8 * 8
+            self._first = min(low // 8 * 8, END - self._bits.size * 8)
         first, end = self._first, self._first + self._bits.size * 8
         if low >= first and high < end:
             return True
@@ -148,7 +153,7 @@ class RowSet:
         if low < first:
             new_first = max(0, min(new_first, first - (end - first)))
         if high >= end:
-            new_end = max(new_end, end + (end - first))
+            new_end = min(END, max(new_end, end + (end - first)))
         bits = np.zeros((new_end - new_first + 7) // 8, np.uint8)
         at = (first - new_first) // 8
         bits[at : at + self._bits.size] = self._bits
