@@ -23,6 +23,7 @@ from raycheck.shards.entries.value_classes import KnownClasses
 from raycheck.shards.transfer.gather_cache import Form, form_of
 from raycheck.shards.transfer.restore_proof import has_memory
 from raycheck.shards.transfer.stock_torch_names import Places
+from raycheck.shards.transfer.torch_record import record_for
 
 Leaves = dict[str, tuple[tuple[str | int, ...], object]]
 
@@ -195,5 +196,11 @@ def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:
             f"state at {name} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that raycheck cannot take "
             "apart here (__tensor_flatten__, in modules only); keep it as plain tensors"
         )
+    try:
+        record_for(local.dtype, ())
+    except KeyError:
+        raise ConfigError(
+            f"state at {name} is of {local.dtype}, which torch.save cannot write; keep its bytes, .view(torch.uint8)"
+        ) from None
     if not local.is_meta and not has_memory(local):  # a tensor on the meta device may still get memory by the restore
         raise ConfigError(f"state at {name} has no memory on {tensor.device}: its storage was freed")

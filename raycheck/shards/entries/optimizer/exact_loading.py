@@ -1,7 +1,8 @@
 """Loads state into an optimizer so that it holds exactly what was saved, whatever load_state_dict makes of it.
 
 Torch's load_state_dict casts tensors to the parameter's dtype, nested ones too, although a bf16 parameter may well have
-fp32 state. It also rebuilds strings, deques and dicts as something else.
+fp32 state. It also rebuilds strings, deques and dicts as something else. Of a complex tensor under a real parameter the
+cast keeps half, with a warning, and packed 4-bit floats it cannot cast at all.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from raycheck.shards.entries.optimizer.parameter_groups import ParameterGroups
+from raycheck.shards.entries.optimizer.slot_allocation import STEP
+
+_FOUR_BITS = getattr(torch, "float4_e2m1fn_x2", None)  # older versions of torch have no such dtype
 
 
 def load_exactly(
@@ -31,7 +35,7 @@ def load_exactly(
         packed[number[name]] = slots
     packed |= own
     if loads_as_torch(optimizer):
-        packed |= {number[name]: _shielded(slots) for name, slots in state.items()}
+        packed |= {number[name]: _shielded(slots, groups.parameters[name].dtype) for name, slots in state.items()}
     options = groups.with_options_of(other["param_groups"])
     optimizer.load_state_dict({**other, "state": packed, "param_groups": options})
     _put_exactly(optimizer, {groups.parameters[name]: slots for name, slots in state.items()})
@@ -46,9 +50,16 @@ class _Shield:
     """Takes the place of a value that torch's load_state_dict would take apart; it passes a shield on as it is."""
 
 
-def _shielded(slots: Any) -> Any:
-    passed_as_is = (torch.Tensor, bool, int, float, NoneType)
-    return {slot: value if isinstance(value, passed_as_is) else _Shield() for slot, value in slots.items()}
+def _shielded(slots: Any, dtype: torch.dtype) -> Any:
+    """Returns the slots of a parameter of this dtype, with shields for what torch cannot cast to it."""
+
+    def is_passed(value: object) -> bool:
+        if isinstance(value, torch.Tensor):
+            is_packed = _FOUR_BITS in (value.dtype, dtype) and value.dtype != dtype
+            return torch.can_cast(value.dtype, dtype) and not is_packed
+        return isinstance(value, bool | int | float | NoneType)
+
+    return {slot: value if is_passed(value) else _Shield() for slot, value in slots.items()}
 
 
 def _put_exactly(optimizer: Optimizer, exact: Mapping[torch.Tensor, Any]) -> None:
@@ -64,6 +75,8 @@ def _put_exactly(optimizer: Optimizer, exact: Mapping[torch.Tensor, Any]) -> Non
                 continue
             if not isinstance(value, torch.Tensor):
                 here[slot] = value
+            elif isinstance(here[slot], _Shield):
+                here[slot] = value if slot == STEP else value.to(parameter.device)
             elif here[slot].dtype != value.dtype:
                 here[slot] = value.to(here[slot].device)
         if type(exact[parameter]) is not type(here) is dict:
