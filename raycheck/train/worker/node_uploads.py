@@ -7,7 +7,7 @@ then on the save no longer needs the rank. The coordinator starts the actor, and
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,10 +56,12 @@ class NodeAgent:
     It holds no truth: when it dies, each rank uploads what it has staged itself. Ray calls its methods in threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, event: Callable[[], threading.Event] = threading.Event) -> None:
+        """event: makes what a pause between two parts of a copy waits for, for each attempt."""
         show_log()
         self._lock = threading.Lock()
         self._shards = MemoryShards()
+        self._event = event
         # By rank, and whether it is for memory checkpoints: of the rank's newest group.
         self._uploaders: dict[tuple[int, bool], tuple[str, Uploader]] = {}
         self._under_way: set[tuple[str, int, int]] = set()  # group, rank and number of each save
@@ -132,7 +134,7 @@ class NodeAgent:
 
     def _hurry_of(self, attempt: int) -> threading.Event:
         with self._lock:
-            return self._hurries.setdefault(attempt, threading.Event())
+            return self._hurries.setdefault(attempt, self._event())
 
     def keep_shards(self, checkpoint: str | None, floor: AttemptAndStep) -> None:
         """Gives back all shards but those of this memory checkpoint, and of those above the floor."""

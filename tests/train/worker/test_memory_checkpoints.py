@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -336,13 +337,28 @@ def test_a_copy_to_another_node_leaves_the_network_for_half_of_the_time(cluster:
     assert 0 < sum(pauses) <= sent_s
 
 
-class SlowAgent(NodeAgent):
-    """Needs several seconds for the first bytes of a shard, so that whoever sends it pauses as long."""
+class Pause(threading.Event):
+    """Lasts until its copy is told to hurry, however short it was to be."""
 
-    def receive(self, key: str, size_bytes: int, start: int, chunk: Any) -> None:
-        if not start:
-            time.sleep(8.0)
-        super().receive(key, size_bytes, start, chunk)
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.has_begun.set()
+        assert super().wait(60), "nobody has told it to hurry"
+        return True
+
+
+class PausingAgent(HoldingAgent):
+    def __init__(self) -> None:
+        super().__init__(event=Pause)
+
+    def wait_for_pause(self, attempt: int) -> None:
+        pause = self._hurry_of(attempt)
+        assert isinstance(pause, Pause)
+        assert pause.has_begun.wait(60)
 
 
 @pytest.mark.parametrize("is_asked_before", [True, False])
@@ -350,20 +366,19 @@ def test_a_copy_that_pauses_goes_on_at_once_when_it_has_to_hurry(cluster: None, 
     name = "step-000000004-a3-s0"
     shard = bytes(CHUNKS_IN_FLIGHT * CHUNK_BYTES + 1)
     options = {"num_cpus": 0, "max_concurrency": 8}
-    source = ray.remote(HoldingAgent).options(**options).remote()  # type: ignore[attr-defined]
-    target = ray.remote(SlowAgent).options(**options).remote()  # type: ignore[attr-defined]
+    source = ray.remote(PausingAgent).options(**options).remote()  # type: ignore[attr-defined]
+    target = ray.remote(HoldingAgent).options(**options).remote()  # type: ignore[attr-defined]
     try:
         ray.get(source.hold.remote(f"checkpoints/{name}/train/__0_0.distcp", shard), timeout=60)
         ray.get(source.hurry.remote(2), timeout=30)  # another attempt's
         if is_asked_before:
             ray.get(source.hurry.remote(3), timeout=30)
-        began = time.monotonic()
         sending = source.send_shards.remote(name, target, timeout_s=60.0)
-        time.sleep(9.0)
-        assert ray.wait([sending], timeout=0)[0] == ([sending] if is_asked_before else [])
-        ray.get(source.hurry.remote(3), timeout=30)
+        ray.get(source.wait_for_pause.remote(3), timeout=90)
+        if not is_asked_before:
+            assert not ray.wait([sending], timeout=0)[0]
+            ray.get(source.hurry.remote(3), timeout=30)
         assert ray.get(sending, timeout=60) == ""
-        assert time.monotonic() - began < 15.0, "with the pause it is over after 16 s"
     finally:
         for actor in (source, target):
             ray.kill(actor)
