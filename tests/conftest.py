@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 from botocore.loaders import JSONFileLoader
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import join_uri
@@ -33,9 +33,7 @@ SERVERS = {"s3", "s3fs", "obstore", "gcs", "gs", "emulator", "azure", "az", "min
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(RAY_worker_niceness="0")  # Ray's 15 starves its workers beside the tests that run meanwhile
-    settings.register_profile("quick", max_examples=20)
-    if config.getoption("--quick"):
-        settings.load_profile("quick")
+    _choose_profile(config)
     # Each client of S3 parses two megabytes of botocore's data, a fifth of all that these tests compute: now once.
     load_file = functools.cache(JSONFileLoader().load_file)
     JSONFileLoader.load_file = lambda _, path: load_file(path)
@@ -43,9 +41,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)  # while a test runs, 2 is pytest's own file, which is lost with the process
 
 
+def _choose_profile(config: pytest.Config) -> None:
+    """Has property tests draw the same inputs in every run, whatever the machine's speed is; with --search new ones."""
+    repeatable = settings(
+        derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
+    )
+    settings.register_profile("repeatable", repeatable)
+    settings.register_profile("quick", repeatable, max_examples=20)
+    settings.register_profile("search", repeatable, derandomize=False, print_blob=True)
+    chosen = "search" if config.getoption("--search") else "quick" if config.getoption("--quick") else "repeatable"
+    settings.load_profile(chosen)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only what needs no server and no Ray and enumerates nothing")
     parser.addoption("--all", action="store_true", help="also the long profiles")
+    parser.addoption("--search", action="store_true", help="property tests draw new inputs; see tests/long/search.py")
     parser.addoption("--gpu", action="store_true", help="also what needs an accelerator")
 
 

@@ -3,10 +3,16 @@
 #   sh tests/run.sh --quick   before a commit: no Ray, no server, no enumeration
 #   sh tests/run.sh           before a merge
 #   sh tests/run.sh --all     the long profiles, too
+#   sh tests/run.sh --search MINUTES   the property tests with new inputs, again and again for that time
 # Anything else goes to pytest, a path for example.
 extras=train,demo,dev
 . "$(dirname "$0")/../cluster/bootstrap.sh"
 cd "$root"
+case "${1:-}" in --search)
+    shift
+    export OMP_NUM_THREADS=1
+    exec "$python" -m tests.long.search "$@" ;;
+esac
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 case " $* " in *" --all "*) # made once
@@ -16,6 +22,7 @@ esac
 # Up to three processes at a time: they wait much of the time, and one thread of torch's is enough for each. 5 is
 # pytest's status when none of its tests was asked for.
 export OMP_NUM_THREADS=1
+case " $* " in *" --all "*) ;; *) export PYTHONHASHSEED=0 ;; esac # sets have one order; with --all any
 tests() { "$python" -m pytest --durations=25 "$@" || [ $? = 5 ]; }
 training="tests/shards tests/train tests/frameworks tests/tinker"
 others() { # every test but those of training

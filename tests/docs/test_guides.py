@@ -64,6 +64,7 @@ NOT_OURS = {
 }
 """What is named like a path and is the reader's own, or lies in a bucket."""
 OTHER_FLAGS = {"--preemption-notice-duration", "--all", "--quick", "--json", "--clear-soft-delete", "--write-readme"}
+OTHER_FLAGS |= {"--search", "--newest"}  # of tests/run.sh
 OTHER_FLAGS |= {"--install-completion", "--show-completion"}  # of raycheck itself
 each_text = pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 each_guide = pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)

@@ -26,7 +26,7 @@ from tests.support.sample_checkpoints import Driver
 KILLED = -signal.SIGKILL
 LONGEST_PAUSE_S = 2.5
 END_S = 45.0
-FIGHT_S = 60.0
+FIGHT_S = 150.0
 LINES = 20
 LOOK_S = 0.01
 MUST_HAPPEN = ("killed", "paused", "replaced while paused", "fenced")
@@ -90,11 +90,12 @@ class Rivals:
             started.process.wait(END_S)
 
     def fight(self, seconds: float) -> None:
-        """Run two drivers, and start a next one for each that ended, for this time and until all has happened once."""
+        """Run two drivers, and start a next one for each that ended, for this time, until all has happened once and
+        something was committed."""
         for slot in ("a", "b"):
             self._slots[slot] = self._start(self._newcomer(slot))
         until = time.monotonic() + seconds
-        while (now := time.monotonic()) < until or not all(self.did[name] for name in MUST_HAPPEN):
+        while (now := time.monotonic()) < until or not self._has_all_happened():
             assert now < until + FIGHT_S, f"the drivers hardly move: {self.did}"
             for started in self._all():
                 if started.wake_at is not None and started.wake_at <= now:
@@ -106,6 +107,11 @@ class Rivals:
                     time.sleep(self.chance.uniform(0, 0.03))  # not only right after it has written a line
                     self._disturb(slot)
             time.sleep(0.01)
+
+    def _has_all_happened(self) -> bool:
+        return all(self.did[name] for name in MUST_HAPPEN) and any(
+            '"committed"' in log.read_text() for log in self.folder.glob("*.log")
+        )
 
     def end(self, log: Path) -> None:
         """Kill the drivers and wake the replaced ones: once a last driver has claimed, none of them may write."""

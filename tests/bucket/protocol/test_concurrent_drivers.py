@@ -1,10 +1,9 @@
 """Tests two drivers that both own a run, and are killed, paused and started again at random while they commit.
 
-RIVALS_SEED repeats what is done to them, though not to the millisecond. Whatever happens, `latest` has one history, and
-every acknowledged write is in it.
+What is done to them follows from one seed, though not to the millisecond: --search draws new ones. Whatever happens,
+`latest` has one history, and every acknowledged write is in it.
 """
 
-import os
 import random
 from pathlib import Path
 from uuid import uuid4
@@ -36,6 +35,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return join_uri(request.getfixturevalue(request.param), uuid4().hex)
 
 
+@pytest.mark.hypothesis  # so that --search runs it
 @pytest.mark.parametrize(
     ("root", "seconds"),
     [
@@ -48,8 +48,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_two_drivers_killed_and_restarted_at_random_write_one_history(
     root: str, seconds: float, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    seed = int(os.environ.get("RIVALS_SEED", random.randrange(1 << 30)))
-    print(f"RIVALS_SEED={seed}")
+    seed = int(request.config.getoption("--hypothesis-seed") or 1)
     logs = tmp_path / "logs"
     logs.mkdir()
     reader = Reader(root)

@@ -23,9 +23,6 @@ LONG_S = 180.0
 QUICK = settings(
     max_examples=80,
     stateful_step_count=50,
-    derandomize=True,
-    deadline=None,
-    database=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
     phases=tuple(Phase) if os.environ.get("RAYCHECK_SHRINK") else (Phase.generate,),
@@ -39,6 +36,7 @@ def patience(monkeypatch):
     monkeypatch.setattr(stepped_processes, "STEP_DEADLINE_S", 600.0)
 
 
+@pytest.mark.hypothesis  # so that --search runs it
 def test_no_history_of_50_steps_breaks_an_invariant():
     run_state_machine_as_test(Histories, settings=QUICK)
 
