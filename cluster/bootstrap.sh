@@ -1,20 +1,28 @@
 # Sourced by cluster/demo.sh and tests/run.sh: makes or reuses .venv beside this repository's README.
 # Usage: extras=train,demo . cluster/bootstrap.sh      (leaves $python set)
+# With RAYCHECK_PYTHON in the environment that is $python, and nothing is installed.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
-python=$root/.venv/bin/python
+python=${RAYCHECK_PYTHON:-$root/.venv/bin/python}
 base=${PYTHON:-python3}
 "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
     echo "raycheck needs Python 3.11 or newer; '$base' is not. Set PYTHON=/path/to/python3.11 and run again." >&2
     exit 1
 }
+# Every version is locked for Pythons that have a lock (cluster/lock.sh makes it); for others only a few are fixed.
+version=$("$base" -c 'import sys; print(*sys.version_info[:2], sep=".")')
+if [ -x "$python" ]; then version=$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")'); fi
+constraints=$root/cluster/constraints-$version.txt
+[ -f "$constraints" ] || constraints=$root/cluster/constraints.txt
 # The stamp holds what was installed for which inputs, so that a second run costs nothing.
-want="$extras $(cat "$root/pyproject.toml" "$root/cluster/constraints.txt" | cksum)"
+want="$extras $(cat "$root/pyproject.toml" "$constraints" | cksum)"
 stamp=$root/.venv/raycheck-$(echo "$extras" | tr ',' '-')
-if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
+if [ -z "${RAYCHECK_PYTHON:-}" ] && [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
     echo "Setting up $root/.venv for raycheck[$extras] (once; a few minutes) ..." >&2
+    [ "$constraints" != "$root/cluster/constraints.txt" ] ||
+        echo "No versions are locked for Python $version: most packages come in the newest version that fits." >&2
     [ -x "$python" ] || "$base" -m venv "$root/.venv"
     "$python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$root/cluster/constraints.txt" --editable "$root[$extras]"
+        --constraint "$constraints" --editable "$root[$extras]"
     echo "$want" > "$stamp"
 fi

@@ -4,6 +4,7 @@
 #   sh tests/run.sh           before a merge
 #   sh tests/run.sh --all     the long profiles, too
 #   sh tests/run.sh --search MINUTES   the property tests with new inputs, again and again for that time
+#   sh tests/run.sh --newest  what breaks with the newest of all packages, in an environment of its own
 # Anything else goes to pytest, a path for example.
 extras=train,demo,dev
 . "$(dirname "$0")/../cluster/bootstrap.sh"
@@ -12,9 +13,13 @@ case "${1:-}" in --search)
     shift
     export OMP_NUM_THREADS=1
     exec "$python" -m tests.long.search "$@" ;;
+--newest)
+    shift
+    exec "$python" -m tests.long.newest "$@" ;;
 esac
-"$python" -m ruff check .
-"$python" -m ruff format --check .
+status=0
+{ "$python" -m ruff check . && "$python" -m ruff format --check .; } || status=1
+[ "$status" = 0 ] || [ -n "${RAYCHECK_PYTHON:-}" ] || exit 1 # another ruff may have other rules
 case " $* " in *" --all "*) # made once
     for made in ministack_server ceph_server chromium oldest_ray tinker_cookbook tinker_oldest_sdk; do "$python" -m "tests.support.$made"; done ;;
 esac
@@ -30,7 +35,6 @@ others() { # every test but those of training
     for folder in $training; do ignored="$ignored --ignore=$folder"; done
     tests $ignored "$@"
 }
-status=0
 third=
 case " $* " in
 " --quick ")
