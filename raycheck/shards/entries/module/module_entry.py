@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.engines import refuse_parts_of_engines
 from raycheck.shards.entries.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
 from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
 from raycheck.shards.entries.module.tensor_locations import TensorLocations, is_plain
@@ -65,6 +66,7 @@ class ModuleEntry(StateEntry):
 
     def tree(self) -> dict[str, Any]:
         self._unwrap()
+        refuse_parts_of_engines(self.name, self.module)
         tree: dict[str, Any] = {}
         keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
         self._parameters = {self._name(key) for key in keys}  # some may have come since the last look
