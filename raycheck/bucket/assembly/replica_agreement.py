@@ -6,7 +6,7 @@ of a parameter that had no gradient) is written by every holder, kept once, and 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raycheck.errors import ConfigError
 
@@ -49,10 +49,12 @@ class ValueChecksums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """Lists what one rank holds that other ranks may hold too. values: by entry."""
+    """Lists what one rank holds that other ranks may hold too. values: by entry. buffers: checksums of module buffers
+    and extra state, which may differ, by name."""
 
     held: tuple[HeldBox, ...]
     values: Mapping[str, ValueChecksums]
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +62,12 @@ class Agreement:
     """Holds what the ranks agreed on.
 
     writers: the rank that writes each box. apart: the entries of which ranks hold different parts, so that each rank
-    keeps its own values.
+    keeps its own values. differing: names of module buffers and extra state that are not equal on all ranks.
     """
 
     writers: Mapping[str, int]
     apart: frozenset[str] = frozenset()
+    differing: tuple[str, ...] = ()
 
 
 def agree(ranks: Sequence[Holdings]) -> Agreement:
@@ -80,7 +83,13 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
             copies[rank] = held
             _refuse_other_form(*described.setdefault(held.name, (rank, held)), rank, held)
             _refuse_drift(copies, rank)
-    return Agreement(writers=_writers(holders), apart=_apart(ranks))
+    return Agreement(writers=_writers(holders), apart=_apart(ranks), differing=_differing(ranks))
+
+
+def _differing(ranks: Sequence[Holdings]) -> tuple[str, ...]:
+    first: dict[str, int] = {}
+    found = {name: None for rank in ranks for name, crc in rank.buffers.items() if first.setdefault(name, crc) != crc}
+    return tuple(found)
 
 
 def _refuse_other_form(first_rank: int, first: HeldBox, rank: int, held: HeldBox) -> None:

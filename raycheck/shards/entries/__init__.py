@@ -16,8 +16,8 @@
 
 state_entry.py has the contract, and saved_entry.py what a checkpoint holds of one entry. The other modules help several
 kinds: wrappers.py takes off Accelerate's and Ray's wrappers, fill_in_place.py puts values into live containers,
-value_classes.py decides which classes values may have, meta_tensors.py gives memory to tensors on the meta device, and
-unsaved_tensors.py refuses objects whose tensors nothing would save.
+value_classes.py decides which classes values may have, meta_tensors.py gives memory to tensors on the meta device,
+unsaved_tensors.py refuses objects whose tensors nothing would save, and engines.py refuses DeepSpeed's and Megatron's.
 
 To add a kind of object:
 

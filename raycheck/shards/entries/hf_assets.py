@@ -17,7 +17,7 @@ import torch
 
 from raycheck.bucket.format.object_keys import EXPORT_ENDS
 from raycheck.errors import ConfigError
-from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
+from raycheck.shards.entries.module.parameter_names import innermost, plain_names
 from raycheck.shards.entries.saved_entry import Named, SavedEntry
 from raycheck.shards.entries.state_entry import StateEntry
 
@@ -48,7 +48,7 @@ def module_assets(module: torch.nn.Module) -> dict[str, str]:
     A PEFT model has the base model's configuration, the active adapter's, and the scaling of its LoRA layers.
     """
     try:
-        return _assets(unwrapped(module))
+        return _assets(innermost(module))
     except Exception:  # noqa: BLE001  configs are foreign code: an odd one must not stop the training
         return {}
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from raycheck.bucket.format.values import encode
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.engines import refuse_engine
 from raycheck.shards.entries.fill_in_place import is_container
 from raycheck.shards.entries.hf_assets import FilesEntry, has_files
 from raycheck.shards.entries.metric_entry import MetricsEntry, is_metrics, refuse_metrics_inside
@@ -165,6 +166,7 @@ def _is_plain(name: str, value: object) -> bool:
 def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_size: int) -> StateEntry:
     """Pick the kind of entry. The order matters: a metric is a module, and several kinds have a state_dict."""
     inside = value.value if isinstance(value, PerRank) else value
+    refuse_engine(f"state[{name!r}]", value.obj if isinstance(value, RankZero) else inside)
     if is_metrics(inside):
         return MetricsEntry(name, inside, rank=rank, world_size=world_size)
     if isinstance(value, torch.nn.Module):

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.engines import refuse_engine
 
 INNER = {
     ("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer",
@@ -26,6 +27,7 @@ def unwrapped(name: str, value: Any) -> Any:
     cannot be saved."""
     while (inner := INNER.get(_kind(value))) is not None:
         value = getattr(value, inner)
+    refuse_engine(f"state[{name!r}]", value)
     modules = [base.__module__ for base in type(value).__mro__]
     what = f"state[{name!r}] is a {type(value).__module__}.{type(value).__qualname__}"
     if LOADERS in modules:

@@ -26,6 +26,7 @@ from raycheck.shards.entries.per_rank_entries import LoaderEntry, RankZeroEntry
 from raycheck.shards.entries.state_entry import ASSETS, GatheredEntry, Leaves
 from raycheck.shards.entries.wrappers import check_scalers
 from raycheck.shards.state.random_state import rng_values
+from raycheck.shards.state.rank_buffers import PerRankBuffers, buffer_checksums
 from raycheck.shards.state.replica_checksums import checksums_of
 from raycheck.shards.state.restore_matching import CheckpointMatcher
 from raycheck.shards.state.restore_reading import load_objects, read_tensors
@@ -75,6 +76,7 @@ class TrainState:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         self.objects = objects_by_name(state)
         self._containers = Containers(state)
+        self._per_rank_buffers = PerRankBuffers(self.objects)
         self._given = state
         self._entries = make_entries(self.objects, rank=rank, world_size=world_size)
         self._matcher = CheckpointMatcher(self._entries, rank=rank, world_size=world_size)
@@ -124,7 +126,8 @@ class TrainState:
     def replica_checksums(self) -> Holdings:
         """Returns what this rank holds that others may hold too, with checksums, for replica_agreement.agree."""
         gathered = self._gather()
-        return checksums_of(self._entries, gathered, self._boxes(gathered))
+        holdings = checksums_of(self._entries, gathered, self._boxes(gathered))
+        return replace(holdings, buffers=buffer_checksums(self.objects, self._entries, gathered))
 
     def use_agreement(self, agreement: Agreement) -> None:
         """Stage by this agreement from now on. Without one this rank writes all it holds."""
@@ -243,6 +246,7 @@ class TrainState:
 
     def _gather(self, *, may_be_on_meta: bool = False) -> list[GatheredEntry]:
         self._containers.check()
+        self._per_rank_buffers.check()
         plan, self._plan = self._plan, None  # if one entry raises, the others have noted changes that no plan has
         gathered = [entry.gather() for entry in self._entries]
         is_as_before = all(found.is_as_before for found in gathered)

@@ -18,6 +18,7 @@ from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
 from raycheck.errors import RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
+from raycheck.shards.state.rank_buffers import advice_on
 from raycheck.shards.state.train_state import TrainState
 from raycheck.shards.transfer.incremental_upload import StagedState
 from raycheck.train.coordinator.messages import Outcome
@@ -113,6 +114,7 @@ class SaveQueue:
         self.pointers = RayPointers(group, remembered=settings.buffers + 1)
         self._newest_commit: UnreportedCommit | None = None  # of this attempt
         self._has_agreed = group.world_size == 1
+        self._has_named_buffers = False
         self._must_agree_after: dict[int, bool] = {}  # by the number of a save that has ended
         self._state = state
         self._settings = settings
@@ -362,8 +364,12 @@ class SaveQueue:
     def _agree(self, report: Report) -> None:
         """Have the ranks settle which of them writes each replica, and check that replicas are equal on all of them."""
         self._has_agreed = False
-        self._state.use_agreement(self._agreement(report, timeout_s=self._settings.save_timeout_s))
+        agreement = self._agreement(report, timeout_s=self._settings.save_timeout_s)
+        self._state.use_agreement(agreement)
         self._has_agreed = True
+        if agreement.differing and not self._has_named_buffers and not report.rank:
+            self._has_named_buffers = True
+            logger.warning(event(advice_on(agreement.differing), run=self._group.uri))
 
     def _agreement(self, report: Report, *, timeout_s: float) -> Agreement:
         """Bring this rank's checksums, and return what all ranks are told. Raises SaveFailedError, and ConfigError."""

@@ -178,7 +178,7 @@ def test_two_tensors_that_would_get_one_plain_name_are_refused():
     adapted = lora(Net(1))
     adapted.base_model.model.base_layer._parameters["weight"] = nn.Parameter(torch.ones(1))
 
-    with pytest.raises(ConfigError, match=r"model\.base_layer\.weight: two entries of the module have this name"):
+    with pytest.raises(ConfigError, match=r"model\.base_layer\.weight: two parts of the module have this name"):
         TrainState({"model": adapted}, rank=0, world_size=1).check()
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from raycheck.errors import ConfigError
+from raycheck.shards.entries.engines import refuse_parts_of_engines
 from raycheck.shards.entries.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
 from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
 from raycheck.shards.entries.module.tensor_locations import TensorLocations, is_plain
@@ -44,19 +45,28 @@ class ModuleEntry(StateEntry):
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         super().__init__(name)
-        self.module = unwrapped(module)
-        if any(isinstance(child, FullyShardedDataParallel) for child in self.module.modules()):
+        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
             raise ConfigError(
                 f"state[{name!r}] uses FullyShardedDataParallel (FSDP1), whose flat parameters cannot be resharded. "
                 "Use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
+        self._given = module
+        self.module = unwrapped(module)
         self._plain = plain_names(self.module)
         self._parameters: set[str] = set()
         self._flattened: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
         self._last: tuple[GatherCache, GatheredEntry] | None = None
         self._last_frozen: frozenset[str] = frozenset()
 
+    def _unwrap(self) -> None:
+        """Take off the wrappers again: something may have been registered on one of them since the last look."""
+        inside = unwrapped(self._given)
+        if inside is not self.module:
+            self.module, self._plain, self._last = inside, plain_names(inside), None
+
     def tree(self) -> dict[str, Any]:
+        self._unwrap()
+        refuse_parts_of_engines(self.name, self.module)
         tree: dict[str, Any] = {}
         keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
         self._parameters = {self._name(key) for key in keys}  # some may have come since the last look
@@ -75,7 +85,8 @@ class ModuleEntry(StateEntry):
                 self._flattened[plain] = f"{type(value).__qualname__}({_without_addresses(repr(context))})"
             for name, item in inner.items():
                 if plain + name in tree:
-                    raise ConfigError(f"state at {self.name}.{plain}{name}: two entries of the module have this name")
+                    path = f"{self.name}.{plain}{name}"
+                    raise ConfigError(f"state at {path}: two parts of the module have this name; rename one")
                 tree[plain + name] = item
         return tree
 
@@ -93,6 +104,7 @@ class ModuleEntry(StateEntry):
         return self.may_spread(name)
 
     def gather(self) -> GatheredEntry:
+        self._unwrap()
         if self._last is not None:
             cache, found = self._last
             tensors = cache.look()

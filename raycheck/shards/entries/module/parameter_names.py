@@ -1,14 +1,19 @@
 """Gives tensors the names that the plain model has, so that a checkpoint does not depend on how the model was wrapped.
 
-DDP and torch.compile around the module are taken off. Layers that torch.compile, activation checkpointing and PEFT put
-in between vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
+DDP and torch.compile around the module are removed. Layers that torch.compile, activation checkpointing and PEFT insert
+vanish from the names. LoRA's own tensors keep their place beside the layer that they adapt.
+
+Torch's wrappers are recognized by their class: a user's own module may have a child with any name.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.parallel import DistributedDataParallel
+
+from raycheck.shards.entries.module.tensor_locations import is_plain as gives_torchs_state
 
 ParameterNames = Mapping[torch.Tensor, tuple[str, str]]
 """The entry of the state and the plain name of each parameter."""
@@ -16,28 +21,56 @@ _CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module inside DDP and torch.compile."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
-            module = module._orig_mod  # type: ignore[assignment]  # noqa: SLF001
-        else:
-            return module
+    """Returns the module inside DDP and torch.compile. A wrapper that owns something itself stays: a parameter, a
+    buffer, another child or extra state that was registered on it."""
+    while (inner := _wrapped_by(module)) is not None and not _owns_more(module):
+        module = inner
+    return module
+
+
+def innermost(module: torch.nn.Module) -> torch.nn.Module:
+    """Returns the module inside DDP and torch.compile, whatever these own."""
+    while (inner := _wrapped_by(module)) is not None:
+        module = inner
+    return module
+
+
+def _wrapped_by(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Returns what DDP or torch.compile wraps directly; None for any other module."""
+    name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod" if _is_compiled(module) else ""
+    return module._modules.get(name)  # noqa: SLF001
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Returns whether torch.compile made this module. Its class is not imported: that takes a second."""
+    kinds = ((kind.__module__, kind.__qualname__) for kind in type(module).__mro__)
+    return ("torch._dynamo.eval_frame", "OptimizedModule") in kinds
+
+
+def _owns_more(wrapper: torch.nn.Module) -> bool:
+    return bool(
+        wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1 or not gives_torchs_state(wrapper)  # noqa: SLF001
+    )
 
 
 def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
     """Returns a function that turns a key of this module into the plain model's. It follows the modules and not the key
     alone, since a user's own layer may well be called model or base_layer."""
+    around = set()  # wrappers around the whole model; DDP around a part of it has its place in the names
+    outer: torch.nn.Module | None = module
+    while outer is not None:
+        around.add(id(outer))
+        outer = _wrapped_by(outer)
 
     @cache  # asked for every key at every save, while training waits
     def plain(key: str) -> str:
         inner: torch.nn.Module | None = module
         kept = []
         for step in key.split("."):
-            while inner is not None and step not in inner._modules and _CHECKPOINTED in inner._modules:  # noqa: SLF001
+            while isinstance(inner, ActivationWrapper) and step not in inner._modules:  # noqa: SLF001
                 inner = inner._modules[_CHECKPOINTED]  # noqa: SLF001  its state_dict has left this step out of the key
-            if inner is None or not _is_wrapper(inner, step):
+            is_ddp = isinstance(inner, DistributedDataParallel) and id(inner) in around
+            if inner is None or not (_is_wrapper(inner, step) or (is_ddp and step == "module")):
                 kept.append(step)
             inner = None if inner is None else inner._modules.get(step)  # noqa: SLF001
         return ".".join(kept)
@@ -74,8 +107,10 @@ def _is_wrapper(module: torch.nn.Module, name: str) -> bool:
     """Returns whether `module` exists only to wrap its child `name`. PEFT is recognised by its attributes, without an
     import."""
     match name:
-        case "_orig_mod" | "_checkpoint_wrapped_module":
-            return name in module._modules  # noqa: SLF001
+        case "_orig_mod":
+            return _is_compiled(module)
+        case "_checkpoint_wrapped_module":
+            return isinstance(module, ActivationWrapper)
         case "base_layer":
             return hasattr(module, "adapter_layer_names")  # a LoRA layer
         case "original_module":

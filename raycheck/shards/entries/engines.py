@@ -1,0 +1,117 @@
+"""Refuses what belongs to a training engine that keeps weights or optimizer state where raycheck does not look.
+
+A save of such a module would look whole. ZeRO-3's parameters have no elements. ZeRO-1's are copies that the next step
+overwrites from the engine's own fp32 weights. Megatron's are pieces without their place in the whole. Engines are
+recognized by their classes and by the attributes they set on parameters, without an import.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from raycheck.errors import ConfigError
+
+FSDP2 = "train with torch's fully_shard (FSDP2), which raycheck saves and reshards"
+
+
+class TrainingEngine(NamedTuple):
+    """An engine, as it is recognized and named.
+
+    classes: beginnings of the full names of its classes. marks: attributes that it sets on parameters. why: what a save
+    would miss. cure: what works instead.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    marks: tuple[str, ...]
+    why: str
+    cure: str
+
+
+DEEPSPEED = TrainingEngine(
+    "DeepSpeed",
+    (
+        "deepspeed.runtime.engine.",
+        "deepspeed.runtime.pipe.",
+        "deepspeed.runtime.hybrid_engine.",
+        "deepspeed.runtime.zero.",
+        "deepspeed.runtime.fp16.",
+        "deepspeed.runtime.bf16_optimizer.",
+        "deepspeed.runtime.base_optimizer.",
+        "accelerate.utils.deepspeed.",
+    ),
+    ("ds_id", "ds_tensor", "_hp_mapping"),
+    "the engine keeps the weights that it trains, and their optimizer state, in buffers of its own",
+    f"Save it with engine.save_checkpoint() and load it with engine.load_checkpoint(), or {FSDP2}",
+)
+MEGATRON = TrainingEngine(
+    "Megatron",
+    ("megatron.core.optimizer.", "accelerate.utils.megatron_lm."),
+    (),
+    "its ranks hold different parts of the model or of the optimizer under equal names",
+    "Save it with megatron.core.dist_checkpointing, as in save(model.sharded_state_dict(), folder), "
+    "or parallelize the model with torch's DTensor, which raycheck saves and reshards",
+)
+OTHERS = tuple(
+    TrainingEngine(
+        name, classes, (), "it keeps weights or optimizer state in a form of its own", f"{FSDP2[0].upper()}{FSDP2[1:]}"
+    )
+    for name, classes in (
+        ("FairScale", ("fairscale.nn.data_parallel.fully_sharded_data_parallel.", "fairscale.optim.oss.")),
+        ("Colossal-AI", ("colossalai.",)),
+        ("Megatron FSDP", ("megatron.core.distributed.fsdp.", "megatron_fsdp.")),
+    )
+)
+_TENSOR_PARALLEL = "tensor_model_parallel"
+"""Megatron sets it on parameters of which a tensor-parallel rank holds a part, even if there is only one such rank."""
+
+
+def refuse_engine(path: str, value: object) -> None:
+    """Raise ConfigError for an engine, or for an optimizer of one. path: names the value."""
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
+    for engine in (DEEPSPEED, MEGATRON, *OTHERS):
+        if any(name.startswith(engine.classes) for name in names):
+            raise _refusal(f"{path} is a {names[0]}", engine)
+
+
+def refuse_parts_of_engines(name: str, module: torch.nn.Module) -> None:
+    """Raise ConfigError for a module that an engine has taken over, wherever in `module` it is, and for a parameter
+    that trains elsewhere. name: the entry's."""
+    for path, child in module.named_modules():
+        refuse_engine(".".join(filter(None, (f"state[{name!r}]", path))), child)
+        if _is_megatron_stage(child):
+            raise _refusal(f"state[{name!r}] is a stage of Megatron's pipeline ({type(child).__qualname__})", MEGATRON)
+    for path, parameter in module.named_parameters():
+        where = f"state[{name!r}] has the parameter {path}, which"
+        if any(hasattr(parameter, mark) for mark in DEEPSPEED.marks):
+            raise _refusal(f"{where} belongs to an engine", DEEPSPEED)
+        if getattr(parameter, _TENSOR_PARALLEL, False) and _megatron_size(_TENSOR_PARALLEL) != 1:
+            raise _refusal(f"{where} is a part of a larger one", MEGATRON)
+        if parameter.requires_grad and not is_lazy(parameter) and not parameter.numel():
+            raise ConfigError(
+                f"{where} is to be trained and has no elements: either an engine keeps it elsewhere, so that a save "
+                "would miss it, and then that engine has to save it; or it is empty indeed: call requires_grad_(False)"
+            )
+
+
+def is_lazy(parameter: torch.Tensor) -> bool:
+    """Returns whether the parameter gets its shape at the first forward."""
+    return isinstance(parameter, torch.nn.parameter.UninitializedParameter)
+
+
+def _is_megatron_stage(module: torch.nn.Module) -> bool:
+    is_model = any(kind.__module__.startswith("megatron.core.models.") for kind in type(module).__mro__)
+    return is_model and _megatron_size("pipeline_model_parallel") not in (None, 1)
+
+
+def _megatron_size(kind: str) -> int | None:
+    """Returns how many ranks share the model in this way; None when Megatron's parallel state does not say."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return int(getattr(state, f"get_{kind}_world_size")())
+
+
+def _refusal(what: str, engine: TrainingEngine) -> ConfigError:
+    return ConfigError(f"{what}. raycheck cannot save a training of {engine.name}: {engine.why}. {engine.cure}")
