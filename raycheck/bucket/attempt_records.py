@@ -46,12 +46,13 @@ class ResumeRecord(Document):
     lost_steps, lost_s: the steps and seconds of training that were lost, by rank 0's last heartbeat, which may be a
     second old; None when the driver had died too and no heartbeat is known. furthest_step: the furthest step of all
     attempts of this driver, by those heartbeats; None when none is known. is_from_memory: `restored` was a memory
-    checkpoint, which lay in the nodes' memory and not in the bucket. since_commit_s: seconds from the restored
+    checkpoint, which lay in the nodes' memory and not in the bucket. memory_problem: why there was no memory checkpoint
+    of a later step; "" when there was, or none was wanted. since_commit_s: seconds from the restored
     checkpoint's commit to the end of the restore, downtime included; None without a checkpoint. restore_s: seconds of
     the slowest rank. restore_bytes: bytes of all ranks. what: the entries that were restored, and those that were not.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"is_from_memory"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"is_from_memory", "memory_problem"})
 
     format_version: int = FORMAT_VERSION
     attempt: int
@@ -69,6 +70,7 @@ class ResumeRecord(Document):
     what: str
     furthest_step: int | None = None
     is_from_memory: bool = False
+    memory_problem: str = ""
 
     @property
     def lost(self) -> str:
@@ -84,6 +86,7 @@ class ResumeRecord(Document):
             f"{' in memory' if self.is_from_memory else ''}, "
             f"{self.world_size_before} -> {self.world_size} ranks, lost: {self.lost}{since}, "
             f"{self.restore_bytes / 1e6:.1f} MB restored in {self.restore_s:.2f} s ({speed:.0f} MB/s); {self.what}"
+            f"{'; no later memory checkpoint: ' + self.memory_problem if self.memory_problem else ''}"
         )
 
 

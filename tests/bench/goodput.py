@@ -44,6 +44,7 @@ from tests.bench.goodput_rows import (
     counted,
     counted_replicas,
     first_step,
+    overlooked,
     rows,
     step_cost,
     steps_between,
@@ -183,6 +184,8 @@ class Bench:
                 hurt = [replace(kill, after_s=1.0) for kill in kills] if way == BARE else kills
                 with self.driver(way, self.every.get(way, 1)) as run:
                     found[way].append(watch_replicas(run, hurt) if way == TORCHFT else watch(run, hurt))
+                    if lost := overlooked(run.events()):
+                        raise RuntimeError(f"{way}: listed memory checkpoints were not restored: {lost}")
                 print(f"round {number + 1}, {way}: {found[way][-1].steps_lost:g} steps lost", flush=True)
         return found
 

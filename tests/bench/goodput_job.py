@@ -105,6 +105,10 @@ class Training:
         yield
         self._tell("save", seconds=time.monotonic() - began)
 
+    def listed(self, step: int) -> None:
+        """A memory checkpoint can be restored from now on."""
+        self._tell("listed", memory_step=step)
+
     def _tell(self, kind: str, **facts: Any) -> None:
         """One line, written whole: a SIGKILL right after leaves it readable."""
         with self._story.open("a") as story:
@@ -144,7 +148,11 @@ def by_memory(training: Training, config: dict[str, Any]) -> None:
 def _by_raycheck(training: Training, settings: raycheck.SaveSettings) -> None:
     state = {"model": training.model, "optimizer": training.optimizer}
     with raycheck.Checkpointer(state, settings) as ckpt:
+        listed = -1
         for step in training.steps(ckpt.restore().step):
+            if ckpt.save_status.memory_step > listed:
+                listed = ckpt.save_status.memory_step
+                training.listed(listed)
             if training.is_due(step):
                 with training.saving():
                     ckpt.end_step()

@@ -77,6 +77,19 @@ def first_step(events: Sequence[Event], *, since: float) -> float | None:
     return next((event["at"] for event in events[starts[-1] :] if event["kind"] == "step"), None)
 
 
+def overlooked(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """Returns each memory checkpoint that was listed and not restored by the group that came next, with the step at
+    which that one began. Only workers are killed here, and the nodes still have what was listed."""
+    found, listed = [], 0
+    for event in events:
+        if event["kind"] == "listed":
+            listed = event["memory_step"]
+        elif event["kind"] == "start":
+            found += [(listed, event["step"])] if event["step"] < listed else []
+            listed = 0
+    return found
+
+
 PIECES = {
     "Ray starts processes": "began",
     "imports, until the script is called": "called",

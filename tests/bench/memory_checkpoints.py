@@ -112,6 +112,10 @@ class Bench:
                 restored = run.wait_for(lambda since=since: restores(run, since), within_s=WITHIN_S)
                 is_from_memory = {event["from_memory"] for event in restored}
                 assert is_from_memory == {tier != "the bucket"}, f"{tier}: {restored}"
+                told = [
+                    event["memory_step"] for event in run.events() if event["kind"] == "step" and event["at"] < since
+                ]
+                assert tier == "the bucket" or restored[0]["step"] >= max(told[-1:]), f"{tier}: {told[-1:]}, {restored}"
                 seconds.append(max(event["seconds"] for event in restored))
             found[f"restore from {tier}, s"] = statistics.median(seconds)
         return found

@@ -51,7 +51,7 @@ def train(config: dict[str, Any]) -> None:
         at = ckpt.restore()
         tell("start", step=at.step, pid=os.getpid(), node=ray.get_runtime_context().get_node_id())
         if at.checkpoint is not None:
-            tell("restored", from_memory=at.is_from_memory, seconds=at.seconds, bytes=at.bytes_fetched)
+            tell("restored", step=at.step, from_memory=at.is_from_memory, seconds=at.seconds, bytes=at.bytes_fetched)
         for step in range(at.step + 1, 1_000_000):
             time.sleep(STEP_S)
             with torch.no_grad():

@@ -15,6 +15,7 @@ from tests.bench.goodput_rows import (
     counted_replicas,
     first_step,
     limit,
+    overlooked,
     pieces,
     rows,
     step_cost,
@@ -220,6 +221,20 @@ def test_rounds_are_added_up_and_steps_count_for_what_they_take_at_best() -> Non
     assert found["restart_ratio"] == 1.0
     assert found["pause_s"] == 1.5
     assert found["every"] == 4
+
+
+def test_a_listed_memory_checkpoint_that_the_next_group_does_not_restore_is_found() -> None:
+    story = [
+        {"kind": "start", "step": 0},
+        {"kind": "step", "step": 8},
+        {"kind": "listed", "memory_step": 8},
+        {"kind": "start", "step": 8},
+        {"kind": "listed", "memory_step": 12},
+        {"kind": "start", "step": 8},
+        {"kind": "start", "step": 8},
+    ]
+
+    assert overlooked(story) == [(12, 8)]
 
 
 def test_a_way_that_saves_nothing_has_no_interval_and_no_limit() -> None:

@@ -5,7 +5,7 @@ arguments and random state are not.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ _TOKENIZER = re.compile(
     r"[\w./-]*\.?(json|jinja|txt|model|jsonl|tiktoken)?"
 )
 _REVISION = re.compile(r"[0-9a-f]{40}")
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.\w+")
+MAX_NAMED = 3
+"""How many tensors an error names."""
 
 
 def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState:
@@ -44,7 +47,8 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
     """
     files, notes = _snapshot(files)
     tensors = SourceTensors()
-    weights = {} if files.only else _weights(files, tensors, settings)
+    read: list[str] = []  # the files of weights
+    weights = {} if files.only else _weights(files, tensors, settings, read)
     if files.only:
         weights = {key: tensors.add(found, files.what(key)) for key, found in tensors_of(files, files.only)}
     if not weights:
@@ -65,7 +69,7 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
         name: _bytes(files, name) for name in files.sizes if _TOKENIZER.fullmatch(name) and is_safe_file_name(name)
     }
     texts = {name: _text(files, name) for name in (CONFIG, GENERATION_CONFIG) if name in files.sizes}
-    left_out = [name for name in files.sizes if not _is_taken(name, {*extra, *texts})]
+    left_out = [name for name in files.sizes if not _is_taken(name, {*extra, *texts, *read})]
     return SourceState(
         kind="huggingface",
         tree=tree,
@@ -81,8 +85,8 @@ def read_hugging_face(files: SourceFiles, settings: ReadSettings) -> SourceState
 
 
 def _is_taken(name: str, taken: set[str]) -> bool:
-    weights = (".safetensors", ".bin", ".index.json") if not name.startswith("training_args") else ()
-    return name in taken or name.endswith(weights) or name in ("optimizer.pt", "scheduler.pt", "trainer_state.json")
+    known = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
+    return name in taken or name.endswith(".index.json") or name in known
 
 
 def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
@@ -101,49 +105,95 @@ def _snapshot(files: SourceFiles) -> tuple[SourceFiles, tuple[str, ...]]:
     return files.below(f"snapshots/{revision}/"), (f"snapshot {revision} of the hub's cache",)
 
 
-def _weights(files: SourceFiles, tensors: SourceTensors, settings: ReadSettings) -> dict[str, torch.Tensor]:
+def _weights(
+    files: SourceFiles, tensors: SourceTensors, settings: ReadSettings, read: list[str]
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model by name. read: gets the names of the files that have them."""
     if any(name.startswith("adapter_model.") for name in files.sizes):
         raise ConfigError(
             f"{files} is a PEFT adapter without its base model. Load both with peft, and save the state dict of "
             "the whole: torch.save({'model': model.state_dict()}, file)"
         )
+    index = _index(files)
+    named = _indexed(files, index) if index else {}
+    read += sorted(set(named.values())) if index else [_whole(files)]
     found: dict[str, torch.Tensor] = {}
-    for name in _weight_files(files):
+    place: dict[str, str] = {}
+    for name in read:
         for key, tensor in _in_file(files, name, tensors, settings):
             if key in found:
-                raise CorruptError(f"{files.what(name)}: {key[:200]!r} is in another file too")
-            found[key] = tensor
+                raise CorruptError(f"{files.what(name)}: {key[:200]!r} is in {place[key]} too")
+            found[key], place[key] = tensor, name
+    if index:
+        _refuse_other_places(files.what(index), named, place)
     return found
 
 
-def _weight_files(files: SourceFiles) -> list[str]:
+def _index(files: SourceFiles) -> str:
+    """Returns the name of the index of several files; "" for one file. Raises ConfigError where there are both."""
     for whole, index in (SAFETENSORS, BINARY):
-        if index in files.sizes:
-            return _indexed(files, index, whole.rpartition(".")[2])
-        if whole in files.sizes:
-            return [whole]
+        if index in files.sizes and whole in files.sizes:
+            raise ConfigError(
+                f"{files} has both {whole} and {index}, and they may be of different times: delete the one that is "
+                "older, with the files that it names, or import from a copy without it"
+            )
+        if {index, whole} & files.sizes.keys():
+            return index if index in files.sizes else ""
+    return ""
+
+
+def _whole(files: SourceFiles) -> str:
+    """Returns the name of the one file that has all weights."""
     others = [name for name in files.sizes if name.endswith(".safetensors") and "/" not in name]
-    if len(others) == 1:
-        return others
+    whole = [name for name, _ in (SAFETENSORS, BINARY) if name in files.sizes] or others
+    if whole and (whole != others or len(others) == 1):
+        return whole[0]
     raise ConfigError(
         f"{files}: there is neither {SAFETENSORS[0]} nor {BINARY[0]}, nor an index of several such files"
         f"{', but ' + ', '.join(others[:5]) + ': name one of them' if others else ''}"
     )
 
 
-def _indexed(files: SourceFiles, index: str, suffix: str) -> list[str]:
-    """Returns the files that an index names. Each must be one of the source's, in its own folder."""
+def _indexed(files: SourceFiles, index: str) -> dict[str, str]:
+    """Returns the file that an index names for each tensor. Each must be one of the source's, in its own folder."""
+    what, suffix = files.what(index), index.removesuffix(".index.json").rpartition(".")[2]
     document = files.read_json(index)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise CorruptError(f"{files.what(index)} has no weight_map of names")
+        raise CorruptError(f"{what} has no weight_map of names")
     named = sorted(set(places.values()))
     for name in named:
         if "/" in name or not name.endswith(f".{suffix}"):
-            raise CorruptError(f"{files.what(index)} names {name[:200]!r}, which is no file of weights beside it")
+            raise CorruptError(f"{what} names {name[:200]!r}, which is no file of weights beside it")
         if name not in files.sizes:
-            raise CorruptError(f"{files.what(index)} names {name[:200]!r}, which is missing: is the download complete?")
-    return named
+            raise CorruptError(f"{what} names {name[:200]!r}, which is missing: is the download complete?")
+    numbered = [found.groups() for name in named if (found := _NUMBERED.fullmatch(name))]
+    for first, _, count in numbered:
+        if sum(item[::2] == (first, count) for item in numbered) != int(count):
+            raise CorruptError(
+                f"{what} does not name all {int(count)} files {first}-...-of-{count}.{suffix}: fetch the model again"
+            )
+    return places
+
+
+def _refuse_other_places(what: str, named: Mapping[str, str], place: Mapping[str, str]) -> None:
+    """Raise CorruptError unless each tensor is in the file that the index names for it, and no other one is there.
+
+    what: names the index. named: the file of each tensor, as the index has it. place: the file in which it is.
+    """
+    wrong = sorted(key for key in {*named, *place} if named.get(key) != place.get(key))
+    if not wrong:
+        return
+    told = []
+    for key in wrong[:MAX_NAMED]:
+        here = f"it is in {place[key]}" if key in place else "it is in none of the files"
+        says = f"it names {named[key]} for" if key in named else "it does not name"
+        told.append(f"{says} {key[:200]!r}, and {here}")
+    more = f", and {len(wrong) - MAX_NAMED} more tensors" if len(wrong) > MAX_NAMED else ""
+    raise CorruptError(
+        f"{what} does not fit its files: {'; '.join(told)}{more}. Fetch the model again, all files of one version; if "
+        "you know that the files are right, correct the weight_map"
+    )
 
 
 def _in_file(

@@ -89,12 +89,14 @@ class _Model:
     """Describes the entry that is exported.
 
     what: names the checkpoint in errors. texts: its configuration files. facts: what raycheck has saved about it.
+    merged: the adapters that are merged into the saved weight of a layer, by the layer's path.
     """
 
     what: str
     entry: str
     texts: Mapping[str, str]
     facts: Mapping[str, Any]
+    merged: Mapping[str, Sequence[str]]
 
 
 def _choose_model(index: Index, what: str, entry: str | None, config_from: str | None) -> _Model:
@@ -123,7 +125,19 @@ def _choose_model(index: Index, what: str, entry: str | None, config_from: str |
         raise ConfigError(f"{what}: {entry!r} has no Hugging Face configuration; name a folder with one: config_from=")
     _refuse_subclasses(index, what, entry)
     facts = _json(assets.get(entry, {}).get(FACTS, "{}"), f"{what}: assets of {entry}")
-    return _Model(what=what, entry=entry, texts=texts, facts=facts)
+    return _Model(what=what, entry=entry, texts=texts, facts=facts, merged=_merged(index, what, entry))
+
+
+def _merged(index: Index, what: str, entry: str) -> dict[str, list[str]]:
+    """Returns which adapters are merged into the saved weights. Raises CorruptError for anything but names."""
+    found: dict[str, list[str]] = {}
+    for values in (index.values, *index.rank_values):
+        value = values.get(entry)
+        merged = value.get("merged", {}) if isinstance(value, dict) else {}
+        if not isinstance(merged, dict) or not all(isinstance(names, list) for names in merged.values()):
+            raise CorruptError(f"{what}: the merged adapters of {entry!r} are described wrongly")
+        found |= {path: [str(name) for name in names] for path, names in merged.items()}
+    return found
 
 
 def _refuse_subclasses(index: Index, what: str, entry: str) -> None:
@@ -190,7 +204,7 @@ def _weights_and_texts(source: WeightSource, model: _Model, *, merge_lora: bool)
             config = _json(adapter_config or "", f"{model.what}: {ADAPTER_CONFIG}")
             weights = adapter_weights(source, names, adapter, config)
             return _ordered(weights, model), {ADAPTER_CONFIG: adapter_config or ""}
-        plain = merged_weights(source, names, adapter)
+        plain = merged_weights(source, names, adapter, model.merged)
     elif merge_lora:
         raise ConfigError(f"{model.what}: {model.entry!r} is no PEFT model; there is nothing to merge")
     elif any(".lora_A." in name or ".lora_embedding_A." in name for name in names):

@@ -84,18 +84,28 @@ def adapter_weights(
     return found
 
 
-def merged_weights(source: WeightSource, names: Mapping[str, str], adapter: LoraAdapter) -> dict[str, Weight]:
+def merged_weights(
+    source: WeightSource, names: Mapping[str, str], adapter: LoraAdapter, merged_before: Mapping[str, Sequence[str]]
+) -> dict[str, Weight]:
     """Returns the plain model's tensors by name, with the adapter merged.
 
-    names: plain name to the tensor's name in the checkpoint. Raises ConfigError for what cannot be merged.
+    names: plain name to the tensor's name in the checkpoint. merged_before: the adapters that are in the saved weight
+    of a layer already, by the layer's path. Raises ConfigError for what cannot be merged.
     """
     refused = [f"{path} is {layer.problem}" for path, layer in adapter.layers.items() if layer.problem]
+    refused += [
+        f"{path} has another adapter in it, since {', '.join(map(repr, there))} is merged into it"
+        for path, there in merged_before.items()
+        if there not in ([], [adapter.name])
+    ]
     used: set[str] = set()
     deltas = {}
     for path, layer in adapter.layers.items():
         if not layer.problem:
             a, b = _factors(names, path, adapter.name)
             used |= {a, b}
+            if merged_before.get(path):
+                continue
             delta = LoraDelta(
                 a=source.saved(names[a]),
                 b=source.saved(names[b]),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -52,8 +52,6 @@ from raycheck.shards.transfer.local_box import (
 from raycheck.shards.transfer.referred_component import Forms, forms_of
 from raycheck.shards.transfer.replica_broadcast import errors_on_all_ranks
 from raycheck.shards.transfer.stock_torch_names import Places
-
-MaybeStaged = TypeVar("MaybeStaged", StagedState, StagedState | None)
 
 
 class TrainState:
@@ -152,18 +150,18 @@ class TrainState:
         """
         return self._stage(progress, self.components.stage)
 
-    def stage_for_memory(self, progress: Progress, slot: int) -> StagedState | None:
+    def stage_for_memory(self, progress: Progress, slot: int) -> StagedState:
         """Copy this rank's shards into one of the two buffers, 0 or 1, for memory checkpoints.
 
-        Returns None when a frozen component is not in the bucket as it is now. Raises as `stage`.
+        Raises SaveFailedError when a frozen component is not in the bucket as it is now, and as `stage`.
         """
         return self._stage(progress, partial(self.components.stage_for_memory, slot))
 
     def _stage(
         self,
         progress: Progress,
-        stage: Callable[[Mapping[str, BoxesAndSources], Leaves, Places, Mapping[str, Forms]], MaybeStaged],
-    ) -> MaybeStaged:
+        stage: Callable[[Mapping[str, BoxesAndSources], Leaves, Places, Mapping[str, Forms]], StagedState],
+    ) -> StagedState:
         """Gather what this rank saves, and have `stage` copy its tensors."""
         gathered = self._gather()
         values: dict[str, Any] = {}
@@ -183,7 +181,7 @@ class TrainState:
             leaves |= found.leaves
             also |= found.also
         staged = stage(self._boxes_and_sources(gathered), leaves, also, self._forms)
-        return staged if staged is None else replace(staged, values=values, rank_values=rank_values)
+        return replace(staged, values=values, rank_values=rank_values)
 
     def apply(
         self,

@@ -122,6 +122,14 @@ class RestoredShards:
             return None
         return ReferredComponent.restored(saved, self.index, forms, self.digests)
 
+    def whole(self, component: str, forms: Forms) -> ReferredComponent | None:
+        """Returns a component of the checkpoint, in whatever boxes it lies; None unless all ranks have its tensors."""
+        saved = next((saved for saved in self.manifest.components if saved.name == component), None)
+        apart = {frozen_component(entry) for values in self.index.rank_values for entry in values}
+        if saved is None or component in apart:  # the ranks of a pipeline hold different tensors
+            return None
+        return ReferredComponent.restored(saved, self.index, forms, self.digests)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadedShard:
@@ -420,15 +428,17 @@ class Components:
         leaves: Leaves,
         also: Places,
         forms: Mapping[str, Forms],
-    ) -> StagedState | None:
+    ) -> StagedState:
         """Stage all that is not in the bucket into the buffers of one of two memory checkpoints, 0 or 1.
 
-        The other arguments: see `stage`. Returns None when the bucket has no shard at all of another component than
-        `train`: such a component is mostly large and never changes, so a save to the bucket uploads it first.
+        The other arguments: see `stage`. Between a restore and the first save to the bucket, this refers to all that
+        was restored from the bucket, in whatever boxes it lies. Raises SaveFailedError when the bucket has no shard at
+        all of another component than `train`: such a component is mostly large and never changes, so a save to the
+        bucket uploads it first.
         """
         if not self._memory:
             raise SaveFailedError(f"rank {self._rank}: the host has no room for memory checkpoints")
-        referred, kept, staged = self._still_referred(selected, forms), [], []
+        referred, kept, staged = self._still_referred(selected, forms, is_for_memory=True), [], []
         stagers = self._memory[slot]
         for component, (boxes, sources) in selected.items():
             if component == TRAIN:
@@ -438,7 +448,10 @@ class Components:
                 continue
             known = self._learn(component, boxes, sources)
             if known is None:
-                return None
+                raise SaveFailedError(
+                    f"rank {self._rank}: {component}, which gets no gradient, is not in the bucket as it is now; the "
+                    "next save to the bucket uploads it, and when that is committed there are memory checkpoints again"
+                )
             if _is_unchanged(known, _digests(boxes, sources)):
                 kept.append(known)
             else:
@@ -448,14 +461,18 @@ class Components:
         return StagedState(staged=staged, kept=kept, referred=whole, has_rows_of_referred=self._rank == 0)
 
     def _still_referred(
-        self, selected: Mapping[str, BoxesAndSources], forms: Mapping[str, Forms]
+        self, selected: Mapping[str, BoxesAndSources], forms: Mapping[str, Forms], *, is_for_memory: bool = False
     ) -> dict[str, ReferredComponent]:
-        """Return the components to refer to: those that were, or are borrowed by what was restored, if unchanged."""
+        """Return the components to refer to: those that were, or are borrowed by what was restored, if unchanged.
+
+        is_for_memory: also those that were restored, and are the run's own.
+        """
         found = {}
         for component, own in forms.items():
             whole = self._referred.get(component)
             if whole is None and self._restored is not None:
-                whole = self._restored.borrowed(component, own)
+                restored = self._restored.whole if is_for_memory else self._restored.borrowed
+                whole = restored(component, own)
             if whole is not None:
                 boxes, sources = selected.get(component, ((), ()))
                 if whole.is_unchanged(own, _digests(boxes, sources), len(boxes)):
@@ -467,9 +484,13 @@ class Components:
         self._referred[whole.record.name] = whole
 
     def restored(self, manifest: Manifest, index: Index, boxes: Sequence[LocalBox]) -> None:
-        """Learn that these live tensors hold what was just read, so that the first save may refer to it."""
+        """Learn that these live tensors hold what was just read, so that the first save may refer to it.
+
+        manifest: with the components that lie in the bucket; after a restore from memory `train` is not among them.
+        """
         self.forget(referred=True)
-        self._restored = RestoredShards.of(manifest, index, boxes) if len(manifest.components) > 1 else None
+        has_frozen = any(component.name != TRAIN for component in manifest.components)
+        self._restored = RestoredShards.of(manifest, index, boxes) if has_frozen else None
 
     def committed(self, save: StagedState, places: Mapping[str, str]) -> None:
         """Learn that a save was committed. Call it in the order of the saves.

@@ -220,6 +220,10 @@ class Coordinator:
         """Takes that the actor of its node has a rank's staged save, and goes on with it though the rank dies."""
         self._node_agents.handed_over(report)
 
+    async def no_memory(self, why: str) -> None:
+        """Takes why a rank can make no more memory checkpoints in this attempt."""
+        self._memory.note_problem(why)
+
     async def export(self, key: str, progress: Progress, settings: ExportSettings) -> int:
         """Exports a committed checkpoint, unless that was begun."""
         await asyncio.to_thread(self._exports.start, key, progress, settings)
@@ -285,7 +289,7 @@ class Coordinator:
         whose = f"rank {rank_restore.rank}: {'peek at' if rank_restore.is_peek else 'restore of'} {rank_restore.key}: "
         if rank_restore.failure:
             if self._is_from_memory(rank_restore):
-                self._memory.forget()  # whatever it was, the next attempt does not meet it again
+                self._memory.forget(f"{whose}{rank_restore.failure}")  # the next attempt does not meet it again
             rendezvous.fail(type(rank_restore.failure)(f"{whose}{rank_restore.failure}"))
         elif rank_restore.damage and self._is_from_memory(rank_restore):
             rendezvous.decide(lambda _: self._go_on_from_the_bucket(rank_restore))
@@ -312,7 +316,13 @@ class Coordinator:
             return RestoreDecision(kind="done")
         claim = self._claims[rank_restore.group]
         return RestoreDecision(
-            kind="done", resume=self._run_log.resumed(claim.entry, arrivals, is_from_memory=claim.memory is not None)
+            kind="done",
+            resume=self._run_log.resumed(
+                claim.entry,
+                arrivals,
+                is_from_memory=claim.memory is not None,
+                memory_problem=self._memory.take_problem(),
+            ),
         )
 
     def _is_from_memory(self, rank_restore: RankRestore) -> bool:
@@ -322,8 +332,7 @@ class Coordinator:
     def _go_on_from_the_bucket(self, rank_restore: RankRestore) -> RestoreDecision:
         """Has all ranks restore the bucket's checkpoint, since a rank could not read the memory checkpoint."""
         problem = f"rank {rank_restore.rank}: {rank_restore.damage}"
-        logger.warning(event(f"{rank_restore.key} cannot be restored from memory: {problem}", run=self._store.uri))
-        self._memory.forget()
+        self._memory.forget(f"{rank_restore.key} cannot be restored from memory: {problem}")
         claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
         return RestoreDecision(kind="again", claim=claim, message=problem)
 

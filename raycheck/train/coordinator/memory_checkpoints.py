@@ -23,7 +23,7 @@ from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import index_key, shard_key
 from raycheck.bucket.reading import Documents
 from raycheck.bucket.store import Store
-from raycheck.errors import RaycheckError, SaveFailedError
+from raycheck.errors import NotFoundError, RaycheckError, SaveFailedError
 from raycheck.train.coordinator.messages import HeldShard, Holder, MemoryOffer, Outcome, Pending
 from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.rendezvous import Rendezvous
@@ -49,7 +49,10 @@ class _Listed:
 
 
 class MemoryCheckpoints:
-    """Lists the newest memory checkpoint of one run, and offers it to the group that claims the run next."""
+    """Lists the newest memory checkpoint of one run, and offers it to the group that claims the run next.
+
+    problem: why there is none of the newest step at which one was wanted; "" when there is.
+    """
 
     def __init__(self, store: Store, agents: NodeAgents, run_log: RunLog) -> None:
         self.plans = PlanCache()
@@ -61,6 +64,7 @@ class MemoryCheckpoints:
         self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}  # by group and step
         self._attempt = self._last_step = 0
         self._is_used = self._is_warned = False
+        self.problem = ""
 
     async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
         """Takes that a rank's shard is sealed in its node's memory, or why not, and waits a while for the outcome."""
@@ -91,8 +95,22 @@ class MemoryCheckpoints:
         """Takes which checkpoint is the bucket's newest one."""
         self._head = key, step
 
-    def forget(self) -> None:
-        """Gives back what is listed."""
+    def note_problem(self, why: str) -> None:
+        """Takes why there is no memory checkpoint, and warns of it, once while it is the same."""
+        self._is_used = True
+        if why != self.problem:
+            self.problem = why
+            logger.warning(event(f"no memory checkpoint: {why}", run=self._store.uri))
+
+    def take_problem(self) -> str:
+        """Returns the problem once, for the record of the start that follows it."""
+        found, self.problem = self.problem, ""
+        return found
+
+    def forget(self, why: str = "") -> None:
+        """Gives back what is listed. why: the reason, when it should have been restored."""
+        if why:
+            self.note_problem(why)
         self._newest = None
         self._agents.keep(None, (self._attempt, -1))
 
@@ -113,25 +131,20 @@ class MemoryCheckpoints:
             return None
         self._agents.keep(newest.entry.key, (attempt, -1))
         try:
-            offer = await self._offer(newest)
+            return await self._offer(newest)
         except (RayError, RaycheckError, OSError) as error:
-            logger.warning(event(f"{newest.entry.key} is not restored from memory: {error}", run=self._store.uri))
-            offer = None
-        if offer is None:
-            self.forget()
-        return offer
+            self.forget(f"{newest.entry.key} is not restored from memory: {error}")
+        return None
 
     @property
     def _newest_key(self) -> str | None:
         return self._newest.entry.key if self._newest is not None else None
 
-    async def _offer(self, newest: _Listed) -> MemoryOffer | None:
-        """Returns what can be restored, if the nodes that are alive have all of it."""
+    async def _offer(self, newest: _Listed) -> MemoryOffer:
+        """Returns what can be restored. Raises NotFoundError when the nodes that are alive have not got all of it."""
         holders = await self._holders(newest)
         if lost := sorted(newest.sizes.keys() - holders.keys()):
-            text = f"the memory checkpoint {newest.entry.key} is lost: no node that is alive has {', '.join(lost[:5])}"
-            logger.warning(event(text, run=self._store.uri))
-            return None
+            raise NotFoundError(f"no node that is alive has {', '.join(lost[:5])}")
         documents = await asyncio.to_thread(ray.put, newest.documents)
         logger.info(event(f"restoring {newest.entry.key} from the memory of the nodes instead", run=self._store.uri))
         return MemoryOffer(entry=newest.entry, documents=[documents], holders=holders)
@@ -145,6 +158,13 @@ class MemoryCheckpoints:
                 del self._saves[earlier]
 
     async def _conclude(self, reports: dict[int, Report]) -> Outcome:
+        """Lists a save, or notes why not."""
+        outcome = await self._outcome_of(reports)
+        if outcome.kind == "failed":
+            self.note_problem(outcome.message)
+        return outcome
+
+    async def _outcome_of(self, reports: dict[int, Report]) -> Outcome:
         """Lists a save of which all ranks have sealed their shards, once other nodes have copies of them."""
         name = next(iter(reports.values())).checkpoint
         failures = [f"rank {rank}: {report.failure}" for rank, report in sorted(reports.items()) if report.failure]
@@ -187,6 +207,7 @@ class MemoryCheckpoints:
         if is_older or (self._newest is not None and self._newest.entry.step >= entry.step):
             return False
         self._newest = _Listed(entry=entry, documents=documents, sizes=sizes)
+        self.problem = ""
         self._run_log.in_memory(entry.step, sum(sizes.values()))
         self._agents.keep(entry.key, (manifest.attempt, manifest.step))
         return True

@@ -7,6 +7,7 @@ fails.
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from raycheck.bucket.attempt_records import (
     AttemptRecord,
@@ -67,13 +68,21 @@ class RunLog:
         self._ray_metrics.begin(attempt.number, newest, now=now, is_adopted=True)
 
     def resumed(
-        self, entry: Entry | None, arrivals: Sequence[Arrival], *, is_from_memory: bool = False
+        self,
+        entry: Entry | None,
+        arrivals: Sequence[Arrival],
+        *,
+        is_from_memory: bool = False,
+        memory_problem: str = "",
     ) -> ResumeRecord | None:
         """Logs that all ranks of the live attempt have restored `entry`. Returns what the end of the last attempt cost.
 
-        is_from_memory: it is a memory checkpoint. Returns None for a run's first attempt. Call it in the event loop.
+        is_from_memory, memory_problem: see ResumeRecord. Returns None for a run's first attempt. Call it in the event
+        loop.
         """
         resume = self._lost_work.resume(entry, arrivals, is_from_memory=is_from_memory)
+        if resume is not None:
+            resume = replace(resume, memory_problem=memory_problem[:MAX_CAUSE])
         if resume is not None:
             self._info(
                 f"resumed after attempt {resume.after} ({resume.cause}): {resume.what}",
@@ -81,6 +90,7 @@ class RunLog:
                 attempt=resume.attempt,
                 restored=resume.restored or "nothing",
                 is_from_memory=resume.is_from_memory,
+                **({"memory_problem": resume.memory_problem} if resume.memory_problem else {}),
                 world_size=resume.world_size,
                 world_size_before=resume.world_size_before,
                 lost_steps="unknown" if resume.lost_steps is None else resume.lost_steps,

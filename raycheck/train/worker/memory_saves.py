@@ -48,7 +48,12 @@ class MemorySaves:
         self._group = group
         self._report = replace(report, is_in_memory=True, save=0)
         self._timeout_s = timeout_s
-        self._node = NodeUploads(group, timeout_s=timeout_s, otherwise="there are no memory checkpoints from now on")
+        self._node = NodeUploads(
+            group,
+            timeout_s=timeout_s,
+            otherwise="there are no memory checkpoints from now on",
+            given_up=lambda why: group.tell("no_memory", f"rank {group.rank}: its node holds none any more: {why}"),
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raycheck-memory")
         self._thread.submit(self._node.prepare)
         self._pending: Future[bool] | None = None
@@ -73,7 +78,6 @@ class MemorySaves:
         """
         began = time.monotonic()
         report = replace(self._report, progress=progress, trained_s=trained_s, is_by_notice=is_by_notice)
-        staged: StagedState | None = None
         try:
             if not self._wait_for_last():
                 raise SaveFailedError("the memory checkpoint before it is still under way")
@@ -82,12 +86,9 @@ class MemorySaves:
             self._agree(report, self._must_agree)
             self._must_agree = False
             staged = self._state.stage_for_memory(progress, self._slot)
-            problem = "" if staged is not None else "what gets no gradient is not in the bucket yet"
         except RaycheckError as error:
-            problem = str(error)
-        if staged is None:
-            self._say(problem)
-            self._group.tell("report", replace(report, failure=problem))  # the others must not wait for this rank
+            self._say(str(error))
+            self._group.tell("report", replace(report, failure=str(error)))  # the others must not wait for this rank
             return
         report = replace(report, blocked_s=time.monotonic() - began)
         self._pending = self._thread.submit(self._hold, staged, report, began + self._timeout_s)

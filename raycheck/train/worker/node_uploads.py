@@ -155,10 +155,19 @@ class NodeAgent:
 class NodeUploads:
     """Hands the saves of one rank to its node's actor, for as long as that works."""
 
-    def __init__(self, group: Group, *, timeout_s: float, otherwise: str = RANK_UPLOADS) -> None:
-        """timeout_s: how long a save may take; errors name it. otherwise: what follows when the actor is given up."""
+    def __init__(
+        self,
+        group: Group,
+        *,
+        timeout_s: float,
+        otherwise: str = RANK_UPLOADS,
+        given_up: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        """timeout_s: how long a save may take; errors name it. otherwise: what follows when the actor is given up.
+        given_up: called with the reason then."""
         self._group = group
         self._otherwise = otherwise
+        self._given_up = given_up
         self._timeout_s = timeout_s
         self._agent: Any = None
         self._hurried: int | None = None  # the attempt whose copies are to go without pauses
@@ -279,6 +288,7 @@ class NodeUploads:
         """Have the rank upload from now on."""
         self._is_given_up = True
         self._warn(f"{self._otherwise}: {why}")
+        self._given_up(why)
 
     def _warn(self, text: str) -> None:
         logger.warning(event(text, rank=self._group.rank, run=self._group.uri))

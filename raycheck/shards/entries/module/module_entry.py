@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.engines import refuse_parts_of_engines
 from raycheck.shards.entries.meta_tensors import ADVICE, give_memory, is_on_meta, untied_views
+from raycheck.shards.entries.module.merged_adapters import adapted_layers, differences, merged_adapters
 from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
 from raycheck.shards.entries.module.tensor_locations import TensorLocations, is_plain
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
@@ -34,6 +35,8 @@ EXTRA, FLATTENED = "extra", "flattened"
 VALUE_KEYS = frozenset({EXTRA, FLATTENED})
 """Keys of the values that a module saves: its extra state, and how each tensor subclass is made up of its inner
 tensors."""
+MERGED = "merged"
+"""The key of the adapters that are merged into weights. Only modules that have such layers save it."""
 
 
 class ModuleEntry(StateEntry):
@@ -55,6 +58,7 @@ class ModuleEntry(StateEntry):
         self._plain = plain_names(self.module)
         self._parameters: set[str] = set()
         self._flattened: dict[str, str] = {}  # how each tensor subclass is made up of its inner tensors
+        self._adapted: dict[str, torch.nn.Module] = {}
         self._last: tuple[GatherCache, GatheredEntry] | None = None
         self._last_frozen: frozenset[str] = frozenset()
 
@@ -71,6 +75,7 @@ class ModuleEntry(StateEntry):
         keys = [key for key, _ in self.module.named_parameters(remove_duplicate=False)]
         self._parameters = {self._name(key) for key in keys}  # some may have come since the last look
         self._flattened = {}
+        self._adapted = adapted_layers(self.module, self._plain)
         state = self.module.state_dict()
         if not state:
             refuse_unsaved(self.name, self.module)
@@ -91,7 +96,11 @@ class ModuleEntry(StateEntry):
         return tree
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        return {EXTRA: self.encode(_extra_state(tree), self.name, tensors), FLATTENED: self._flattened}
+        extra = self.encode(_extra_state(tree), self.name, tensors)
+        return {EXTRA: extra, FLATTENED: self._flattened, **self._merged()}
+
+    def _merged(self) -> dict[str, Any]:
+        return {MERGED: merged_adapters(self._adapted)} if self._adapted else {}
 
     def names(self) -> list[str]:
         return [f"{self.name}.{key}" for key in self.tree()]
@@ -109,7 +118,8 @@ class ModuleEntry(StateEntry):
             cache, found = self._last
             tensors = cache.look()
             if tensors is not None and self._frozen(tensors, tensors) == found.frozen:
-                return replace(found, tensors=tensors, is_as_before=True)
+                values = {**found.values, **self._merged()}  # a merge writes into the same memory
+                return replace(found, tensors=tensors, values=values, is_as_before=True)
         found = super().gather()
         live = {self._name(key): tensor for key, tensor in self._live().items()}
         frozen = self._frozen(found.tensors, live)
@@ -149,6 +159,9 @@ class ModuleEntry(StateEntry):
                 else:
                     saved.record_only_saved([f"{self.name}.{name}"])
         self._compare_flattened(saved)
+        if any(MERGED in values for values in (saved.values or {}, *saved.rank_values)):  # older ones do not say
+            there = _by_first_rank(saved, MERGED)
+            saved.mismatched += differences(self.name, self._adapted, there, saved.tensors)
         fitting = {name: live[name] for name in live if name in saved.tensors and saved.compare(name, live[name])}
         return {**fitting, **extra}
 
