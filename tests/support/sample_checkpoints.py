@@ -46,12 +46,13 @@ def write_checkpoint(
     trained_s: float = 0.0,
     name: str | None = None,
     expire_after_s: float | None = None,
+    replaces: str | None = None,
     index: Index | None = None,
 ) -> Manifest:
     """Write every object of one save, steps 13 to 16, and commit nothing. base: refer to the components of this one.
     index: another one than tiny_index.
 
-    name, expire_after_s: those that the save gives its checkpoint.
+    name, expire_after_s: those that the save gives its checkpoint. replaces: see Manifest.
     """
     step = 10 * save if step is None else step
     key = str(object_keys.CheckpointName(attempt=attempt, save=save, step=step))
@@ -83,6 +84,7 @@ def write_checkpoint(
         trained_s=trained_s,
         name=name,
         expire_after_s=expire_after_s,
+        replaces=replaces,
         metrics={"loss": 1.0 / (1 + step)},
         index=_put(store, object_keys.index_key(key), dump_index(index or tiny_index(component, world_size))),
         components=(own, *(base.components if base else ())),

@@ -82,6 +82,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
         name=first.label.name,
         note=dict(first.label.note),
         expire_after_s=first.label.expire_after_s,
+        replaces=first.replaces,
         metrics=first.metrics,
         index=Blob(size_bytes=len(index), crc32=crc32(index)),
         components=tuple(components),

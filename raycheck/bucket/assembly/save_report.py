@@ -21,8 +21,8 @@ class Report:
     references: the components of which no rank uploads anything; rank 0 has their rows in its section. section: the
     rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. exports: how to export the checkpoint, None
     for no export. node: the node on which the rank runs. restored_from, partial, trained_s, began_at, is_rolling,
-    is_by_notice, settings: see Manifest. is_in_memory: the shards lie in the node's memory, for a memory checkpoint.
-    label: the name, the note and the expiry that the save gives its checkpoint.
+    is_by_notice, settings, replaces: see Manifest. is_in_memory: the shards lie in the node's memory, for a memory
+    checkpoint. label: the name, the note and the expiry that the save gives its checkpoint.
     """
 
     group: str
@@ -50,6 +50,7 @@ class Report:
     settings: tuple[str, ...] = ()
     exports: ExportSettings | None = None
     label: Label = NO_LABEL
+    replaces: str | None = None
     node: str = ""
     is_in_memory: bool = False
 

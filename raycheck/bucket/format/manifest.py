@@ -74,11 +74,12 @@ class Manifest(Document):
     attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. by_notice:
     it was saved because a node was about to go. settings: the user's choices, in words, to tell at a restart what has
     changed. name, note, expire_after_s: see Label; the
-    checkpoint's entry in `latest` says which name it has now, and when it expires.
+    checkpoint's entry in `latest` says which name it has now, and when it expires. replaces: the checkpoint of the same
+    step and attempt whose place this one takes, see FORMAT.md, step 17; None for most.
     """
 
     is_long: ClassVar[bool] = True
-    when_true: ClassVar[frozenset[str]] = frozenset({"name", "note", "expire_after_s", "by_notice"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"name", "note", "expire_after_s", "by_notice", "replaces"})
 
     format_version: int = FORMAT_VERSION
     key: str
@@ -98,6 +99,7 @@ class Manifest(Document):
     name: str | None = None
     note: Mapping[str, NoteValue] = field(default_factory=dict)
     expire_after_s: float | None = None
+    replaces: str | None = None
     metrics: Mapping[str, float]
     index: Blob
     components: tuple[Component, ...]

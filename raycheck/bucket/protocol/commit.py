@@ -80,6 +80,7 @@ def commit(
         new = without_reservation(register.store, new, manifest.refs)
         if manifest.name is not None:
             new = with_name_of_save(new, manifest.key, manifest.name, may_move=may_move_name, now=now)
+        new = with_evicted(new, _replaced(body, manifest), now=now)
         return shrink_metrics(with_evicted(new, dropped_keys(new, rules, now=now), now=now), needed=rules.metric)
 
     try:
@@ -102,6 +103,20 @@ def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Ent
         rolling=manifest.rolling,
         by_notice=manifest.by_notice,
     )
+
+
+def _replaced(body: Latest, manifest: Manifest) -> tuple[str, ...]:
+    """Return the key of the checkpoint whose place this one takes; empty when somebody would miss it.
+
+    A name, a pin and scores are somebody's wish to have that very checkpoint. A rolling save, and one without a metric
+    that the other one has, is counted by fewer rules.
+    """
+    entry = body.entry(manifest.replaces) if manifest.replaces is not None else None
+    if entry is None or entry.step != manifest.step or entry.key == manifest.key:
+        return ()
+    is_wanted = entry.pinned or entry.name is not None or bool(entry.scores)
+    is_more = (manifest.rolling and not entry.rolling) or not entry.metrics.keys() <= manifest.metrics.keys()
+    return () if is_wanted or is_more else (entry.key,)
 
 
 def _trained(manifest: Manifest) -> Trained | None:

@@ -116,6 +116,7 @@ def first_manifest(
         by_notice=False,
         name=None,
         expire_after_s=None,
+        replaces=None,
         components=tuple(
             replace(component, checkpoint=borrowed.get(component.checkpoint, str(name))) for component in old.components
         ),

@@ -370,9 +370,9 @@ class Checkpointer:
         Does nothing, and logs that, when this step is saved in this way already, is being saved, or was restored whole.
         All ranks give the same arguments but metrics, of which rank 0's count.
 
-        metrics: as for end_step. is_rolling: keep it only as one of the newest `rolling_keep_last` rolling saves.
-        export: write the model as a Hugging Face directory too, as `SaveSettings.exports` says. validate: have Ray run
-        the trainer's validation function (ValidationConfig) on this step's checkpoint once it is committed. name: by
+        metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
+        `rolling_keep_last` rolling saves. export: write the model as a Hugging Face directory too, as
+        `SaveSettings.exports` says. validate: have Ray run the trainer's validation function (ValidationConfig) on this step's checkpoint once it is committed. name: by
         which it can be restored, and under which retention keeps it. Where a checkpoint of another step has the name
         already, this one is committed without it, and pinned; an error in the log and `save_status.unnamed` say so.
         overwrite: take the name from that one. note: a few facts to keep with it (text, int, float, bool by name, 4 KiB

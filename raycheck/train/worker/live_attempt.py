@@ -121,6 +121,7 @@ class LiveAttempt:
         self._begun = (counter.step, start.saved_as) if start.saved_as else NOTHING_SAVED  # the newest save
         self._begun_label = start.label  # of that save
         self._begun_name = (-1, "")  # step and name of the newest save of this attempt
+        self._replaceable: str | None = None  # that name, if nothing but retention wants this very checkpoint
         self._blocked_s = 0.0
         triggers.start_at(counter.progress, start.claim.claims)
         self._clock.go(start.trained_s)
@@ -199,7 +200,7 @@ class LiveAttempt:
         """
         step, before = self._begun
         if step != self._counter.step or strongest(before, kind) != before or label.adds_to(self._begun_label):
-            self._save(metrics or {}, kind, label, is_by_notice=is_by_notice)
+            self._save(self._metrics if metrics is None else metrics, kind, label, is_by_notice=is_by_notice)
         elif not self._group.rank:
             logger.info(event("nothing to save: the step is saved already", step=step, run=self._group.uri))
 
@@ -207,6 +208,7 @@ class LiveAttempt:
         self, metrics: Mapping[str, object], kind: SaveKind, label: Label = NO_LABEL, *, is_by_notice: bool = False
     ) -> None:
         queue, progress, began = self._queue, self._counter.progress, time.monotonic()
+        is_again = self._begun_name[0] == progress.step and label.expire_after_s is None
         self._begun, self._begun_label = (progress.step, kind), label
         self._note_commit(queue.wait_for_buffer())
         is_reported = self._triggers.can_report_soon()
@@ -218,8 +220,10 @@ class LiveAttempt:
             trained_s=self._clock.trained_s,
             is_reported=is_reported,
             is_by_notice=is_by_notice,
+            replaces=self._replaceable if is_again else None,
         )
         self._begun_name = progress.step, name
+        self._replaceable = name if kind != "export" and not label.adds_to(NO_LABEL) else None
         self._blocked_s = time.monotonic() - began
         self._triggers.saved(self._blocked_s, progress, kind, began=began)
         if kind == "export":
@@ -246,6 +250,7 @@ class LiveAttempt:
             logger.warning(event(text, step=self._counter.step, run=self._group.uri))
             return
         self._queue.validate(name)
+        self._replaceable = None
         self._triggers.ray_reports.committed(self._queue.pointers.pointed)  # it is reported in a turn of its own
 
     def finish(self) -> None:

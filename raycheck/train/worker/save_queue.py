@@ -166,12 +166,13 @@ class SaveQueue:
         trained_s: float = 0.0,
         is_reported: bool = False,
         is_by_notice: bool = False,
+        replaces: str | None = None,
     ) -> str:
         """Stage the state and start its upload, after `wait_for_buffer`. Returns the checkpoint's name.
 
         When it returns, the state may change: it is copied, or the save fails. If there is still no buffer, the save
-        counts as failed, and the other ranks are told. trained_s, is_by_notice: see Manifest. is_reported: Ray can soon
-        be told of this save.
+        counts as failed, and the other ranks are told. trained_s, is_by_notice, replaces: see Manifest.
+        is_reported: Ray can soon be told of this save.
         """
         began = time.monotonic()
         last_to_await = self._last_to_await()
@@ -186,6 +187,7 @@ class SaveQueue:
             metrics=numbers_of(metrics),
             exports=self._settings.exports if kind == "export" else None,
             label=label,
+            replaces=replaces,
         )
         if self._pending and self._pending[0].number <= last_to_await:
             text = f"the save before it has not ended within {self._settings.save_timeout_s:.0f} s"
