@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 from aiohttp import web
 
 from raycheck import ConfigError, NotFoundError, RaycheckError
+from raycheck.http_server import HttpLimits, listen
 from raycheck.page import acts, pages
 from raycheck.page.background_acts import BackgroundActs
 from raycheck.page.guard import HEALTH, Guard, is_local
@@ -20,6 +21,7 @@ from raycheck.page.view_threads import AT_ONCE, BusyError, LiveAnswers, ViewThre
 
 TIMEOUT_S = 60.0
 """How long one view may read from the bucket."""
+LIMITS = HttpLimits()
 STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
 
 
@@ -52,6 +54,7 @@ def serve(
     port: int,
     token: str | None,
     allow_hosts: Collection[str] = (),
+    limits: HttpLimits = LIMITS,
     on_start: Callable[[str], None],
 ) -> None:
     """Serves the page until the process is interrupted.
@@ -65,23 +68,14 @@ def serve(
         )
     chosen = secrets.token_urlsafe(24) if token is None else token
     hosts = {*allow_hosts, host} - {"0.0.0.0", "::"}  # noqa: S104  compared, not bound
-    asyncio.run(_serve(make_app(place, token=chosen, allow_hosts=hosts), host, port, chosen, on_start))
+    app = make_app(place, token=chosen, allow_hosts=hosts)
 
+    async def until_interrupted() -> None:
+        async with listen(app, host=host, port=port, limits=limits) as address:
+            on_start(f"{address}/" + (f"?token={chosen}" if chosen else ""))
+            await asyncio.Event().wait()
 
-async def _serve(app: web.Application, host: str, port: int, token: str, on_start: Callable[[str], None]) -> None:
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(f"host={host} port={port}: {error.strerror or error}") from None
-        address = runner.addresses[0]
-        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        on_start(f"http://{shown}:{address[1]}/" + (f"?token={token}" if token else ""))
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()
+    asyncio.run(until_interrupted())
 
 
 class _Views:
@@ -185,6 +179,8 @@ class _Views:
             return 200, await told
         except NotFoundError as error:
             return 404, without_settings(str(error))
+        except ConfigError as error:
+            return 400, without_settings(str(error))
         except RaycheckError as error:
             return 502, without_settings(str(error))
         except TimeoutError:
