@@ -27,6 +27,8 @@ RETRY_S = 1.0
 """How long to wait before a write that the disk has not taken is made again."""
 MUTATES = ("forward_backward", "optim_step", "load_weights")
 """The kinds of request that change a model that is open."""
+PASSES = ("forward_backward", "lost")
+"""The kinds of request that a step needs. What was lost may have been one."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS server (version INTEGER NOT NULL, generation INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
@@ -36,7 +38,7 @@ CREATE TABLE IF NOT EXISTS models (
     covered INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS requests (
     id TEXT PRIMARY KEY, lane TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL, digest TEXT NOT NULL,
-    body BLOB, status TEXT NOT NULL, form TEXT, result BLOB, UNIQUE (lane, seq));
+    body BLOB, status TEXT NOT NULL, form TEXT, result BLOB, told INTEGER, UNIQUE (lane, seq));
 CREATE INDEX IF NOT EXISTS pending ON requests (lane, status);
 CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT NOT NULL, facts TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS answers (
@@ -56,7 +58,8 @@ class LoggedRequest:
 
     lane, seq: the model or sampling session that it is for, and its number there. kind: the route. digest: of the body,
     by which a repetition is known. body: how it came; None when nothing needs it any more. form: what `result` is:
-    "json", "error" (the text and category of a failure), "refusal" (of a request that was malformed), or one of
+    "json", "error" (the text and category of a failure), "no_step" (the same, of a step that was answered without being
+    made, which a replay must not make either), "refusal" (of a request that was malformed), or one of
     wire.results.FORMS.
     """
 
@@ -80,6 +83,7 @@ class Journal:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
             self._db.execute("BEGIN IMMEDIATE")
+            _add_told(self._db)
             found = self._db.execute("SELECT version, generation FROM server").fetchone()
             if found is None:
                 self._db.execute("INSERT INTO server VALUES (?, 0)", (VERSION,))
@@ -222,6 +226,24 @@ class Journal:
         )
         return int(self.rows(query, model, before)[0][0])
 
+    def tell(self, request: LoggedRequest) -> None:
+        """Note that the client learns now that a pass has failed: what it sends from here on, it sends knowing that."""
+        if request.status == "failed" and request.kind in PASSES:
+            with self.writing() as db:
+                query = "UPDATE requests SET told = ? WHERE id = ? AND told IS NULL"
+                db.execute(query, (self.next_seq(request.lane), request.id))
+
+    def untold_failure(self, model: str, step: int) -> LoggedRequest | None:
+        """Return a pass since the last step before number `step` that has failed, or never came, which the client did
+        not know yet when it sent that step."""
+        query = "SELECT coalesce(max(seq), 0) FROM requests WHERE lane = ? AND seq < ? AND kind = 'optim_step'"
+        ((last,),) = self.rows(query, model, step)
+        where = (
+            "WHERE lane = ? AND seq > ? AND seq < ? AND form = 'error' AND (told IS NULL OR told > ?) "
+            "AND kind IN (?, ?) ORDER BY seq LIMIT 1"
+        )
+        return next(self._requests(where, model, last, step, step, *PASSES), None)
+
     def to_replay(self, model: str, after: int) -> list[LoggedRequest]:
         """Returns the requests after `after` that have changed the model, in their order."""
         kinds = ", ".join("?" for _ in MUTATES)
@@ -234,10 +256,17 @@ class Journal:
             yield LoggedRequest(**dict(zip(columns.split(", "), row, strict=True)))
 
 
+def _add_told(db: sqlite3.Connection) -> None:
+    """Add the column that a file of an older server has not: the number after those that had come when the client was
+    first given a failure."""
+    if not any(column[1] == "told" for column in db.execute("PRAGMA table_info(requests)")):
+        db.execute("ALTER TABLE requests ADD COLUMN told INTEGER")
+
+
 def _insert(db: sqlite3.Connection, request: LoggedRequest) -> None:
     values = (request.id, request.lane, request.seq, request.kind, request.digest, request.body)
     db.execute(
-        "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
         (*values, request.status, request.form, request.result),
     )
 

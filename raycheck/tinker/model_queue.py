@@ -159,7 +159,9 @@ class ModelQueue:
         try:
             if self._open_in != context.engine.life:
                 await self._open()
-            await self._catch_up(request)
+            assert self._open_in is not None, "it is open now"
+            context = replace(context, life=self._open_in)
+            await self._catch_up(context, request)
             self._at = request.seq
             if request.seq == 0:
                 return as_json(_created(context))
@@ -167,7 +169,7 @@ class ModelQueue:
         except EngineGoneError as error:
             logger.warning("the engine died, and is started again: %s model=%s", error, context.run)
             self._open_in = None
-            self._deaths[request.seq] = self._deaths.get(request.seq, 0) + 1
+            self._deaths[request.seq] = self._deaths.get(request.seq, 0) + error.was_running
             if self._deaths[request.seq] < MAX_DEATHS:
                 return None
             return failure(f"the engine died {MAX_DEATHS} times while it ran this request", "server")
@@ -190,15 +192,13 @@ class ModelQueue:
         context, life = self._context, self._context.engine.life
         self._journal.check_current()  # else this claim would fence the server that has taken over
         uri = context.checkpoints.uri_of(context.run)
-        note = await context.engine.call("open", context.run, context.facts.shape, uri, context.facts.source)
+        note = await replace(context, life=life).call("open", context.facts.shape, uri, context.facts.source)
         found = note.get("covered", 0)
-        if life != context.engine.life:
-            raise EngineGoneError("it died while the model was rebuilt")
         self._at, self._open_in = found if isinstance(found, int) else 0, life
 
-    async def _catch_up(self, request: LoggedRequest) -> None:
+    async def _catch_up(self, context: Context, request: LoggedRequest) -> None:
         """Run again what was run before this request, and the open model does not have."""
-        context, begin, life = self._context, self._at, self._context.engine.life
+        begin = self._at
         if begin >= request.seq - 1:
             return
         replayed = [item for item in self._journal.to_replay(context.run, begin) if item.seq < request.seq]
@@ -212,8 +212,6 @@ class ModelQueue:
             self._at = item.seq
         if replayed:
             logger.info("rebuilt model=%s from_request=%d requests=%d", context.run, begin, len(replayed))
-        if life != context.engine.life:
-            raise EngineGoneError("it died while the model was rebuilt")
 
     async def _log(self, request: LoggedRequest, form: str, result: bytes) -> None:
         await self._journal.log_result(request.id, form, result)

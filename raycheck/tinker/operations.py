@@ -13,7 +13,7 @@ from typing import Any
 
 from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.checkpoint_store import CheckpointStore
-from raycheck.tinker.engine.actor import Engine, EngineGoneError, EngineRefusalError
+from raycheck.tinker.engine.actor import Engine, EngineRefusalError
 from raycheck.tinker.engine.lora_shape import AdamParams
 from raycheck.tinker.engine.orders import BaseFacts, LoadSource, PassOutput, SaveOrder
 from raycheck.tinker.journal import Journal, LoggedRequest, when_there_is_room
@@ -46,7 +46,7 @@ Result = tuple[str, bytes]
 class Context:
     """Holds what operations work with: one model's id and facts, and the server's parts.
 
-    on_staged: called by a save when the model may be changed again.
+    life: the engine's life in which the model is open. on_staged: called by a save when the model may be changed again.
     """
 
     run: str
@@ -55,7 +55,13 @@ class Context:
     engine: Engine
     journal: Journal
     checkpoints: CheckpointStore
+    life: int = 0
     on_staged: Callable[[], None] = lambda: None
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of Tenants for the model. Raises EngineGoneError once the model is not open any more, whoever
+        has had the engine started again."""
+        return await self.engine.call(method, self.run, *args, life=self.life)
 
 
 def as_json(value: Mapping[str, Any]) -> Result:
@@ -80,14 +86,29 @@ def body_of(request: LoggedRequest) -> dict[str, Any]:
 
 async def run_pass(context: Context, request: LoggedRequest) -> Result:
     batch = await asyncio.to_thread(batch_of, request, context.base)
-    output: PassOutput = await context.engine.call("run_pass", context.run, batch)
+    output: PassOutput = await context.call("run_pass", batch)
     return "pass", results.pass_in_protobuf(output.logprobs, output.losses, output.loss_sum)
 
 
 async def optim_step(context: Context, request: LoggedRequest) -> Result:
+    """Make a step, unless the client sent it together with a pass that has failed."""
+    failed = context.journal.untold_failure(context.run, request.seq)
+    if failed is not None:
+        await context.call("drop_gradients")
+        return no_step(failed)
     params = adam_params_in(body_of(request))
-    metrics = await context.engine.call("optim_step", context.run, params)
+    metrics = await context.call("optim_step", params)
     return as_json({"metrics": metrics})
+
+
+def no_step(failed: LoggedRequest) -> Result:
+    """Return the result of a step that is not made, since a pass before it failed and the client did not know."""
+    category = json.loads(failed.result or b"{}").get("category", "server")
+    text = (
+        f"no step was made, and the gradients since the last step are dropped: request {failed.seq} before it failed, "
+        "so that its gradient is missing. Send the passes of this step again, and then the step"
+    )
+    return "no_step", json.dumps({"error": text, "category": category}).encode()
 
 
 def adam_params_in(body: Mapping[str, Any]) -> AdamParams:
@@ -102,7 +123,7 @@ async def load_weights(context: Context, request: LoggedRequest) -> Result:
     """Put a checkpoint into a model that has done nothing yet."""
     body = body_of(request)
     source = await asyncio.to_thread(source_of, context.checkpoints, context.base, body)
-    await context.engine.call("load", context.run, source)
+    await context.call("load", source)
     return as_json({"type": "load_weights", "path": body["path"], "model_id": context.run})
 
 
@@ -196,18 +217,11 @@ async def _commit(context: Context, order: SaveOrder) -> None:
 
     Raises EngineGoneError when the engine has been started again meanwhile, which may be before or after the commit.
     """
-    engine, life = context.engine, context.engine.life
-    await engine.call("save", context.run, order)
+    await context.call("save", order)
     context.on_staged()
     is_committed = False
     while not is_committed:
-        try:
-            is_committed = engine.life == life and await engine.call("is_committed", context.run)
-        except EngineRefusalError:
-            if engine.life == life:
-                raise
-        if engine.life != life:
-            raise EngineGoneError("it died before a save was known to be committed")
+        is_committed = await context.call("is_committed")
         if not is_committed:
             await asyncio.sleep(POLL_S)
 
@@ -238,7 +252,7 @@ def _note(context: Context, request: LoggedRequest, covered: int) -> Any:
 async def unload_model(context: Context, request: LoggedRequest) -> Result:
     """Forget the model. Its checkpoints stay."""
     del request
-    await context.engine.call("close", context.run)
+    await context.call("close")
     await when_there_is_room(lambda: context.journal.unload(context.run))
     return as_json({"type": "unload_model", "model_id": context.run, "status": "unloaded"})
 

@@ -129,11 +129,13 @@ class Sampling:
     async def _result(self, request: LoggedRequest) -> None:
         order = order_in(request.body or b"{}")
         form, result = failure(f"the engine died {MAX_DEATHS} times while it sampled", "server")
-        for _ in range(MAX_DEATHS):
+        deaths = 0
+        while deaths < MAX_DEATHS:
             try:
                 output: SampleOutput = await self._service.engine.call("sample", order)
                 form, result = "sample", sample_in_protobuf(output, order.targets)
-            except EngineGoneError:
+            except EngineGoneError as error:
+                deaths += error.was_running
                 continue
             except EngineRefusalError as error:
                 form, result = failure(str(error), error.category)

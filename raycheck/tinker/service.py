@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import secrets
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -327,6 +328,7 @@ class Service:
         """Returns the id of a request that was logged under its number. Raises RefusedRequestError when it is another
         one, and what it was refused for."""
         if known.kind == "lost":
+            self.journal.tell(known)
             raise RefusedRequestError(f"request {known.seq} of {known.lane} comes too late: it was given up")
         if (known.kind, known.digest) != (kind, digest):
             raise RefusedRequestError(
@@ -364,6 +366,8 @@ class Service:
                 await asyncio.wait_for(came.wait(), left)
         if request is None:
             raise RefusedRequestError(f"there is no request {request_id}", 404)
+        with suppress(sqlite3.OperationalError):  # a full disk: then a step is refused that might have been made
+            self.journal.tell(request)
         return request
 
     def wake(self, request_id: str) -> None:

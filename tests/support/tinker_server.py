@@ -81,13 +81,9 @@ class ThreadEngine:
             for model_id in list(tenants._tenants):
                 tenants.close(model_id)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        def run() -> Any:
-            singleton._open.clear()  # an engine stands for a process of its own
-            if self._tenants is None:
-                self._tenants = Tenants(self._base, lambda uri: group_of(uri, owner=str(id(self)))[0])
-            return answer_of(lambda: getattr(self._tenants, method)(*args))
-
+    async def call(self, method: str, *args: Any, life: int | None = None) -> Any:
+        if life not in (None, self.life):
+            raise EngineGoneError("killed earlier", was_running=False)
         self.calls.append(method)
         if self.dies_before(method):
             self.kill()
@@ -96,7 +92,17 @@ class ThreadEngine:
             if self.fails_commits:
                 raise EngineRefusalError("no space left", "server")
             return False
+        if self._tenants is None:
+            self._tenants = Tenants(self._base, lambda uri: group_of(uri, owner=str(id(self)))[0])
+        life, tenants = self.life, self._tenants
+
+        def run() -> Any:
+            singleton._open.clear()  # an engine stands for a process of its own
+            return answer_of(lambda: getattr(tenants, method)(*args))
+
         answer = await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        if life != self.life:
+            raise EngineGoneError("killed meanwhile")
         if self.dies_after(method):
             self.kill()
             raise EngineGoneError("killed after")
@@ -125,10 +131,13 @@ def tinker_server(
     port: int = 0,
     settings: Mapping[str, Any] | None = None,
     engine: Any = None,
+    on_loop: Callable[[asyncio.AbstractEventLoop], None] = lambda _: None,
 ) -> Iterator[RunningServer]:
-    """Serve until the block ends. settings: of ServerSettings, besides the base model. engine: by default a thread."""
+    """Serve until the block ends. settings: of ServerSettings, besides the base model. engine: by default a thread.
+    on_loop: called with the server's event loop before anything runs in it."""
     running, started = RunningServer(), threading.Event()
     loop = asyncio.new_event_loop()
+    on_loop(loop)
 
     def make_service(on_replaced: Callable[[], None]) -> Service:
         running.engine = engine or ThreadEngine(base)

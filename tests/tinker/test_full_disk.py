@@ -45,11 +45,11 @@ def test_the_disk_is_full_while_a_request_runs_and_its_result_waits_for_room(
 
         call = server.engine.call
 
-        async def held(called: str, *args: Any) -> Any:
+        async def held(called: str, *args: Any, **options: Any) -> Any:
             if called == method:
                 is_running.set()
                 assert await asyncio.to_thread(goes_on.wait, TIMEOUT_S)
-            return await call(called, *args)
+            return await call(called, *args, **options)
 
         server.engine.call = held
         saved = model.save_state("two") if method in ("save", "is_committed") else None

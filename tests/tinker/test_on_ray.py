@@ -1,5 +1,6 @@
 """The engine as a Ray actor, and the whole command: killed as the kernel kills, while a client of the SDK goes on."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import ray
 import tinker
 
-from raycheck.tinker.engine.actor import RayEngine
+from raycheck.tinker.engine.actor import EngineGoneError, RayEngine
 from tests.support.ports import free_ports
 from tests.support.tinker_client import TIMEOUT_S, batch, new_model, train
 from tests.support.tinker_server import tinker_server, wait_until
@@ -40,6 +41,30 @@ def test_the_actor_is_killed_and_the_client_goes_on(cluster, base, connect, tmp_
         assert losses == train(undisturbed, range(5))
         resumed = client.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
         assert train(resumed, range(2, 5)) == losses[2:]
+
+
+def test_a_call_of_an_earlier_life_is_refused_and_one_call_is_blamed_for_a_death(cluster, base) -> None:
+    """Else it would run in an engine that another tenant has started again, where its model is not."""
+    engine = RayEngine(base)
+
+    async def calls() -> list[object]:
+        await engine.call("facts")
+        ray.get(engine._actors[0].__ray_call__.remote(_let_facts_end_the_process), timeout=TIMEOUT_S)
+        same_life = [engine.call("facts", life=0), engine.call("close", "x", life=0), engine.call("close", "y")]
+        died = await asyncio.gather(*same_life, return_exceptions=True)
+        await engine.call("close", "x")
+        return [*died, *await asyncio.gather(engine.call("close", "x", life=0), return_exceptions=True)]
+
+    errors = asyncio.run(calls())
+
+    assert [type(error) for error in errors] == [EngineGoneError] * 4
+    assert [error.was_running for error in errors] == [True, False, False, False]
+    assert engine.life == 1
+    asyncio.run(engine._end(1))
+
+
+def _let_facts_end_the_process(actor) -> None:
+    actor._tenants.facts = lambda: os._exit(1)
 
 
 def pid_of_engine(engine: RayEngine) -> int:

@@ -25,7 +25,14 @@ Category = Literal["user", "server", "fenced"]
 
 
 class EngineGoneError(Exception):
-    """The engine died, or its node did. All models have to be opened again."""
+    """The engine died, or its node did. All models have to be opened again.
+
+    was_running: the engine was busy with this very call when it died; False for calls that waited behind another one.
+    """
+
+    def __init__(self, text: str, *, was_running: bool = True) -> None:
+        super().__init__(text)
+        self.was_running = was_running
 
 
 class EngineRefusalError(Exception):
@@ -50,8 +57,12 @@ class Engine(Protocol):
 
     life: int
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of Tenants. Raises EngineRefusalError, and EngineGoneError after which `life` is another."""
+    async def call(self, method: str, *args: Any, life: int | None = None) -> Any:
+        """Call a method of Tenants. Raises EngineRefusalError, and EngineGoneError after which `life` is another.
+
+        life: the one that the call belongs to, since a model was opened in it; the engine of any other life never gets
+        the call. None: whichever engine there is.
+        """
 
 
 def answer_of(call: Callable[[], Any]) -> EngineAnswer:
@@ -158,12 +169,24 @@ class RayEngine:
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         self._actors: list[Any] = []
         self._starting = asyncio.Lock()
+        self._sent: list[object] = []  # the calls of this life without an answer; the actors run them in this order
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, life: int | None = None) -> Any:
+        while not self._actors:
+            await self._start()
+        if life not in (None, self.life):  # nothing is waited for from here until the call is sent
+            raise EngineGoneError("another engine has been started since the model was opened", was_running=False)
+        now, sent, mark = self.life, self._sent, object()
+        sent.append(mark)
+        try:
+            return await self._answer(method, args, is_next=lambda: sent[0] is mark)
+        finally:
+            if now == self.life:  # a list of a life that is over stays, so that one call is blamed for the death
+                sent.remove(mark)
+
+    async def _answer(self, method: str, args: tuple[Any, ...], *, is_next: Callable[[], bool]) -> Any:
         import ray
 
-        if not self._actors:
-            await self._start()
         actors, life = self._actors, self.life
         given = (method, args) if len(actors) == 1 else (method, ray.put(args))
         calls = [asyncio.ensure_future(_successful(actor.call.remote(*given))) for actor in actors]
@@ -174,7 +197,7 @@ class RayEngine:
             call.cancel()
         if died := _deaths(calls):
             await self._end(life)
-            raise EngineGoneError(str(died[0])) from died[0]
+            raise EngineGoneError(str(died[0]), was_running=is_next()) from died[0]
         refusals = [error for error in map(_error, calls) if isinstance(error, EngineRefusalError)]
         if not refusals:
             return calls[0].result()
@@ -189,7 +212,7 @@ class RayEngine:
         async with self._starting:
             if life == self.life:
                 _kill(self._actors)
-                self.life, self._actors = life + 1, []
+                self.life, self._actors, self._sent = life + 1, [], []
 
     async def _start(self) -> None:
         """Start the actors. Raises EngineGoneError when one ends, and ConfigError for a base model that cannot be."""

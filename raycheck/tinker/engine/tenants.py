@@ -91,6 +91,10 @@ class Tenants:
         tenant.checkpointer.end_step(metrics)
         return metrics
 
+    def drop_gradients(self, model_id: str) -> None:
+        """Forget the gradients since the last step."""
+        self._tenant(model_id).model.optimizer.zero_grad()
+
     def load(self, model_id: str, source: LoadSource) -> None:
         """Put a checkpoint's weights into a live model, and its optimizer's state if `source` says so."""
         model = self._tenant(model_id).model
