@@ -105,7 +105,7 @@ class TrainState:
         is_before_restore: what is on the meta device may still get memory.
         """
         check_scalers(self._given, self.objects.values())
-        self._gather(may_be_on_meta=is_before_restore)
+        self._boxes(self._gather(may_be_on_meta=is_before_restore))
 
     def check_memory(self) -> None:
         """Raise ConfigError, naming the path, for what is still on the meta device after a restore."""

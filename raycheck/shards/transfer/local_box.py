@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from raycheck.errors import ConfigError
 
@@ -75,8 +75,10 @@ def box_of(
 ) -> LocalBox:
     """Returns this rank's box of `tensor`, which shares the tensor's memory.
 
-    Raises ConfigError, which names the tensor, for one that is cut into several boxes on this rank.
+    Raises ConfigError, which names the tensor, for one that is cut into several boxes on this rank, and for a plain one
+    that describes itself as a part of another.
     """
+    refuse_part_of_another(name, tensor)
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -91,12 +93,14 @@ def box_of(
             is_first_replica=True,
             may_spread=may_spread,
         )
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    if len(chunks) > 1 or any(placement.is_partial() for placement in tensor.placements):
+    odd = _placement_of_several_boxes(tensor)
+    if odd is not None:
         raise ConfigError(
-            f"state at {name} is a DTensor placed as {tensor.placements}, which is not a single box on each rank; "
-            "redistribute it to Shard or Replicate before it is saved"
+            f"state at {name} is a DTensor placed as {tensor.placements}: {odd!r} cannot be saved, since a rank's part "
+            "is not one box of the tensor. Redistribute it before it is given to the state: "
+            "tensor.redistribute(placements=[...]) with Shard and Replicate"
         )
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local = tensor.to_local()
     coordinate = tensor.device_mesh.get_coordinate()  # None on a rank outside the mesh, which holds nothing of it
     replicas = [
@@ -113,6 +117,43 @@ def box_of(
         is_first_replica=coordinate is not None and not any(replicas),
         may_spread=may_spread,
     )
+
+
+def _placement_of_several_boxes(tensor: DTensor) -> Placement | None:
+    """Returns the placement that does not leave one box to each rank; None when all of them together do.
+
+    _StridedShard(dim, split_factor=n) deals out each of n pieces of the dimension, so a rank has one box only where the
+    placements to its right cut the dimension into these n pieces, as FSDP2 over tensor parallelism does.
+    """
+    pieces: dict[int, int] = {}
+    sizes = tensor.device_mesh.shape
+    for placement, size in reversed(list(zip(tensor.placements, sizes, strict=True))):
+        kind = type(placement).__name__
+        if kind == "Replicate" or (size == 1 and kind == "_StridedShard"):
+            continue
+        dim = getattr(placement, "dim", -1)
+        if kind != "Shard" and not (kind == "_StridedShard" and placement.split_factor == pieces.get(dim, 1)):  # type: ignore[attr-defined]
+            return placement
+        pieces[dim] = pieces.get(dim, 1) * size
+    return None
+
+
+_PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The attributes by which a plain tensor tells torch 2.14's DCP which part of a larger tensor it is
+(torch.distributed.checkpoint.CheckpointableTensor)."""
+
+
+def refuse_part_of_another(name: str, tensor: torch.Tensor) -> None:
+    """Raise ConfigError for a plain tensor that describes itself as a part of a larger one.
+
+    It would be taken for a replica, of which one rank's is kept for all.
+    """
+    if all(hasattr(tensor, attribute) for attribute in _PART):
+        raise ConfigError(
+            f"state at {name} is a plain tensor that describes its own shard of {list(tensor.global_shape)} (a "  # type: ignore[attr-defined]
+            "CheckpointableTensor of torch.distributed.checkpoint), which is not saved yet: it would be taken for a "
+            "replica. Give it as a DTensor: DTensor.from_local(tensor, mesh, [Shard(dim)])"
+        )
 
 
 def merge_tied(boxes: Iterable[LocalBox]) -> list[LocalBox]:

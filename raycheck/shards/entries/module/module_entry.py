@@ -28,7 +28,7 @@ from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
 from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 from raycheck.shards.transfer.gather_cache import GatherCache, local_of
-from raycheck.shards.transfer.local_box import box_of, memory_key
+from raycheck.shards.transfer.local_box import box_of, memory_key, refuse_part_of_another
 from raycheck.shards.transfer.restore_proof import has_memory, holds
 
 EXTRA, FLATTENED = "extra", "flattened"
@@ -122,6 +122,8 @@ class ModuleEntry(StateEntry):
                 return replace(found, tensors=tensors, values=values, is_as_before=True)
         found = super().gather()
         live = {self._name(key): tensor for key, tensor in self._live().items()}
+        for name, tensor in live.items():  # state_dict() detaches, which drops a tensor's own attributes
+            refuse_part_of_another(name, tensor)
         frozen = self._frozen(found.tensors, live)
         found = replace(found, frozen=frozen, is_as_before=found.is_as_before and frozen == self._last_frozen)
         self._last, self._last_frozen = None, frozen
