@@ -47,7 +47,9 @@ def claimed(store: Store, *, world_size: int, save: int = 1, step: int = 1) -> s
 def upload(store: Store, staged: StagedState, *, name: str) -> Uploaded:
     """Do one rank's part of a save, whose shards are durable when it returns."""
     staged.upload(store, name)
-    return Uploaded(records=staged.records, kept=staged.places, section=Section.of(staged.section()))
+    return Uploaded(
+        records=staged.records, kept=staged.places, section=Section.of(staged.section(), staged.replica_digests())
+    )
 
 
 def committed(

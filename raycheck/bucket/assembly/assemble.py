@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raycheck.bucket.assembly.plan_cache import PlanCache
+from raycheck.bucket.assembly.replica_comparison import differences, refusal
 from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
@@ -40,9 +41,9 @@ class Assembled:
 def assemble(store: Store, reports: Sequence[Report], plans: PlanCache | None = None) -> Assembled:
     """Make index, `.metadata` and manifest of the reports, and copy what they refer to and has to lie here. Step 16.
 
-    reports: those of all ranks, in order of rank. plans: the plans of earlier saves. Raises SaveFailedError when the
-    shards leave a hole or overlap, when the reports are of different saves, or when a shard that was not uploaded again
-    differs from its record; ConfigError when ranks disagree on a tensor.
+    reports: those of all ranks, in order of rank. plans: the plans of earlier saves. Raises SaveFailedError when
+    replicas differ, when the shards leave a hole or overlap, when the reports are of different saves, or when a shard
+    that was not uploaded again differs from its record; ConfigError when ranks disagree on a tensor.
     """
     try:
         return _assemble(store, reports, plans or PlanCache())
@@ -55,6 +56,8 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     _refuse_other_saves(reports)
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
+    if found := differences(plans.replicas(sections)):
+        raise SaveFailedError(f"{name}: {refusal(found)}")
     references = _references(reports)
     written = {shard.component for report in reports for shard in report.shards}
     merged = plans.merge(sections, sorted(written | references.keys()))

@@ -13,6 +13,7 @@ from threading import Lock
 
 from raycheck.bucket.assembly.dcp_metadata import dcp_metadata
 from raycheck.bucket.assembly.plan_merge import MergedPlan, merge_plans, uncovered
+from raycheck.bucket.assembly.replica_comparison import RankDigests
 from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.decompression import MAX_DECODED_BYTES
 from raycheck.bucket.format.index import Index, Plan
@@ -21,13 +22,16 @@ from raycheck.bucket.format.manifest import Blob, Component
 from raycheck.bucket.format.plan_codec import CRC_BYTES, ParsedParts, dump_plan, load_plan
 from raycheck.errors import ConfigError, CorruptError
 
+NOTHING_SHARED = RankDigests(names=b"", digests=b"")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
     """Holds one rank's part of an index, encoded, with the part that changes at every save apart from the plan.
 
     plan: empty when only its hash is sent. values: the values that all ranks share, of which rank 0's count, then the
-    rank's own. decoded_bytes: the size of all values as JSON.
+    rank's own. decoded_bytes: the size of all values as JSON. replicas: the digests of what other ranks may hold too;
+    its names are sent like the plan. names_hash: the hash of these names.
     """
 
     plan_hash: bytes
@@ -35,22 +39,34 @@ class Section:
     checksums: bytes
     values: tuple[bytes, ...]
     decoded_bytes: int
+    replicas: RankDigests = NOTHING_SHARED
+    names_hash: bytes = b""
 
     @classmethod
-    def of(cls, index: Index) -> "Section":
+    def of(cls, index: Index, replicas: RankDigests = NOTHING_SHARED) -> "Section":
         parts = parts_of(index)
-        digest = hashlib.blake2b(parts.plan, digest_size=16).digest()
         decoded = sum(len(zlib.decompress(stream)) for stream in parts.values)
         return cls(
-            plan_hash=digest,
+            plan_hash=_hash(parts.plan),
             plan=parts.plan,
             checksums=parts.checksums,
             values=parts.values,
             decoded_bytes=decoded,
+            replicas=replicas,
+            names_hash=_hash(replicas.names) if replicas.names else b"",
         )
 
+    @property
+    def hashes(self) -> tuple[bytes, bytes]:
+        """Return the hashes of what is sent once."""
+        return self.plan_hash, self.names_hash
+
     def without_plan(self) -> "Section":
-        return replace(self, plan=b"")
+        return replace(self, plan=b"", replicas=replace(self.replicas, names=b""))
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,12 +119,20 @@ class PlanCache:
         self._merged: tuple[object, CachedPlan] | None = None
 
     def remember(self, section: Section) -> bool:
-        """Keep the plan of a rank's section for this save. Returns False when it is unknown and was not sent."""
+        """Keep the plan, and the names, of a rank's section for this save. Returns False when one of them is unknown
+        and was not sent."""
+        sent = {section.plan_hash: section.plan}
+        if section.names_hash:
+            sent[section.names_hash] = section.replicas.names
         with self._lock:
-            plan = section.plan or self._plan(section.plan_hash)
-            if plan:
-                self._named[section.plan_hash] = plan
-            return bool(plan)
+            found = {digest: data or self._plan(digest) for digest, data in sent.items()}
+            self._named |= {digest: data for digest, data in found.items() if data}
+            return all(found.values())
+
+    def replicas(self, sections: Sequence[Section]) -> list[RankDigests]:
+        """Return what the ranks report of their replicas, with names. sections: each of them remembered."""
+        with self._lock:
+            return [replace(own.replicas, names=own.replicas.names or self._plan(own.names_hash)) for own in sections]
 
     def _plan(self, digest: bytes) -> bytes:
         return self._named.get(digest) or self._known.get(digest, b"")

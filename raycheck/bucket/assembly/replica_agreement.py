@@ -1,13 +1,15 @@
-"""Decides which rank writes each replicated box, and refuses replicas that differ. Step 13.
+"""Decides which rank writes each replicated box. Step 13.
 
-The ranks of a group do this once, at their first save. A replica that has drifted is an error that names it: one rank's
-bytes never stand in for all silently. Later saves need no such exchange. A box that appears after it (optimizer state
-of a parameter that had no gradient) is written by every holder, kept once, and agreed on before the next save.
+The ranks of a group do this once, before their first save, and bring checksums then: replicas that differ from the
+start are a mistake of the program, which ends the run before anything is uploaded. Later saves need no such exchange,
+since their reports are compared (replica_comparison.py). A box that appears after it (optimizer state of a parameter
+that had no gradient) is written by every holder, kept once, and agreed on before the next save.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raycheck.bucket.assembly.replica_comparison import Cure, Difference, refusal
 from raycheck.errors import ConfigError
 
 SPREAD_FROM_BYTES = 1 << 20
@@ -20,8 +22,8 @@ class HeldBox:
     """Describes a box of a tensor that other ranks may hold too.
 
     box: the id of the box, equal on all ranks that hold it. name, dtype, shape: those of the whole tensor. sizes: the
-    box's, in elements. may_spread: another holder than the first may write it. crc32: None where replicas may differ by
-    nature (module buffers).
+    box's, in elements. may_spread: another holder than the first may write it. crc32: None where it is not compared,
+    as replicas may differ by nature (module buffers). is_on_host: it is no tensor of a device. cure: see Cure.
     """
 
     box: str
@@ -32,6 +34,8 @@ class HeldBox:
     size_bytes: int
     may_spread: bool
     crc32: int | None
+    is_on_host: bool = True
+    cure: Cure = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +43,14 @@ class ValueChecksums:
     """Describes an entry's non-tensor values by their checksums.
 
     names_crc32: the checksum of the names that this rank holds in the entry. may_differ: ranks may hold different
-    names, as those of a pipeline do. crc32: None where values may differ by nature (a module's extra state).
+    names, as those of a pipeline do. crc32: None where they are not compared, as values may differ by nature (a
+    module's extra state). cure: see Cure.
     """
 
     names_crc32: int
     may_differ: bool
     crc32: int | None
+    cure: Cure = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +68,15 @@ class Agreement:
     """Holds what the ranks agreed on.
 
     writers: the rank that writes each box. apart: the entries of which ranks hold different parts, so that each rank
-    keeps its own values. differing: names of module buffers and extra state that are not equal on all ranks.
+    keeps its own values. differing: names of module buffers and extra state that are not equal on all ranks. by_crc:
+    the boxes that are on the host of some ranks and on a device of others, which compare them by the CRC-32 of their
+    bytes.
     """
 
     writers: Mapping[str, int]
     apart: frozenset[str] = frozenset()
     differing: tuple[str, ...] = ()
+    by_crc: frozenset[str] = frozenset()
 
 
 def agree(ranks: Sequence[Holdings]) -> Agreement:
@@ -83,7 +92,10 @@ def agree(ranks: Sequence[Holdings]) -> Agreement:
             copies[rank] = held
             _refuse_other_form(*described.setdefault(held.name, (rank, held)), rank, held)
             _refuse_drift(copies, rank)
-    return Agreement(writers=_writers(holders), apart=_apart(ranks), differing=_differing(ranks))
+    by_crc = [box for box, copies in holders.items() if len({held.is_on_host for held in copies.values()}) > 1]
+    return Agreement(
+        writers=_writers(holders), apart=_apart(ranks), differing=_differing(ranks), by_crc=frozenset(by_crc)
+    )
 
 
 def _differing(ranks: Sequence[Holdings]) -> tuple[str, ...]:
@@ -104,11 +116,8 @@ def _refuse_other_form(first_rank: int, first: HeldBox, rank: int, held: HeldBox
 def _refuse_drift(copies: Mapping[int, HeldBox], rank: int) -> None:
     first_rank, first = next(iter(copies.items()))
     if (first.sizes, first.crc32) != (copies[rank].sizes, copies[rank].crc32):
-        raise ConfigError(
-            f"tensor {first.name} is not the same on ranks {first_rank} and {rank}, although it is not sharded between "
-            "them. Replicas have drifted apart (another seed, a missing all-reduce), or the value is rank-local: then "
-            "wrap its entry in raycheck.PerRank"
-        )
+        found = Difference(label=f"tensor {first.name}", cure=first.cure, ranks=(first_rank, rank))
+        raise ConfigError(refusal([found]))
 
 
 def _writers(holders: Mapping[str, Mapping[int, HeldBox]]) -> dict[str, int]:
@@ -136,8 +145,7 @@ def _apart(ranks: Sequence[Holdings]) -> frozenset[str]:
             first = first_with.setdefault(values.names_crc32, rank)
             if found[first].crc32 != values.crc32:
                 raise ConfigError(
-                    f"state[{name!r}] is not the same on ranks {first} and {rank}. Make it equal on all ranks, or "
-                    "wrap it in raycheck.PerRank to keep each rank's own"
+                    refusal([Difference(label=f"state[{name!r}]", cure=values.cure, ranks=(first, rank))])
                 )
         if len(found) < len(ranks) and not all(values.may_differ for values in found.values()):
             absent = min(set(range(len(ranks))) - set(found))

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.fill_in_place import filled
+from raycheck.shards.entries.module.module_entry import VALUE_KEYS
 from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
@@ -220,9 +221,22 @@ class RankZeroEntry(ObjectEntry):
             return {}
         if not self._is_mine:
             return {}
-        self.compared(saved, saved.values, lambda _name: None)
+        names: list[str] = []
+        self.compared(saved, saved.values, names.append)
+        if saved.tensors.keys() - names and not self._fits_module(saved):
+            saved.mismatched.append(f"{self.name}: RankZero of an object here, another module or an optimizer saved")
+            return {}
         return {name: empty_for(tensor) for name, tensor in saved.tensors.items()}
 
     def load(self, saved: SavedEntry, tensors: Named) -> None:
-        if self._is_mine:
+        if self._is_mine and saved.tensors and self._fits_module(saved):
+            self._obj.load_state_dict({name.removeprefix(f"{self.name}."): tensors[name] for name in tensors})
+        elif self._is_mine:
             super().load(saved, tensors)
+
+    def _fits_module(self, saved: SavedEntry) -> bool:
+        """Returns whether a module of the same tensors was saved under this name, before it was given as RankZero."""
+        is_module = isinstance(saved.values, dict) and saved.values.keys() == VALUE_KEYS
+        if not is_module or any(saved.values.values()):
+            return False
+        return {f"{self.name}.{key}" for key in self._obj.state_dict()} == saved.tensors.keys()

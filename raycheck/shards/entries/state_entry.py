@@ -15,6 +15,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # stoc
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from raycheck.bucket.assembly.replica_comparison import Cure
 from raycheck.bucket.format.values import decode, encode
 from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.meta_tensors import is_on_meta
@@ -58,13 +59,14 @@ class StateEntry(ABC):
 
     may_differ: ranks may hold different names, as those of a pipeline do. compares_values: ranks that hold the same
     names must hold the same values. is_per_rank: every rank keeps its own tensors and values. can_split: a restore may
-    take some of the entry's names and leave others.
+    take some of the entry's names and leave others. cure: the wrappers that an entry of this kind may be given in.
     """
 
     may_differ = False
     compares_values = True
     is_per_rank = False
     can_split = False
+    cure: Cure = "RankZero or PerRank"
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -27,7 +27,7 @@ from raycheck.shards.entries.state_entry import ASSETS, GatheredEntry, Leaves
 from raycheck.shards.entries.wrappers import check_scalers
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.rank_buffers import PerRankBuffers, buffer_checksums
-from raycheck.shards.state.replica_checksums import checksums_of
+from raycheck.shards.state.replica_checksums import checksums_of, entry_of, shared_boxes, shared_values
 from raycheck.shards.state.restore_matching import CheckpointMatcher
 from raycheck.shards.state.restore_reading import load_objects, read_tensors
 from raycheck.shards.state.restore_result import Restored
@@ -51,6 +51,7 @@ from raycheck.shards.transfer.local_box import (
 )
 from raycheck.shards.transfer.referred_component import Forms, forms_of
 from raycheck.shards.transfer.replica_broadcast import errors_on_all_ranks
+from raycheck.shards.transfer.replica_digests import EncodedNames, ReplicaDigests, SharedBox
 from raycheck.shards.transfer.stock_torch_names import Places
 
 
@@ -85,6 +86,9 @@ class TrainState:
         self.components = Components(rank, buffers, is_shared=is_shared, has_memory=has_memory)
         # By component: the boxes that this rank writes, and for each the number of its entry and its name there.
         self._plan: dict[str, tuple[list[LocalBox], list[tuple[int, str]]]] | None = None
+        # The boxes that other ranks may hold too, and for each of them the same numbers and names; made with the plan.
+        self._shared: tuple[list[SharedBox], list[tuple[int, str]]] = ([], [])
+        self._replica_names = EncodedNames()
         self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan
         self._is_on_meta = False
         self._touched: set[str] = set()  # entries and tensors that a restore has changed, or may have
@@ -121,10 +125,15 @@ class TrainState:
         boxes = by_component(self._boxes(self._gather()))
         return {name: own for name, own in boxes.items() if name != TRAIN}
 
-    def replica_checksums(self) -> Holdings:
-        """Returns what this rank holds that others may hold too, with checksums, for replica_agreement.agree."""
+    def replica_checksums(self, *, is_compared: bool = True, may_spread: bool = True) -> Holdings:
+        """Returns what this rank holds that others may hold too, for replica_agreement.agree.
+
+        is_compared: with checksums, so that what differs is refused. may_spread: large boxes may be written by another
+        rank than their first holder.
+        """
         gathered = self._gather()
-        holdings = checksums_of(self._entries, gathered, self._boxes(gathered))
+        boxes = self._boxes(gathered)
+        holdings = checksums_of(self._entries, gathered, boxes, is_compared=is_compared, may_spread=may_spread)
         return replace(holdings, buffers=buffer_checksums(self.objects, self._entries, gathered))
 
     def use_agreement(self, agreement: Agreement) -> None:
@@ -180,8 +189,21 @@ class TrainState:
                 continue  # rank 0 writes the values for all
             leaves |= found.leaves
             also |= found.also
-        staged = stage(self._boxes_and_sources(gathered), leaves, also, self._forms)
-        return replace(staged, values=values, rank_values=rank_values)
+        own = self._boxes_and_sources(gathered)
+        replicas = self._begin_to_digest(gathered)
+        try:
+            staged = stage(own, leaves, also, self._forms)
+        finally:
+            replicas.release(self.components.digested)
+        return replace(staged, values=values, rank_values=rank_values, replicas=replicas)
+
+    def _begin_to_digest(self, gathered: Sequence[GatheredEntry]) -> ReplicaDigests:
+        """Begin to digest what other ranks may hold too, for the coordinator's comparison."""
+        if self._world_size == 1:
+            return ReplicaDigests()
+        boxes, names = self._shared
+        sources = [local_of(gathered[number].tensors[name]) for number, name in names]
+        return ReplicaDigests(boxes, sources, shared_values(self._entries, gathered), self._replica_names)
 
     def apply(
         self,
@@ -268,10 +290,13 @@ class TrainState:
             boxes = self._boxes(gathered)
             self._forms = {name: forms_of(frozen) for name, frozen in by_component(boxes).items() if name != TRAIN}
             own = boxes_to_write(boxes, rank=self._rank, writers=self._agreement.writers)
-            entry_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
+            number_of = {name: number for number, found in enumerate(gathered) for name in found.tensors}
+            owners = entry_of(self._entries, gathered)
+            shared = shared_boxes(owners, boxes, {box.name for box in own}, self._agreement)
+            self._shared = shared, [(number_of[box.name], box.name) for box in shared]
             grouped: dict[str, list[LocalBox]] = {TRAIN: []} | by_component(own)
             self._plan = {
-                component: ([without_memory(box) for box in boxes], [(entry_of[b.name], b.name) for b in boxes])
+                component: ([without_memory(box) for box in boxes], [(number_of[b.name], b.name) for b in boxes])
                 for component, boxes in grouped.items()
             }
         return {
@@ -289,7 +314,7 @@ class TrainState:
                 spread = entry.may_spread(name)
                 box = box_of(name, path, tensor, may_spread=spread, world_size=self._world_size)
                 if entry.is_per_rank:
-                    own.append(replace(box, is_unique=True))
+                    own.append(replace(box, is_unique=True, has_replicas=False))
                 elif name in found.frozen:
                     shared.append(replace(box, component=frozen_component(entry.name)))
                 else:

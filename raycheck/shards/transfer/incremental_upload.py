@@ -15,6 +15,7 @@ from typing import TypeGuard
 
 import torch
 
+from raycheck.bucket.assembly.replica_comparison import RankDigests
 from raycheck.bucket.format.index import Chunk, Index, Leaf, Tensor, index_of
 from raycheck.bucket.format.manifest import Component, Manifest, ShardRecord
 from raycheck.bucket.format.object_keys import shard_key, split_directory
@@ -24,6 +25,7 @@ from raycheck.shards.transfer.live_slices import LiveSlices, slices_bytes
 from raycheck.shards.transfer.local_box import TRAIN, LocalBox
 from raycheck.shards.transfer.memory_claims import PATIENCE_S, unclaimed_bytes
 from raycheck.shards.transfer.referred_component import Forms, ReferredComponent
+from raycheck.shards.transfer.replica_digests import NO_REPLICAS, ReplicaDigests
 from raycheck.shards.transfer.shard import IndexRows, Shard
 from raycheck.shards.transfer.shared_memory import MemoryPlace
 from raycheck.shards.transfer.staged_shard import SharedShard, Staged
@@ -156,8 +158,8 @@ class StagedState:
 
     staged: the shards to upload. written: those of them outside `train`, by component. kept: the shards that are not
     uploaded. referred: components of which no rank uploads anything. has_rows_of_referred: this rank's section has
-    their rows. values, rank_values: what is no tensor, of all ranks and of this one. staged_at: when it was staged, by
-    time.monotonic.
+    their rows. values, rank_values: what is no tensor, of all ranks and of this one. replicas: digests of what other
+    ranks may hold too. staged_at: when it was staged, by time.monotonic.
     """
 
     staged: Sequence[Staged]
@@ -167,12 +169,14 @@ class StagedState:
     written: Mapping[str, UploadedShard] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     rank_values: Mapping[str, object] = field(default_factory=dict)
+    replicas: ReplicaDigests = NO_REPLICAS
     staged_at: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
-        """Wait until everything is copied from the devices."""
+        """Wait until everything is copied from the devices, and digested there."""
         for shard in self.staged:
             shard.wait()
+        self.replicas.wait()
 
     def to_share(self) -> "SharedState | None":
         """Returns what another process of the node needs to upload this save; None when it cannot. After `wait`."""
@@ -248,6 +252,11 @@ class StagedState:
         """Returns the manifest's records of the components of which no rank uploads anything."""
         return tuple(whole.record for whole in self.referred)
 
+    def replica_digests(self) -> RankDigests:
+        """Returns what the coordinator compares with the other ranks'. Only after the upload."""
+        self.replicas.wait()
+        return self.replicas.report(self.shards)
+
     def section(self) -> Index:
         """Returns this rank's section of the index. Call it only after the upload."""
         tensors: list[Tensor] = []
@@ -287,6 +296,8 @@ class Components:
     there are two buffers more, for memory checkpoints.
 
     A component for which the host has no memory is staged in slices: training then waits for its upload.
+
+    digested: by name, the digests that the last save has taken of tensors outside `train`.
     """
 
     def __init__(self, rank: int, buffers: int = 1, *, is_shared: bool = False, has_memory: bool = False) -> None:
@@ -300,6 +311,7 @@ class Components:
         self._referred: dict[str, ReferredComponent] = {}
         self._sliced: set[str] = set()  # the components of which it was said that they are staged in slices
         self._has_staged = False
+        self.digested: dict[str, Digest] = {}
 
     @property
     def buffers(self) -> int:
@@ -363,7 +375,7 @@ class Components:
 
         forms: what this rank has of each component, whether it writes it or another rank does.
         """
-        staged, kept, written = [], [], {}
+        staged, kept, written, self.digested = [], [], {}, {}
         self._referred = self._still_referred(selected, forms)
         for component, (boxes, sources) in selected.items():
             if component == TRAIN:
@@ -377,7 +389,7 @@ class Components:
             known = self._learn(component, boxes, sources)
             # Without anything to compare with, training does not wait for digests that the upload will compute.
             is_compared = known is not None or any(source.device.type != "cpu" for source in sources)
-            found = _digests(boxes, sources) if is_compared else None
+            found = self._digest(boxes, sources) if is_compared else None
             if found is not None and _is_unchanged(known, found):
                 stager.release()
                 kept.append(known)
@@ -438,6 +450,7 @@ class Components:
         """
         if not self._memory:
             raise SaveFailedError(f"rank {self._rank}: the host has no room for memory checkpoints")
+        self.digested = {}
         referred, kept, staged = self._still_referred(selected, forms, is_for_memory=True), [], []
         stagers = self._memory[slot]
         for component, (boxes, sources) in selected.items():
@@ -452,7 +465,7 @@ class Components:
                     f"rank {self._rank}: {component}, which gets no gradient, is not in the bucket as it is now; the "
                     "next save to the bucket uploads it, and when that is committed there are memory checkpoints again"
                 )
-            if _is_unchanged(known, _digests(boxes, sources)):
+            if _is_unchanged(known, self._digest(boxes, sources)):
                 kept.append(known)
             else:
                 stager = stagers.setdefault(component, Stager(component, self._rank, is_shared=True))
@@ -475,7 +488,7 @@ class Components:
                 whole = restored(component, own)
             if whole is not None:
                 boxes, sources = selected.get(component, ((), ()))
-                if whole.is_unchanged(own, _digests(boxes, sources), len(boxes)):
+                if whole.is_unchanged(own, self._digest(boxes, sources), len(boxes)):
                     found[component] = whole
         return found
 
@@ -527,6 +540,12 @@ class Components:
         if known is not None:
             self._known[component] = known
         return known
+
+    def _digest(self, boxes: Sequence[LocalBox], sources: Sequence[torch.Tensor]) -> dict[str, Digest]:
+        """Return one digest per tensor name, as `_digests`, and remember them."""
+        found = _digests(boxes, sources)
+        self.digested |= found
+        return found
 
     def _stager(self, component: str) -> Stager:
         return self._frozen.setdefault(component, Stager(component, self._rank, is_shared=self._is_shared))

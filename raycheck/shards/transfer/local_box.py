@@ -1,7 +1,8 @@
 """Describes the box of one tensor that this rank holds, whether the tensor is plain, replicated by DDP, or a DTensor.
 
 A DTensor on a mesh of all ranks knows which rank holds which of its boxes. Plain tensors, and DTensors on some of the
-ranks, may be on several ranks without knowing it. The ranks agree who writes those (replica_agreement.py).
+ranks, may be on several ranks without knowing it. The ranks agree who writes those (replica_agreement.py). Whatever
+several ranks may hold is compared at every save (replica_digests.py).
 """
 
 import math
@@ -28,6 +29,7 @@ class LocalBox:
     aliases: further names of the same memory (tied weights), which is stored once.
     is_unique: no other rank writes this box; otherwise the agreement says which rank does.
     is_first_replica: this rank is the first of the mesh that holds the box.
+    has_replicas: other ranks may hold this very box.
     may_spread: the box is equal on every holder by construction (parameters and optimizer state), so that any of them
         may write it. False for buffers, which the first holder's forward defines.
     component: where the box is saved. cast_from: the saved dtype, when the box is read into another dtype.
@@ -43,6 +45,7 @@ class LocalBox:
     is_unique: bool
     is_first_replica: bool
     may_spread: bool
+    has_replicas: bool = False
     component: str = TRAIN
     cast_from: torch.dtype | None = None
 
@@ -92,6 +95,7 @@ def box_of(
             is_unique=False,
             is_first_replica=True,
             may_spread=may_spread,
+            has_replicas=world_size > 1,
         )
     odd = _placement_of_several_boxes(tensor)
     if odd is not None:
@@ -101,11 +105,10 @@ def box_of(
             "tensor.redistribute(placements=[...]) with Shard and Replicate"
         )
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    local = tensor.to_local()
-    coordinate = tensor.device_mesh.get_coordinate()  # None on a rank outside the mesh, which holds nothing of it
-    replicas = [
-        at for at, placement in zip(coordinate or (), tensor.placements, strict=False) if placement.is_replicate()
-    ]
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    coordinate = mesh.get_coordinate()  # None on a rank outside the mesh, which holds nothing of it
+    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    is_unique = mesh.size() == world_size
     return LocalBox(
         name=name,
         path=path,
@@ -113,9 +116,10 @@ def box_of(
         shape=tuple(tensor.shape),
         offsets=tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim(),
         sizes=tuple(local.shape),
-        is_unique=tensor.device_mesh.size() == world_size,
-        is_first_replica=coordinate is not None and not any(replicas),
+        is_unique=is_unique,
+        is_first_replica=coordinate is not None and not any(coordinate[dim] for dim in replicated),
         may_spread=may_spread,
+        has_replicas=coordinate is not None and (not is_unique or any(mesh.size(dim) > 1 for dim in replicated)),
     )
 
 

@@ -374,8 +374,12 @@ class SaveQueue:
             logger.warning(event(advice_on(agreement.differing), run=self._group.uri))
 
     def _agreement(self, report: Report, *, timeout_s: float) -> Agreement:
-        """Bring this rank's checksums, and return what all ranks are told. Raises SaveFailedError, and ConfigError."""
-        holdings = self._state.replica_checksums()
+        """Bring what this rank holds, and return what all ranks are told. Raises SaveFailedError, and ConfigError.
+
+        What differs at the first save of a group is a mistake of the program, and ends the run. What differs later may
+        be right again after a restart: it fails the save, when its reports are compared.
+        """
+        holdings = self._state.replica_checksums(is_compared=report.save == 1)
         deadline = time.monotonic() + timeout_s
         what = f"agreement before the save of step {report.progress.step}"
         agreement: Agreement = ask_until_decided(

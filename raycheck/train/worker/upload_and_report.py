@@ -39,7 +39,7 @@ class Uploader:
         self._timeout_s = timeout_s
         self._hold = hold
         self.refusal = ""
-        self._known_plan = b""  # hash of the plan that the coordinator has, unless it was started again
+        self._known = (b"", b"")  # hashes of what the coordinator has, unless it was started again
 
     def upload_and_report(self, staged: StagedState, report: Report, deadline: float) -> Outcome:
         """Upload a save, report it, and return the outcome that all ranks are told. deadline: by time.monotonic.
@@ -62,8 +62,8 @@ class Uploader:
             if staged.slices:
                 blocked_s = report.blocked_s + staged.sliced_s
                 report = replace(report, blocked_s=blocked_s, staged_s=blocked_s)
-            section = Section.of(staged.section())
-            is_known = section.plan_hash == self._known_plan
+            section = Section.of(staged.section(), staged.replica_digests())
+            is_known = section.hashes == self._known
             report = replace(report, shards=staged.records, kept=staged.places, references=staged.references)
             report = replace(report, section=section.without_plan() if is_known else section)
         except Exception as error:  # noqa: BLE001  whatever it was, the other ranks must not wait for this one (I9)
@@ -75,7 +75,7 @@ class Uploader:
             outcome = self._outcome_of(replace(report, section=section), deadline, key)
         assert isinstance(outcome, Outcome), "a report with its plan is never asked for the plan"
         if outcome.kind == "committed" and report.section is not None:
-            self._known_plan = report.section.plan_hash
+            self._known = report.section.hashes
         return outcome
 
     def _outcome_of(self, report: Report, deadline: float, key: str) -> Outcome | PlanWanted:

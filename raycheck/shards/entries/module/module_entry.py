@@ -45,6 +45,7 @@ class ModuleEntry(StateEntry):
     may_differ = True
     compares_values = False
     can_split = True
+    cure = "RankZero"
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         super().__init__(name)

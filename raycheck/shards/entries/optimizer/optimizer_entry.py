@@ -39,6 +39,7 @@ class OptimizerEntry(StateEntry):
     """Saves and restores an optimizer whose state_dict() has "state" and "param_groups"."""
 
     may_differ = True
+    cure = ""
 
     def __init__(self, name: str, optimizer: Optimizer, named: NamedParameters) -> None:
         """named: the parameters of the state's modules."""

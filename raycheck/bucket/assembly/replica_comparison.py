@@ -1,0 +1,130 @@
+"""Compares, before each commit, what several ranks hold, so that no checkpoint mixes ranks that have drifted apart.
+
+Each rank reports one number for everything that other ranks may hold too, whether it writes it or another rank does.
+The names of these things travel as the plan does: once, and from then on their hash. The coordinator refuses the save
+by the names of what differs. Which rank writes what is settled in replica_agreement.py.
+"""
+
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raycheck.errors import CorruptError
+
+DIGEST_BYTES = 8
+"""The size of the number that a rank reports for one thing."""
+MAX_NAMED = 4
+"""How many differences, and how many ranks of each, an error names."""
+Cure = Literal["", "RankZero", "RankZero or PerRank"]
+"""The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
+CAUSES = "The replicas have drifted apart: an all-reduce is missing, or the ranks draw other random numbers"
+CURES: dict[Cure, str] = {
+    "": f"{CAUSES}. State that belongs to one rank alone is kept as a DTensor, or beside the optimizer in "
+    "raycheck.PerRank",
+    "RankZero": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every rank",
+    "RankZero or PerRank": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every "
+    "rank; if each rank has its own, as raycheck.PerRank(entry)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """Names one thing that several ranks may hold.
+
+    key: equal on all ranks that hold the thing. label: what errors call it. cure: see Cure.
+    """
+
+    key: str
+    label: str
+    cure: Cure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Says that ranks hold different things under one name. ranks: the first holder, and those that differ from it."""
+
+    label: str
+    cure: Cure
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDigests:
+    """Holds what one rank reports. names: `dump_names` of its replicas. digests: DIGEST_BYTES for each, in that
+    order."""
+
+    names: bytes
+    digests: bytes
+
+
+def digest_of(numbers: Iterable[int]) -> bytes:
+    """Return the number to report for a thing, from the checksums of its parts."""
+    return hashlib.blake2b(array("q", numbers).tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def digest_of_values(values: object) -> bytes:
+    """Return the number to report for values that can be written as JSON."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def dump_names(replicas: Sequence[Replica]) -> bytes:
+    """Encode what a rank holds; empty for nothing."""
+    rows = [(item.key, item.label, item.cure) for item in replicas]
+    return zlib.compress(json.dumps(rows).encode(), 1) if rows else b""
+
+
+def load_names(data: bytes) -> list[Replica]:
+    """Decode what a rank holds."""
+    rows = json.loads(zlib.decompress(data)) if data else []
+    return [Replica(key=key, label=label, cure=cure) for key, label, cure in rows]
+
+
+def differences(ranks: Sequence[RankDigests]) -> list[Difference]:
+    """Find what is not the same on all ranks that hold it. ranks: what they report, in order of rank."""
+    alike: dict[tuple[bytes, bytes], list[int]] = {}
+    for rank, own in enumerate(ranks):
+        alike.setdefault((own.names, own.digests), []).append(rank)
+    if len(alike) < 2:
+        return []
+    known: dict[bytes, list[Replica]] = {}
+    found: dict[str, tuple[Replica, dict[bytes, list[int]]]] = {}
+    for (names, digests), same in alike.items():
+        replicas = known.get(names) or known.setdefault(names, load_names(names))
+        if len(digests) != DIGEST_BYTES * len(replicas):
+            raise CorruptError(f"rank {same[0]} reports {len(digests)} bytes of digests for {len(replicas)} replicas")
+        for number, replica in enumerate(replicas):
+            digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
+            holders = found.setdefault(replica.key, (replica, {}))[1]
+            holders.setdefault(digest, []).extend(same)
+    return [_difference(replica, list(holders.values())) for replica, holders in found.values() if len(holders) > 1]
+
+
+def _difference(replica: Replica, holders: list[list[int]]) -> Difference:
+    """Describe a difference. holders: the ranks that hold the same, for each that they hold."""
+    first, *others = sorted(map(sorted, holders))
+    ranks = (first[0], *sorted(rank for group in others for rank in group))
+    return Difference(label=replica.label, cure=replica.cure, ranks=ranks)
+
+
+def described(found: Sequence[Difference]) -> str:
+    """Say what differs, and on which ranks. found: at least one difference."""
+    first, others = found[0], [item.label for item in found[1:]]
+    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+    also = f", nor are {', '.join(others[:MAX_NAMED])}{more}" if others else ""
+    return f"{first.label} is not the same on ranks {_listed(first.ranks)}{also}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    head, *rest = (str(rank) for rank in ranks)
+    if len(rest) > MAX_NAMED:
+        return f"{head}, {', '.join(rest[:MAX_NAMED])} and {len(rest) - MAX_NAMED} more"
+    return f"{', '.join([head, *rest[:-1]])} and {rest[-1]}"
+
+
+def refusal(found: Sequence[Difference]) -> str:
+    """Say what differs, why it may, and what to do. found: at least one difference."""
+    return f"{described(found)}. {CURES[found[0].cure]}"

@@ -1,0 +1,118 @@
+"""Digests, at every save, what this rank holds and other ranks may hold too, so that the coordinator can compare it.
+
+Of what this rank copies to host memory, the checksums that the upload computes are the digest already. The rest lies
+here and another rank writes it: it is digested while training waits for that copy. So each rank digests the whole of
+what it shares, and a replica that differs in one bit is found, whoever writes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raycheck.bucket.assembly.replica_comparison import (
+    RankDigests,
+    Replica,
+    digest_of,
+    digest_of_values,
+    dump_names,
+)
+from raycheck.shards.transfer.local_box import TRAIN, LocalBox
+from raycheck.shards.transfer.shard import Shard
+from raycheck.shards.transfer.tensor_digest import Digest, PendingDigests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedBox:
+    """Describes a box that other ranks may hold too. replicas: what it is compared as, one for each of its names.
+
+    is_by_upload: its bytes are copied to the host for this save, or lie there and in the bucket. is_by_copy: it is on a
+    device, and compared by a copy of it on the host.
+    """
+
+    name: str
+    replicas: tuple[Replica, ...]
+    is_by_upload: bool
+    is_by_copy: bool
+
+    @classmethod
+    def of(cls, box: LocalBox, replicas: Sequence[Replica], *, is_written: bool, is_by_crc: bool) -> "SharedBox":
+        """is_written: this rank writes the box. is_by_crc: not all ranks have it on a device."""
+        is_on_host = box.local.device.type == "cpu"
+        is_by_upload = is_written and (is_on_host or (is_by_crc and box.component == TRAIN))
+        is_by_copy = is_by_crc and not is_on_host and not is_by_upload
+        return cls(name=box.name, replicas=tuple(replicas), is_by_upload=is_by_upload, is_by_copy=is_by_copy)
+
+
+class EncodedNames:
+    """Remembers the encoded names of the last save's replicas, which hardly ever change."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Replica, ...], bytes] = ((), b"")
+
+    def of(self, replicas: Sequence[Replica]) -> bytes:
+        """Returns them encoded."""
+        last = self._last
+        if last[0] != tuple(replicas):
+            last = self._last = tuple(replicas), dump_names(replicas)
+        return last[1]
+
+
+class ReplicaDigests:
+    """Digests the replicas of one save of this rank.
+
+    The live tensors must not change before `release` has returned; on a device: by work enqueued before that. After
+    `wait` it can be handed to another process.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[SharedBox] = (),
+        sources: Sequence[torch.Tensor] = (),
+        values: Sequence[tuple[Replica, object]] = (),
+        names: EncodedNames | None = None,
+    ) -> None:
+        """sources: the live tensor of each box. values: those of the entries, which must not change until `wait`."""
+        here = [
+            source.cpu() if box.is_by_copy else source
+            for box, source in zip(boxes, sources, strict=True)
+            if not box.is_by_upload
+        ]
+        self._pending: PendingDigests | None = PendingDigests(here)
+        self._boxes = boxes
+        self._values = values
+        self._encoded: EncodedNames | None = names
+        self._digested: Mapping[str, Digest] = {}
+        self._names = b""
+        self._digests: list[bytes | str] = []  # a tensor's name where the digest is the checksums of its upload
+
+    def release(self, digested: Mapping[str, Digest]) -> None:
+        """Wait until the live tensors may change. digested: by name, what the save itself has digested in between."""
+        self._digested = digested
+        if self._pending is not None:
+            self._pending.release()
+
+    def wait(self) -> None:
+        """Wait until all is digested that is digested here."""
+        if self._pending is None:
+            return
+        found = iter(self._pending.result())
+        for box in self._boxes:
+            digest = self._digested.get(box.name) if box.is_by_upload else next(found)
+            self._digests += [box.name if digest is None else digest_of(digest)] * len(box.replicas)
+        self._digests += [digest_of_values(values) for _, values in self._values]
+        if self._encoded is not None:
+            self._names = self._encoded.of([*(item for box in self._boxes for item in box.replicas), *self._keys()])
+        self._pending, self._encoded, self._boxes, self._values, self._digested = None, None, (), (), {}
+
+    def report(self, shards: Sequence[Shard]) -> RankDigests:
+        """Returns what the coordinator compares. shards: those of this save. Only after the upload."""
+        crcs = {shard.tensors[chunk.tensor].name: chunk.crcs for shard in shards for chunk in shard.chunks}
+        digests = (digest_of(crcs[found]) if isinstance(found, str) else found for found in self._digests)
+        return RankDigests(names=self._names, digests=b"".join(digests))
+
+    def _keys(self) -> list[Replica]:
+        return [replica for replica, _ in self._values]
+
+
+NO_REPLICAS = ReplicaDigests()

@@ -1,0 +1,48 @@
+"""Replicas that a mesh knows of are compared at every save, too: HSDP's, and DTensors that are whole on every rank."""
+
+from typing import Any
+
+import pytest
+
+from raycheck.bucket.store import Store
+from raycheck.errors import SaveFailedError
+from tests.support import drifted_shapes, parallel_shapes
+from tests.support.gloo_ranks import Ranks
+from tests.support.save_without_ray import claimed, committed
+
+
+def save(ranks: Ranks, store: Store, kind: str, **drift: Any) -> None:
+    name = claimed(store, world_size=4, step=parallel_shapes.PROGRESS.step)
+    uploads = ranks.run(drifted_shapes.save_drifted, 4, kind, store.uri, name, drift)
+    committed(store, name, uploads, progress=parallel_shapes.PROGRESS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drift", "said"),
+    [
+        ("hybrid", {"rank": 3, "parameter": "up.weight"}, r"tensor model\.up\.weight is not the same on ranks 1 and 3"),
+        ("hybrid", {"rank": 0, "parameter": "up.weight"}, r"tensor model\.up\.weight is not the same on ranks 0 and 2"),
+        (
+            "hybrid",
+            {"rank": 2, "parameter": "down.weight", "slot": "exp_avg"},
+            r"tensor optimizer\.state\.down\.weight\.exp_avg is not the same on ranks 0 and 2",
+        ),
+        (
+            "replicas x tensor parallel",
+            {"rank": 3, "parameter": "up.weight"},
+            r"tensor model\.up\.weight is not the same on ranks 1 and 3",
+        ),
+        ("replicated", {"rank": 2, "parameter": "weight"}, r"tensor model\.weight is not the same on ranks 0 and 2"),
+        ("replicated", {"rank": 0, "parameter": "bias"}, r"tensor model\.bias is not the same on ranks 0, 1, 2 and 3"),
+    ],
+)
+def test_a_replica_of_a_mesh_that_drifted_is_refused_by_name(
+    files: Store, ranks: Ranks, kind: str, drift: dict[str, Any], said: str
+):
+    with pytest.raises(SaveFailedError, match=said):
+        save(ranks, files, kind, **drift)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "replicas x tensor parallel", "replicated", "pipeline", "fsdp"])
+def test_replicas_that_are_equal_are_saved(files: Store, ranks: Ranks, kind: str):
+    save(ranks, files, kind)
