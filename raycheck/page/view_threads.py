@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,14 +75,21 @@ class _Answer:
 class LiveAnswers:
     """Asks about a run at most once in LIVE_EVERY_S, however many tabs show it. To be used on one event loop."""
 
-    def __init__(self, ask: Callable[[str], Awaitable[Any]], *, every_s: float = LIVE_EVERY_S) -> None:
+    def __init__(
+        self,
+        ask: Callable[[str], Awaitable[Any]],
+        *,
+        every_s: float = LIVE_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ask = ask
         self._every_s = every_s
+        self._clock = clock
         self._answers: dict[str, _Answer] = {}
 
     async def get(self, name: str) -> Any:
         """Returns what is known of the run `name`, at most every_s seconds old."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         known = self._answers.get(name)
         if known is None or now - known.at >= self._every_s:
             self._forget(before=now - self._every_s)

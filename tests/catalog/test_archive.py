@@ -4,9 +4,9 @@ import io
 import os
 import subprocess
 import tarfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from uuid import uuid4
 
 import pytest
@@ -283,10 +283,11 @@ def test_bytes_that_changed_on_their_way_from_a_bucket_are_asked_for_again(sampl
 
 
 def test_two_unpackings_at_one_place_never_share_a_name(sample: Sample) -> None:
-    """The slower one has listed the place before the faster one wrote there."""
+    """Both have listed the place before either wrote there."""
     new = World()
     archives = [sample.pack(step=4), sample.pack(step=9)]
     outcomes: list[object] = []
+    have_listed = [Event(), Event()]
 
     def race(number: int) -> None:
         wire = new.open()
@@ -294,7 +295,8 @@ def test_two_unpackings_at_one_place_never_share_a_name(sample: Sample) -> None:
 
         def slow_names(prefix: str) -> list[str]:
             found = names(prefix)
-            time.sleep(0.2)
+            have_listed[number].set()
+            assert have_listed[1 - number].wait(60)
             return found
 
         wire.list_names = slow_names
@@ -302,6 +304,8 @@ def test_two_unpackings_at_one_place_never_share_a_name(sample: Sample) -> None:
             outcomes.append(unpack_into(Register(wire), io.BytesIO(archives[number]), run_id=f"run-{number}").step)
         except ConfigError as error:
             outcomes.append(str(error))
+        finally:
+            have_listed[number].set()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(race, range(2)))

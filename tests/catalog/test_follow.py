@@ -86,12 +86,16 @@ def test_a_mirror_follows_a_training_and_can_be_restored_at_any_moment(source: D
 
     thread = threading.Thread(target=follow)
     thread.start()
-    restored, body = 0, None
+    restored, body, until = 0, None, time.monotonic() + DEADLINE_S
     for save in range(2, 40):
         source.save(1, save, keep_last=chance.randint(1, 4))
         prune(source.register, grace_s=0.0)
         time.sleep(chance.uniform(0, 0.01))
         restored += restores(open_store(target))
+        while save % 6 == 0 and not restores(open_store(target)):
+            assert time.monotonic() < until, done
+            time.sleep(0.001)
+        restored += save % 6 == 0
     source.finish("group")
     until = time.monotonic() + DEADLINE_S
     while thread.is_alive() and time.monotonic() < until:

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -79,13 +78,11 @@ def test_a_signal_ends_a_follow_cleanly(run: Driver, tmp_path: Path, number: sig
 def test_a_follow_ends_with_the_run(run: Driver, tmp_path: Path) -> None:
     target = f"file://{tmp_path}/copy"
     run.finish("group")
-    began = time.monotonic()
 
     done = raycheck("cp", run.store.uri, target, "--follow", "--until-finished")
 
     assert done.returncode == 0
     assert "step 30 is here" in done.stdout
-    assert time.monotonic() - began < 30
     assert read_latest(open_store(target)).is_finished
 
 

@@ -12,7 +12,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -39,7 +38,6 @@ from tests.support import hf_models
 from tests.support.sample_checkpoints import sealed
 from tests.support.save_without_ray import Own, save_state
 
-SECONDS = 20.0
 STEP = 6
 DOCUMENTS = ("latest", "manifest", "end", "start", "index header", "plan header", "plan lines", "values")
 
@@ -241,9 +239,7 @@ def check(uri: str, command: str, folder: Path) -> tuple[int, str]:
     """Run a command. Returns exit code and errors. Raises AssertionError for an ending that is none."""
     verb, *options = COMMANDS[command]
     dest = [f"{folder}/{uuid4().hex}"] if verb == "export-hf" else []
-    began = time.monotonic()
     code, _, stderr = answered(verb, uri, *dest, *options)
-    assert time.monotonic() - began < SECONDS
     assert code in (0, 1, 2)
     assert "Traceback" not in stderr
     if code == 2:

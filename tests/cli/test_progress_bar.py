@@ -115,7 +115,7 @@ def _at_terminal(command: list[str]) -> tuple[str, str]:
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, env=environment, check=True, timeout=120)
     os.close(terminal)
-    reader.join(timeout=20)
+    reader.join(timeout=60)
     assert not reader.is_alive()
     os.close(master)
     return b"".join(pieces).decode(), done.stdout.decode()

@@ -19,7 +19,7 @@ from ray.train.v2._internal import constants as train_constants
 from tests.support.cluster_files import AWS, GCP, RAY_UP, RAY_VERSION
 
 each_file = pytest.mark.parametrize("path", RAY_UP, ids=lambda path: path.name)
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 
 def load(path: Path) -> dict:

@@ -1,7 +1,6 @@
 """A Trainer that is cut off and started again trains as one that never was: same losses, same weights, nothing read twice."""
 
 import logging
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -334,14 +333,13 @@ class Holds(TrainerCallback):
     def __init__(self) -> None:
         self.outputs: list[object] = [Sulky()]
         self.huge = 10**5000
-        self.rows = [{"text": str(number)} for number in range(1_000_000)]
+        self.rows: list[object] = [{"text": Sulky()}] * 1_000
         self.words: Counter[str] = Counter()
         self.losses: dict[str, list[float]] = {"eval": []}
 
 
 def test_a_look_at_callbacks_asks_nothing_of_what_they_hold_and_is_short(caplog: pytest.LogCaptureFixture) -> None:
     callback = Holds()
-    began = time.process_time()
 
     counts = UnsavedCounts([callback])
     callback.words["step"] += 1
@@ -349,7 +347,6 @@ def test_a_look_at_callbacks_asks_nothing_of_what_they_hold_and_is_short(caplog:
     callback.rows.append({})
     counts.warn()
 
-    assert time.process_time() - began < 1.0, "the texts of a million rows take several seconds"
     (said,) = [record.message for record in caplog.records]
     assert "counts in losses, rows, words, which" in said
 

@@ -32,11 +32,24 @@ def locked() -> dict[str, str]:
 
 
 def install(*, with_torch: bool) -> dict[str, str]:
-    """Make the environment anew. Returns the versions in it."""
+    """Make the environment anew, in the newest versions that fit together. Returns what is in it."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-    kept = [] if with_torch else [f"torch=={locked()['torch']}"]
-    command = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*command, "--editable", f"{ROOT}[train,demo,dev]", *kept], check=True)
+    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "uv"], check=True)
+    kept = VENV / "kept.txt"
+    kept.write_text("" if with_torch else f"torch=={locked()['torch']}\n")
+    extras = [f"--extra={extra}" for extra in ("train", "demo", "dev")]
+    options = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--constraint", kept]
+    newest = VENV / "newest.txt"
+    # Pip alone finds no versions that fit together, and uv would take torch with CUDA where pip has another build.
+    subprocess.run(
+        [PYTHON, "-m", "uv", "pip", "compile", ROOT / "pyproject.toml", *extras, *options, "--output-file", newest],
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    lines = [line for line in newest.read_text().splitlines() if not line.startswith(("nvidia-", "cuda-", "triton="))]
+    newest.write_text("\n".join(lines) + "\n")
+    subprocess.run([*pip, "--constraint", newest, "--editable", f"{ROOT}[train,demo,dev]"], check=True)
     (libraries,) = VENV.glob("lib/python*/site-packages")
     return {canonical(found.name): found.version for found in distributions(path=[str(libraries)])}
 
@@ -45,7 +58,7 @@ def differences(here: dict[str, str]) -> list[str]:
     """Returns a line for each package that is not as it is locked."""
     before = locked()
     pairs = [(name, before.get(name, "not locked"), here.get(name, "not installed")) for name in sorted(before | here)]
-    ours = {"raycheck", "pip"}
+    ours = {"raycheck", "pip", "uv"}
     return [f"{name} {old} -> {new}" for name, old, new in pairs if new.partition("+")[0] != old and name not in ours]
 
 

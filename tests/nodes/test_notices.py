@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 
 import pytest
 
@@ -146,11 +145,11 @@ def test_azures_freezes_and_the_events_of_other_vms_pass() -> None:
 
 
 def test_azure_may_take_its_time_for_the_first_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud_notices, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cloud_notices, "TIMEOUT_S", 1.0)
     service, answers = AzureService(), threading.Event()
 
     def late() -> Reply:
-        answers.wait(0.6)
+        answers.wait(1.5)
         return 200, '{"Events": []}', {}
 
     service.trouble = [None, late, late]
@@ -238,20 +237,21 @@ def test_the_cloud_is_found_by_its_answers(service: Service, kind: type) -> None
 
 
 def test_a_cloud_is_found_although_another_ones_question_hangs() -> None:
-    service, answers = Ec2Service(), threading.Event()
+    service, answers, has_ended = Ec2Service(), threading.Event(), threading.Event()
 
     def hang() -> Reply:
-        answers.wait(10)
+        answers.wait(60)
+        has_ended.set()
         return 404, "", {}
 
     service.trouble = [hang]
-    began = time.monotonic()
     with serving(service) as endpoint:
         source = source_of(None, endpoint)
+        is_waited_for = has_ended.is_set()
         answers.set()
 
     assert type(source) is Ec2
-    assert time.monotonic() - began < 5
+    assert not is_waited_for
 
 
 def test_no_cloud_is_an_error_that_says_what_to_give() -> None:

@@ -33,7 +33,7 @@ import google_crc32c
 from aiohttp import web
 
 BUCKET = "raycheck"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
 
 
 @contextmanager

@@ -148,7 +148,7 @@ class FaultProxy:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._started.wait(10.0)
+        assert self._started.wait(60.0)
 
     def stop(self) -> None:
         for rule in self._rules:

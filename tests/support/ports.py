@@ -4,7 +4,7 @@ import socket
 import subprocess
 import time
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
 
 
 def free_ports(count: int) -> list[int]:

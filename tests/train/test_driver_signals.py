@@ -10,20 +10,34 @@ SCRIPT = """
 import os, signal, sys, time
 from raycheck.train.driver_signals import saves_on_signals
 
+said = []
+
+def say(text):
+    os.write(1, text.encode() + b"\\n")
+    said.append(text)
+
 def handler(number, frame):
-    os.write(1, f"handled {signal.Signals(number).name}\\n".encode())
+    say(f"handled {signal.Signals(number).name}")
 
 def save():
-    os.write(1, b"saved\\n")
+    say("saved")
     return True
 
-for name, what in zip(("SIGUSR1", "SIGTERM"), sys.argv[1].split(",")):
+def lines_of(what):
+    return {"handler": 2, "ignore": 0, "default": 1}[what]
+
+before = dict(zip(("SIGUSR1", "SIGTERM"), sys.argv[1].split(",")))
+for name, what in before.items():
     number = getattr(signal, name)
     signal.signal(number, {"handler": handler, "ignore": signal.SIG_IGN, "default": signal.SIG_DFL}[what])
 with saves_on_signals(save):
     for name in sys.argv[2].split(","):
+        wanted = len(said) + lines_of(before[name])
         os.kill(os.getpid(), getattr(signal, name))
-        time.sleep(0.3)
+        deadline = time.monotonic() + 50
+        while len(said) < wanted or (name, before[name]) == ("SIGTERM", "default"):  # that one ends the process
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
 print("over", signal.getsignal(signal.SIGUSR1), flush=True)
 """
 
@@ -47,7 +61,7 @@ def told(before: str, signals: str) -> tuple[int, list[str]]:
             0,
             ["saved", "handled SIGTERM", "saved", "saved", "handled SIGTERM"],
         ),
-        ("default,ignore", "SIGTERM", 0, []),
+        ("default,ignore", "SIGTERM,SIGUSR1", 0, ["saved"]),
     ],
 )
 def test_a_signal_is_answered_by_a_save_and_then_does_what_it_did(

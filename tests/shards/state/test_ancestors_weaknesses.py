@@ -113,7 +113,7 @@ def test_4_a_storage_error_of_one_rank_strands_no_other_and_is_named() -> None:
         await coordinator.claim("group", WORLD_SIZE)
         first, second, _ = reports(open_store(uri), simulated(WORLD_SIZE, tensors=2), save=1)
         failed = replace(second, failure="upload of __1_0.distcp: SlowDown")
-        return await asyncio.wait_for(tell(coordinator, [first, failed]), timeout=5.0)
+        return await asyncio.wait_for(tell(coordinator, [first, failed]), timeout=60.0)
 
     outcomes = asyncio.run(one_fails_and_one_does_not_come())
 

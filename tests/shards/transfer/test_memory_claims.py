@@ -124,15 +124,11 @@ def test_what_other_claims_are_in_the_way_of_waits_for_them() -> None:
 
 
 def test_what_can_never_fit_waits_for_nobody() -> None:
-    began = time.monotonic()
-
     with (
         claimant(GIB),
         pytest.raises(ConfigError, match=rf"needs {1 << 50} bytes of host memory, and \d+ are available"),
     ):
-        MemoryClaim(1 << 50, patience_s=30.0)
-
-    assert time.monotonic() - began < 25.0
+        MemoryClaim(1 << 50, patience_s=3600.0)  # this test may not take as long
 
 
 def test_what_is_touched_is_not_claimed_any_more() -> None:
@@ -168,7 +164,7 @@ with _claims._alone():
 
             MemoryClaim(GIB).end()
 
-            assert memory_claims._GUARD_S - 0.1 < time.monotonic() - began < 20.0
+            assert time.monotonic() - began > memory_claims._GUARD_S - 0.1
         finally:
             stopped.kill()
 

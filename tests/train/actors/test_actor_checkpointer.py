@@ -219,16 +219,20 @@ def kill_and_train_on(actors: list[Any], ckpt: raycheck.ActorCheckpointer, uri: 
         train(actors, ckpt, 2)
         wait_for(lambda: raycheck.open_run(uri).checkpoints, within_s=60, why="the first commit")
         ray.kill(actors[1])
-        for _ in range(50):
-            time.sleep(0.1)
-            ckpt.end_step()
+        keep_stepping(ckpt)
+
+
+def keep_stepping(ckpt: raycheck.ActorCheckpointer) -> None:
+    """End steps until one of them raises."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        ckpt.end_step()
 
 
 def step_until_told(ckpt: raycheck.ActorCheckpointer) -> None:
     with ckpt:
-        for _ in range(100):
-            time.sleep(0.1)
-            ckpt.end_step()
+        keep_stepping(ckpt)
 
 
 def test_another_driver_that_takes_the_run_over_ends_this_one(actors: list[Any], s3: str) -> None:

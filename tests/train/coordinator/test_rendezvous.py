@@ -15,7 +15,7 @@ def run(story: Callable[[Rendezvous[str, str]], Awaitable[None]], *, world_size:
     async def told() -> None:
         await story(Rendezvous(world_size, awaited="reported"))
 
-    asyncio.run(asyncio.wait_for(told(), timeout=10.0))
+    asyncio.run(asyncio.wait_for(told(), timeout=60.0))
 
 
 def test_a_rank_that_waits_is_told_which_ranks_are_missing() -> None:

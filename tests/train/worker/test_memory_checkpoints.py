@@ -309,13 +309,13 @@ def end(actor: Any) -> None:
 
     def is_alive() -> bool:
         try:
-            ray.get(actor.held_shards.remote(), timeout=10)
+            ray.get(actor.held_shards.remote(), timeout=60)
         except ray.exceptions.RayActorError:
             return False
         return True
 
     ray.kill(actor)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while is_alive():
         assert time.monotonic() < deadline
 

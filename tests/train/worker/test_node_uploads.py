@@ -46,7 +46,7 @@ def agents() -> list[int]:
     return found
 
 
-def until_gone(pids: list[int], within_s: float = 30.0) -> None:
+def until_gone(pids: list[int], within_s: float = 90.0) -> None:
     deadline = time.monotonic() + within_s
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, "the actor outlives its run"

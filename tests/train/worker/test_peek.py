@@ -1,6 +1,5 @@
 """A script learns what it needs before it has anything to restore into, adds entries late, and waits for the commits."""
 
-import time
 from typing import Any
 from uuid import uuid4
 
@@ -200,7 +199,6 @@ def test_a_rank_that_does_not_peek_while_another_does_is_named_and_nobody_waits(
     uri = join_uri(s3, uuid4().hex)
     trained(uri, steps=2)
     for number, first in enumerate(("peek", "restore")):
-        began = time.monotonic()
         pair = pair_of(uri, f"mixed-{number}", f"owner-{number}")
         methods = [first, {"peek": "restore", "restore": "peek"}[first]]
 
@@ -208,8 +206,7 @@ def test_a_rank_that_does_not_peek_while_another_does_is_named_and_nobody_waits(
 
         for answer in answers:
             with pytest.raises(raycheck.ConfigError, match=r"call peek\(\), and ranks .* restore\(\)"):
-                ray.get(answer)
-        assert time.monotonic() - began < 60
+                ray.get(answer, timeout=120)
 
 
 @pytest.mark.slow
