@@ -5,6 +5,7 @@ writes, and stages them (transfer/). A restore first compares the whole checkpoi
 nothing yet (restore_matching.py); then it reads, and proves what it read (restore_reading.py).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -25,6 +26,7 @@ from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.entries.per_rank_entries import LoaderEntry, RankZeroEntry
 from raycheck.shards.entries.state_entry import ASSETS, GatheredEntry, Leaves
 from raycheck.shards.entries.wrappers import check_scalers
+from raycheck.shards.state.left_out import left_out
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.rank_buffers import PerRankBuffers, buffer_checksums
 from raycheck.shards.state.replica_checksums import checksums_of, entry_of, shared_boxes, shared_values
@@ -53,6 +55,8 @@ from raycheck.shards.transfer.referred_component import Forms, forms_of
 from raycheck.shards.transfer.replica_broadcast import errors_on_all_ranks
 from raycheck.shards.transfer.replica_digests import EncodedNames, ReplicaDigests, SharedBox
 from raycheck.shards.transfer.stock_torch_names import Places
+
+logger = logging.getLogger("raycheck")
 
 
 class TrainState:
@@ -91,6 +95,8 @@ class TrainState:
         self._replica_names = EncodedNames()
         self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan
         self._is_on_meta = False
+        self._has_staged = False
+        self._warnings: set[str] = set()  # what has been said
         self._touched: set[str] = set()  # entries and tensors that a restore has changed, or may have
 
     @property
@@ -109,7 +115,15 @@ class TrainState:
         is_before_restore: what is on the meta device may still get memory.
         """
         check_scalers(self._given, self.objects.values())
-        self._boxes(self._gather(may_be_on_meta=is_before_restore))
+        gathered = self._gather(may_be_on_meta=is_before_restore)
+        self._boxes(gathered)
+        self._warn_of_left_out(gathered)
+
+    def _warn_of_left_out(self, gathered: Sequence[GatheredEntry]) -> None:
+        for text in left_out(self.objects, self._entries, gathered):
+            if text not in self._warnings and self._rank == 0:
+                logger.warning(text)
+            self._warnings.add(text)
 
     def check_memory(self) -> None:
         """Raise ConfigError, naming the path, for what is still on the meta device after a restore."""
@@ -173,6 +187,9 @@ class TrainState:
     ) -> StagedState:
         """Gather what this rank saves, and have `stage` copy its tensors."""
         gathered = self._gather()
+        if not self._has_staged:  # some may have been registered after the check
+            self._warn_of_left_out(gathered)
+            self._has_staged = True
         values: dict[str, Any] = {}
         rank_values: dict[str, Any] = {"rng": rng_values()}
         leaves: Leaves = {}

@@ -144,6 +144,16 @@ class ModuleEntry(StateEntry):
         buffers = module.named_buffers(remove_duplicate=False)
         return {**dict(module.named_parameters(remove_duplicate=False)), **dict(buffers)}
 
+    def persistent_tensors(self) -> Named:
+        """Returns the module's own parameters and persistent buffers by name, whatever its state_dict() gives."""
+        found: Named = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            start = f"{path}." if path else ""
+            left_out = module._non_persistent_buffers_set  # noqa: SLF001
+            held = {**module._parameters, **{k: v for k, v in module._buffers.items() if k not in left_out}}  # noqa: SLF001
+            found |= {self._name(start + key): tensor for key, tensor in held.items() if tensor is not None}
+        return found
+
     def match(self, saved: SavedEntry) -> Named:
         tree = self.tree()
         extra_here = _extra_state(tree)
