@@ -5,6 +5,7 @@
 - claim.py: a group becomes the live attempt and fences the older ones, steps 8 to 12 and 28.
 - resume.py: what `resume` asks for, and the checkpoint that a new owner's first attempt restores, step 9.
 - write_once.py: objects that never change: put-if-absent, and copies verified on the way, step 16.
+- referred_objects.py: whether what a commit refers to is still there, step 16.
 - commit.py: THE commit point, step 17; the manifest before it, step 16; the end of the run, step 33.
 - retention.py: which checkpoints stay, a pure decision, step 19.
 - pin_and_evict.py: pin, unpin, evict and forget, steps 19, 21 and 29.

@@ -75,6 +75,7 @@ class Coordinator:
         self._ends: dict[str, Rendezvous[None, None]] = {}
         self._starts: dict[str, Rendezvous[None, None]] = {}  # of groups before this start's first claim
         self._requested = RequestedSaves()
+        self._next_save: asyncio.Task[bool] | None = None  # the wait for one that is to come soon
         self._run_log = RunLog(self._store)
         self._plans = PlanCache()
         self._exports = ExportJobs(self._store, uri)
@@ -372,6 +373,8 @@ class Coordinator:
     async def _conclude(self, reports: dict[int, Report]) -> Outcome:
         outcome = await asyncio.to_thread(self._protocol.conclude, reports)
         self._deletes.start()
+        if outcome.is_cured_by_next:
+            self._next_save = asyncio.create_task(self._requested.wait())
         if outcome.kind == "committed":
             self._memory.committed(outcome.key, next(iter(reports.values())).progress.step)
             self._memory.plans.components = self._plans.components

@@ -6,6 +6,7 @@ this module reads what a call needs besides, and tells the run log, the exports 
 
 import threading
 import time
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -20,6 +21,7 @@ from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
 from raycheck.bucket.protocol.damage import go_back
 from raycheck.bucket.protocol.preflight import probe
+from raycheck.bucket.protocol.referred_objects import ReferenceLostError, ReferredObjects
 from raycheck.bucket.protocol.resume import Resume
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.protocol.write_once import put_all_once
@@ -58,6 +60,7 @@ class ProtocolCalls:
         self._exports = exports
         self._deletes = deletes
         self._run_log = run_log
+        self._referred = ReferredObjects(register.store)
         self._is_probed = False
         self._probing = threading.Lock()
 
@@ -78,6 +81,7 @@ class ProtocolCalls:
             run_id=uuid4().hex,
             read_ahead=read_ahead,
         )
+        self._referred.forget()
         attempt, entry, before = claimed.attempt, claimed.entry, claimed.before
         past = before[0].attempts if before is not None else ()
         ended = past[-1] if past and past[-1].number < attempt.number else None
@@ -123,7 +127,10 @@ class ProtocolCalls:
         try:
             checkpoint = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
             manifest = checkpoint.manifest
-            at = put_all_once(self._store, checkpoint.documents)
+            at, _ = self._store.both(
+                partial(put_all_once, self._store, checkpoint.documents),
+                partial(self._referred.refuse_lost, manifest),
+            )
             entry = protocol.commit(
                 self._register,
                 self.me,
@@ -138,9 +145,15 @@ class ProtocolCalls:
         except (FencedError, SupersededError, CorruptError):
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
+            if is_lost := isinstance(error, ReferenceLostError):
+                logger.error(event(str(error), step=first.progress.step, run=self._store.uri))
             forgets = isinstance(error, SaveFailedError) and any(report.references for report in reports.values())
             return Outcome(
-                kind="failed", key=name, message=f"{type(error).__name__}: {error}", forgets_references=forgets
+                kind="failed",
+                key=name,
+                message=f"{type(error).__name__}: {error}",
+                forgets_references=forgets or is_lost,
+                is_cured_by_next=is_lost,
             )
         self._plans.components = manifest.components
         self._deletes.committed()

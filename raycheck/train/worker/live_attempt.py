@@ -261,6 +261,9 @@ class LiveAttempt:
             self._note_commit(queue.wait())  # afterwards all ranks know of the same saves
             if queue.saved_step != self._counter.step or self._begun == (self._counter.step, "roll"):
                 self._save(self._metrics, "keep")
+                self._note_commit(queue.wait(queue.longest_s))
+                if queue.is_cured_by_next:
+                    self._save(self._metrics, "keep")
             queue.finish(self._counter.step)
             queue.point_ray_to_newest()
             self._triggers.ray_reports.add_validations(queue.pointers.take_validations())

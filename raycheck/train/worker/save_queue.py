@@ -134,6 +134,7 @@ class SaveQueue:
             settings=settings.chosen,
         )
         self._failures_in_a_row = 0
+        self.is_cured_by_next = False  # the newest failure: see Outcome
         self._last_failure = ""
         self._last_failed = 0  # the number of that save
         self._pending: deque[_UnderWay] = deque()
@@ -276,9 +277,11 @@ class SaveQueue:
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
                     self._state.components.forget(referred=True)
-                self._note_failure(save.number, outcome.message)
+                is_first = outcome.is_cured_by_next and not self.is_cured_by_next
+                self.is_cured_by_next = outcome.is_cured_by_next
+                self._note_failure(save.number, outcome.message, counts=not is_first)
             elif outcome.kind == "committed":
-                self._failures_in_a_row = 0
+                self._failures_in_a_row, self.is_cured_by_next = 0, False
                 self._must_agree_after[save.number] = outcome.agree_anew
                 self.save_s = ended - save.began
                 self._state.components.committed(save.staged, outcome.places)
@@ -393,9 +396,12 @@ class SaveQueue:
         )
         return agreement
 
-    def _note_failure(self, number: int, message: str) -> None:
-        """Count a failed save. Raises SaveFailedError after too many in a row."""
-        self._failures_in_a_row += 1
+    def _note_failure(self, number: int, message: str, *, counts: bool = True) -> None:
+        """Count a failed save. Raises SaveFailedError after too many in a row.
+
+        counts: False for one that the next save cures, which must not end the training before that.
+        """
+        self._failures_in_a_row += counts
         self.failed += 1
         self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come to the agreement
         self._last_failure, self._last_failed = message, max(number, self._last_failed)
@@ -405,5 +411,5 @@ class SaveQueue:
         if self._group.rank == 0:  # all ranks are told the same outcome
             in_a_row = self._failures_in_a_row
             logger.warning(event(f"save failed: {message}", failures_in_a_row=in_a_row, run=self._group.uri))
-        if self._failures_in_a_row >= self._settings.max_failed_saves:
+        if counts and self._failures_in_a_row >= self._settings.max_failed_saves:
             raise SaveFailedError(f"{self._failures_in_a_row} failed save(s) in a row, the last: {message}")

@@ -43,7 +43,10 @@ def train(groups: list[InProcess], proxy: FaultProxy, *, until: int) -> tuple[in
     to the moment when the last rank could begin."""
 
     def rank(group: InProcess) -> tuple[int, int]:
-        state = {"weights": torch.ones(64, 64), "mine": raycheck.PerRank(torch.full((8,), float(group.rank)))}
+        base = torch.nn.Linear(8, 8).requires_grad_(False)  # referred to by later commits, which look at it
+        torch.nn.init.ones_(base.weight), torch.nn.init.ones_(base.bias)
+        mine = raycheck.PerRank(torch.full((8,), float(group.rank)))
+        state = {"weights": torch.ones(64, 64), "base": base, "mine": mine}
         with raycheck.Checkpointer(state, raycheck.SaveSettings(every_steps=until), group=group) as ckpt:
             at = ckpt.restore()
             begun = len(proxy.heads)
