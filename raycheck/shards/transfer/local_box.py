@@ -91,9 +91,8 @@ def box_of(
             is_first_replica=True,
             may_spread=may_spread,
         )
-    is_partial = any(placement.is_partial() for placement in tensor.placements)  # torch cannot cut these into chunks
-    chunks = [] if is_partial else tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    if is_partial or len(chunks) > 1:
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if len(chunks) > 1 or any(placement.is_partial() for placement in tensor.placements):
         raise ConfigError(
             f"state at {name} is a DTensor placed as {tensor.placements}, which is not a single box on each rank; "
             "redistribute it to Shard or Replicate before it is saved"
