@@ -24,7 +24,7 @@ RINGS = (
     ("catalog",),
     ("frameworks",),
     ("__init__",),  # the public names, loaded on first use
-    ("http_server",),  # below both servers
+    ("http_server", "http_callers"),  # below both servers
     ("page", "tinker"),
     ("cli", "demo"),
     ("__main__",),
@@ -84,7 +84,7 @@ def test_in_no_folder_do_imports_go_in_a_circle(folder: Path) -> None:
 def test_adapters_use_public_names_only() -> None:
     """So that a user can write an adapter of the same kind for another framework."""
     for path in sorted([*(PACKAGE / "frameworks").rglob("*.py"), *(PACKAGE / "tinker").rglob("*.py")]):
-        own = ("raycheck.frameworks", "raycheck.tinker", "raycheck.http_server")
+        own = ("raycheck.frameworks", "raycheck.tinker", "raycheck.http_server", "raycheck.http_callers")
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raycheck"):
                 names = {alias.name for alias in node.names}
@@ -104,7 +104,9 @@ def test_only_the_store_touches_a_store_client() -> None:
         names |= {
             alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
         }
-        is_server = any(path.is_relative_to(PACKAGE / name) for name in ("page", "tinker", "http_server.py"))
+        is_server = any(
+            path.is_relative_to(PACKAGE / name) for name in ("page", "tinker", "http_server.py", "http_callers.py")
+        )
         served = {"aiohttp"} if is_server else set()
         assert not names & clients - served or path.is_relative_to(PACKAGE / "bucket/store"), path
 

@@ -19,8 +19,16 @@ Host = Annotated[str, typer.Option(help="Where to listen. Others than this machi
 Port = Annotated[int, typer.Option(help="The port; 0 takes a free one.", min=0, max=65535)]
 ApiKeyFile = Annotated[
     Path | None,
-    typer.Option(help=f"A file with the key that clients must show as TINKER_API_KEY; or give {KEY_VARIABLE}."),
+    typer.Option(
+        help=f"A file with the key that clients must show as TINKER_API_KEY; or give {KEY_VARIABLE}. "
+        "By default a key is made, printed and kept in --state."
+    ),
 ]
+NoKey = Annotated[bool, typer.Option("--no-key", help="Ask for no key: every program of this machine may do all.")]
+AllowHost = Annotated[
+    list[str] | None, typer.Option(help="Another name under which clients reach the server. Repeatable.")
+]
+MaxModels = Annotated[int, typer.Option(help="How many models may be loaded; each has a process of 100 MB.", min=1)]
 State = Annotated[Path, typer.Option(help="The server's own state: sessions and requests. It must survive restarts.")]
 RayAddress = Annotated[str | None, typer.Option(help="Of a running Ray, such as auto. By default one is started here.")]
 Dtype = Annotated[str, typer.Option(help="The type of the base model's weights: float32, bfloat16 or float16.")]
@@ -42,12 +50,15 @@ def tinker(  # noqa: PLR0917  typer makes options of them
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: ApiKeyFile = None,
+    no_key: NoKey = False,
+    allow_host: AllowHost = None,
     state: State = Path("tinker.sqlite"),
     ray_address: RayAddress = None,
     dtype: Dtype = "float32",
     num_gpus: NumGpus = 0,
     ranks: Ranks = 1,
     session_timeout_s: SessionTimeout = 300,
+    max_models: MaxModels = 32,
     direct_downloads: DirectDownloads = False,
     storage: Storage = None,
 ) -> None:
@@ -63,9 +74,12 @@ def tinker(  # noqa: PLR0917  typer makes options of them
         ) from None
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype={dtype}: give float32, bfloat16 or float16")
-    key = os.environ.get(KEY_VARIABLE, "")
-    if api_key_file is not None:
-        key = api_key_file.read_text().strip()
+
+    def on_start(address: str, made_key: str) -> None:
+        out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)"))
+        if made_key:
+            out.print(Text(f"Its clients need this key:\n  export TINKER_API_KEY={made_key}"))
+
     run_server(
         TinkerOptions(
             base_model=str(Path(base_model).absolute()) if Path(base_model).is_dir() else base_model,
@@ -73,8 +87,10 @@ def tinker(  # noqa: PLR0917  typer makes options of them
             checkpoints=checkpoints if "://" in checkpoints else Path(checkpoints).absolute().as_uri(),
             host=host,
             port=port,
-            key=key,
+            key=_key(api_key_file, no_key=no_key),
+            allow_hosts=allow_host or (),
             state=str(state),
+            max_models=max_models,
             ray_address=ray_address,
             dtype=dtype,
             num_gpus=num_gpus,
@@ -83,8 +99,27 @@ def tinker(  # noqa: PLR0917  typer makes options of them
             direct_downloads=direct_downloads,
             storage=settings_of(storage),
         ),
-        on_start=lambda address: out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)")),
+        on_start=on_start,
     )
+
+
+def _key(file: Path | None, *, no_key: bool) -> str | None:
+    """Return the key that clients must show: None for one that the server makes, "" for none."""
+    if file is not None and no_key:
+        raise ConfigError("give --api-key-file or --no-key, not both")
+    if no_key:
+        return ""
+    return os.environ.get(KEY_VARIABLE) or None if file is None else _key_in(file)
+
+
+def _key_in(file: Path) -> str:
+    try:
+        found = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}") from None
+    if not found:
+        raise ConfigError(f"--api-key-file {file}: it is empty; write a key into it that begins with 'tml-'")
+    return found
 
 
 COMMANDS = (tinker,)

@@ -9,16 +9,16 @@ from the page itself.
 
 import hmac
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+
+from raycheck.http_callers import host_name, is_own_origin
 
 COOKIE = "raycheck-token"
 """What the cookie's name begins with. Browsers do not tell ports apart, so the name ends with the server's."""
 HEALTH = "/health"
 """What a probe asks for, by the pod's address and without a token."""
-LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 ACT_HEADER = "X-Raycheck-Act"
 """Has to come with every POST. A form of another site cannot send a header of its own."""
 HEADERS = {
@@ -34,21 +34,16 @@ HEADERS = {
 }
 
 
-def is_local(host: str) -> bool:
-    """Returns whether an address to bind to is reached from this machine alone."""
-    return host in LOCAL
-
-
 class Guard:
     """Lets requests pass.
 
     token: what has to be shown; an empty one needs none. hosts: names and addresses under which the page may be asked
-    for, besides those of this machine; ports are not compared.
+    for, see `known_hosts`; ports are not compared.
     """
 
     def __init__(self, token: str, hosts: Collection[str]) -> None:
         self._token = token
-        self._hosts = LOCAL | {host.lower() for host in hosts}
+        self._hosts = hosts
 
     def middleware(self) -> Middleware:
         """Returns the middleware that asks `refusal` first, takes the token from the URL, and adds HEADERS."""
@@ -76,17 +71,16 @@ class Guard:
         """Returns the answer to a request that must not be answered otherwise; None for one that may."""
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
             return None
-        name = _host_name(request.headers.get("Host", ""))
+        name = host_name(request)
         if name not in self._hosts:
             text = f"This page is not served as {name!r}. Start it with --allow-host to allow that name.\n"
             return web.Response(status=403, text=text)
         if not self._has_token(request):
             text = "Open the address that 'raycheck page' printed: it has the token.\n"
             return web.Response(status=401, text=text)
-        if request.method not in ("GET", "HEAD"):
-            origin = request.headers.get("Origin", "")
-            if ACT_HEADER not in request.headers or urlsplit(origin).netloc != request.headers.get("Host", ""):
-                return web.Response(status=403, text="This request does not come from the page.\n")
+        is_own = ACT_HEADER in request.headers and is_own_origin(request)
+        if request.method not in ("GET", "HEAD") and not is_own:
+            return web.Response(status=403, text="This request does not come from the page.\n")
         return None
 
     def _has_token(self, request: web.Request) -> bool:
@@ -107,11 +101,3 @@ def cookie_name(request: web.Request) -> str:
     """Returns the name of this server's cookie: two pages on one host must not overwrite each other's."""
     address = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return f"{COOKIE}-{address[1]}" if address else COOKIE
-
-
-def _host_name(host: str) -> str:
-    """Returns the name in a Host header, without its port."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""

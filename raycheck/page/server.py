@@ -11,10 +11,11 @@ from urllib.parse import urlencode
 from aiohttp import web
 
 from raycheck import ConfigError, NotFoundError, RaycheckError
+from raycheck.http_callers import is_local, known_hosts
 from raycheck.http_server import HttpLimits, listen
 from raycheck.page import acts, pages
 from raycheck.page.background_acts import BackgroundActs
-from raycheck.page.guard import HEALTH, Guard, is_local
+from raycheck.page.guard import HEALTH, Guard
 from raycheck.page.pages import PageScope
 from raycheck.page.rendering import render, without_settings
 from raycheck.page.view_threads import AT_ONCE, BusyError, LiveAnswers, ViewThreads
@@ -25,9 +26,9 @@ LIMITS = HttpLimits()
 STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
 
 
-def make_app(place: PageScope, *, token: str, allow_hosts: Collection[str] = ()) -> web.Application:
-    """Returns the application that serves the page. token: see Guard."""
-    app = web.Application(middlewares=[Guard(token, allow_hosts).middleware()])
+def make_app(place: PageScope, *, token: str, hosts: Collection[str]) -> web.Application:
+    """Returns the application that serves the page. token, hosts: see Guard."""
+    app = web.Application(middlewares=[Guard(token, hosts).middleware()])
     views = _Views(place)
     app.on_cleanup.append(views.close)
     app.router.add_get("/", views.runs)
@@ -67,8 +68,7 @@ def serve(
             f"host={host}: others can reach this address, so it needs a token; leave token out to get one"
         )
     chosen = secrets.token_urlsafe(24) if token is None else token
-    hosts = {*allow_hosts, host} - {"0.0.0.0", "::"}  # noqa: S104  compared, not bound
-    app = make_app(place, token=chosen, allow_hosts=hosts)
+    app = make_app(place, token=chosen, hosts=known_hosts(host, allow_hosts))
 
     async def until_interrupted() -> None:
         async with listen(app, host=host, port=port, limits=limits) as address:

@@ -1,28 +1,46 @@
-"""Who may call: on this machine everybody, elsewhere who has the key. Every failure becomes JSON that the SDK shows."""
+"""Decides who may call: who has the key, under a host name that was meant, and from no page of another site.
+
+Every failure becomes JSON that the SDK shows. The SDK sends the key in a header, which no page of another site can do,
+and neither an Origin nor anything but JSON and protobuf; so even a server without a key, on this machine's own address,
+does nothing for a page that the user's browser has open.
+"""
 
 import hmac
 import logging
+import secrets
 import sqlite3
+from collections.abc import Collection
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from raycheck import ConfigError, NotFoundError, RaycheckError
+from raycheck.http_callers import host_name, is_local, is_of_other_site
 from raycheck.tinker.journal import ReplacedError
 from raycheck.tinker.wire.fields import RefusedRequestError
+from raycheck.tinker.wire.results import PROTOBUF
 
 logger = logging.getLogger("raycheck.tinker")
-LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 OPEN_PATHS = frozenset({"/api/v1/healthz"})
 DOWNLOADS = "/api/v1/downloads/"
 """Addresses below it are signed, and need no key."""
 MIN_KEY = 12
+BODIES = frozenset({"application/json", PROTOBUF})
+"""What a body may be. A page of another site can send none of these without asking, and is refused when it asks."""
 
 
-def check_bind(host: str, key: str) -> None:
-    """Raises ConfigError for an address that others can reach without a key, and for a key that is soon guessed."""
-    if host not in LOCAL and not key:
-        raise ConfigError(f"host={host}: others can reach this address, so it needs a key; give api_key_file=")
+def new_key() -> str:
+    """Return a key that nobody guesses, in the form that the SDK demands."""
+    return f"tml-{secrets.token_urlsafe(24)}"
+
+
+def check_bind(host: str, key: str | None) -> None:
+    """Raise ConfigError for an address that others can reach without a key, and for a key that is soon guessed.
+
+    key: None for one that the server makes; "" for none.
+    """
+    if not is_local(host) and key == "":
+        raise ConfigError(f"host={host}: others can reach this address, so it needs a key; leave --no-key out")
     if key and (len(key) < MIN_KEY or not key.startswith("tml-")):
         raise ConfigError(f"the API key has to begin with 'tml-', as the SDK demands, and have {MIN_KEY} characters")
 
@@ -32,15 +50,34 @@ def problem(text: str, status: int) -> web.Response:
     return web.json_response({"detail": text or "the request was refused"}, status=status)
 
 
-def guard(key: str) -> Middleware:
-    """Returns the middleware that asks for the key, and turns every exception into an answer."""
+def refusal(request: web.Request, key: str, hosts: Collection[str]) -> web.Response | None:
+    """Return the answer to a request that nothing is done for; None for one that may be answered."""
+    if request.path in OPEN_PATHS:
+        return None
+    if (name := host_name(request)) not in hosts:
+        return problem(f"this server does not answer as {name[:200]!a}; allow that name by --allow-host", 403)
+    if request.path.startswith(DOWNLOADS):
+        return None
+    shown = request.headers.get("x-api-key", "").encode("utf-8", "surrogateescape")
+    if key and not hmac.compare_digest(shown, key.encode()):
+        return problem("the header x-api-key has not this server's key: set TINKER_API_KEY as it printed it", 401)
+    if is_of_other_site(request):
+        return problem("this request comes from a page of another site", 403)
+    if request.can_read_body and request.content_type not in BODIES:
+        return problem(f"Content-Type: give {' or '.join(sorted(BODIES))}", 415)
+    return None
+
+
+def guard(key: str, hosts: Collection[str]) -> Middleware:
+    """Return the middleware that asks `refusal` first, and turns every exception into an answer.
+
+    key: what clients must show; "" for none. hosts: the names under which the server may be asked.
+    """
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        shown = request.headers.get("x-api-key", "").encode("utf-8", "surrogateescape")
-        is_open = request.path in OPEN_PATHS or request.path.startswith(DOWNLOADS)
-        if key and not is_open and not hmac.compare_digest(shown, key.encode()):
-            return problem("the header x-api-key has not this server's key (TINKER_API_KEY)", 401)
+        if (refused := refusal(request, key, hosts)) is not None:
+            return refused
         try:
             return await handler(request)
         except RefusedRequestError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,7 +21,8 @@ class TinkerOptions:
     """Holds the options of `raycheck tinker`.
 
     base_model: a folder's absolute path, or a name on the hub. model_name: what clients call it. key: what clients must
-    show; "" for none.
+    show; None for one that the server makes and keeps in its state file, "" for none. allow_hosts: names besides this
+    machine's and `host` under which clients reach the server. ray_address: None starts a Ray of the server's own.
     """
 
     base_model: str
@@ -29,8 +30,10 @@ class TinkerOptions:
     checkpoints: str
     host: str
     port: int
-    key: str
+    key: str | None
+    allow_hosts: Collection[str]
     state: str
+    max_models: int
     ray_address: str | None
     dtype: str
     num_gpus: float
@@ -40,8 +43,8 @@ class TinkerOptions:
     storage: StorageSettings | None
 
 
-def run_server(options: TinkerOptions, *, on_start: Callable[[str], None]) -> None:
-    """Serve until the process is interrupted or asked to end. Raises ConfigError."""
+def run_server(options: TinkerOptions, *, on_start: Callable[[str, str], None]) -> None:
+    """Serve until the process is interrupted or asked to end. Raises ConfigError. on_start: see serve."""
     import ray
 
     check_bind(options.host, options.key)
@@ -50,7 +53,8 @@ def run_server(options: TinkerOptions, *, on_start: Callable[[str], None]) -> No
     CheckpointStore(options.checkpoints, options.storage).runs()  # an address that cannot be read is said at once
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("raycheck.tinker").setLevel(logging.INFO)
-    ray.init(address=options.ray_address, include_dashboard=None if options.ray_address else False)
+    address = options.ray_address or "local"  # without one ray.init joins whatever Ray was last started here
+    ray.init(address=address, include_dashboard=None if options.ray_address else False)
     try:
         with suppress(KeyboardInterrupt, asyncio.CancelledError):
             asyncio.run(_serve(options, on_start))
@@ -60,7 +64,7 @@ def run_server(options: TinkerOptions, *, on_start: Callable[[str], None]) -> No
         ray.shutdown()
 
 
-async def _serve(options: TinkerOptions, on_start: Callable[[str], None]) -> None:
+async def _serve(options: TinkerOptions, on_start: Callable[[str, str], None]) -> None:
     task = asyncio.current_task()
     assert task is not None, "it runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -71,6 +75,7 @@ async def _serve(options: TinkerOptions, on_start: Callable[[str], None]) -> Non
                 base_model=options.model_name,
                 session_timeout_s=options.session_timeout_s,
                 direct_downloads=options.direct_downloads,
+                max_models=options.max_models,
             ),
             journal=Journal(options.state),
             engine=RayEngine(options.base_model, dtype=options.dtype, ranks=options.ranks, num_gpus=options.num_gpus),
@@ -78,4 +83,11 @@ async def _serve(options: TinkerOptions, on_start: Callable[[str], None]) -> Non
             on_replaced=on_replaced,
         )
 
-    await serve(make_service, host=options.host, port=options.port, key=options.key, on_start=on_start)
+    await serve(
+        make_service,
+        host=options.host,
+        port=options.port,
+        key=options.key,
+        allow_hosts=options.allow_hosts,
+        on_start=on_start,
+    )

@@ -27,6 +27,10 @@ RETRY_S = 1.0
 """How long to wait before a write that the disk has not taken is made again."""
 MUTATES = ("forward_backward", "optim_step", "load_weights")
 """The kinds of request that change a model that is open."""
+SAMPLING_LANE = "sampling"
+"""The lane of requests to sample that name no sampling session, and so end with none."""
+KEPT_SAMPLES = 10_000
+"""How many results of that lane are kept. One client of the SDK waits for at most 2000 at a time."""
 PASSES = ("forward_backward", "lost")
 """The kinds of request that a step needs. What was lost may have been one."""
 _SCHEMA = """
@@ -41,6 +45,7 @@ CREATE TABLE IF NOT EXISTS requests (
     body BLOB, status TEXT NOT NULL, form TEXT, result BLOB, told INTEGER, UNIQUE (lane, seq));
 CREATE INDEX IF NOT EXISTS pending ON requests (lane, status);
 CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT NOT NULL, facts TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS keys (key TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS answers (
     key TEXT PRIMARY KEY, at REAL NOT NULL, status INTEGER NOT NULL, body TEXT NOT NULL);
 """
@@ -78,8 +83,11 @@ class Journal:
     """Opens the file, and makes it when it is not there. Raises ConfigError for a file of another version or kind."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         try:
-            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            place = Path(path).absolute()
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch(mode=0o600)  # it may hold the key, and holds what clients train on
             self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -127,6 +135,14 @@ class Journal:
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         """Returns the rows of a SELECT."""
         return self._db.execute(query, values).fetchall()
+
+    def kept_key(self, new: str) -> str:
+        """Return the key that an earlier start has kept in this file; else keep `new`, so that clients of this start
+        may go on after the next one."""
+        Path(self._path).chmod(0o600)
+        with self.writing() as db:
+            db.execute("INSERT INTO keys SELECT ? WHERE NOT EXISTS (SELECT 1 FROM keys)", (new,))
+        return str(self.rows("SELECT key FROM keys")[0][0])
 
     def answer_to(self, key: str) -> tuple[int, str] | None:
         """Returns status and body of the answer to a call with this idempotency key, if there was one lately."""
@@ -179,6 +195,20 @@ class Journal:
         with self.writing() as db:
             db.execute("UPDATE models SET covered = max(covered, ?) WHERE id = ?", (seq, model))
             db.execute("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ?", (model, seq))
+
+    def forget(self, *, before: float) -> None:
+        """Delete sessions that were over before this time, with their training runs, and the oldest results of sampling
+        without a session. Checkpoints are not in this file."""
+        with self.writing() as db:
+            over = "SELECT id FROM sessions WHERE status != 'active' AND seen_at < ?"
+            runs = f"SELECT id FROM models WHERE session IN ({over})"  # noqa: S608  no value is in the text
+            db.execute(f"DELETE FROM requests WHERE lane IN ({runs})", (before,))  # noqa: S608
+            db.execute(f"DELETE FROM models WHERE session IN ({over})", (before,))  # noqa: S608
+            db.execute("DELETE FROM sessions WHERE status != 'active' AND seen_at < ?", (before,))
+            db.execute(
+                "DELETE FROM requests WHERE lane = ? AND status != 'pending' AND seq <= ?",
+                (SAMPLING_LANE, self.next_seq(SAMPLING_LANE) - 1 - KEPT_SAMPLES),
+            )
 
     def add_sampler(self, session: str, number: int, facts: str) -> str:
         """Log a sampling session. Returns its id, also when it is there already; its facts stay as they were then."""

@@ -17,7 +17,7 @@ from raycheck.tinker.checkpoint_paths import CheckpointPath
 from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError
 from raycheck.tinker.engine.lora_shape import LoraShape
 from raycheck.tinker.engine.orders import LoadSource, SampleOrder
-from raycheck.tinker.journal import LoggedRequest
+from raycheck.tinker.journal import SAMPLING_LANE, LoggedRequest
 from raycheck.tinker.model_queue import MAX_DEATHS, failure
 from raycheck.tinker.models import SamplerFacts, shape_in_note
 from raycheck.tinker.service import Service, canonical, draw_seed
@@ -103,7 +103,7 @@ class Sampling:
             lane, seq = text_in(body, "sampling_session_id"), optional_number_in(body, "seq_id")
             facts = self.facts_of(lane)
         else:
-            lane, seq, facts = "sampling", None, await self._facts_in(body)
+            lane, seq, facts = SAMPLING_LANE, None, await self._facts_in(body)
         order = self._order_in(body, facts)
         request = LoggedRequest(
             id=uuid4().hex,

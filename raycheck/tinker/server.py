@@ -1,23 +1,27 @@
 """Serves the Tinker API by aiohttp, until it is interrupted or another server takes over."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from aiohttp import web
 
-from raycheck import ConfigError
-from raycheck.tinker.access import check_bind, guard
+from raycheck.http_callers import known_hosts
+from raycheck.http_server import HttpLimits, listen
+from raycheck.tinker.access import check_bind, guard, new_key
 from raycheck.tinker.journal import ReplacedError
 from raycheck.tinker.routes import catalog, downloads, futures, sampling, sessions, training
 from raycheck.tinker.routes.requests import MAX_BODY_BYTES, SAMPLING, SERVICE
 from raycheck.tinker.sampling import Sampling
 from raycheck.tinker.service import Service
 
+LIMITS = HttpLimits(body_s=300.0, connections=2048)
+"""What one client may cost. The SDK waits for each result on a connection of its own, and opens up to 1000."""
 
-def make_app(service: Service, sampling_requests: Sampling, *, key: str = "") -> web.Application:
-    """Returns the application. key: what clients must show; "" asks for none."""
-    app = web.Application(middlewares=[guard(key)], client_max_size=MAX_BODY_BYTES)
+
+def make_app(service: Service, sampling_requests: Sampling, *, key: str, hosts: Collection[str]) -> web.Application:
+    """Return the application. key, hosts: see guard."""
+    app = web.Application(middlewares=[guard(key, hosts)], client_max_size=MAX_BODY_BYTES)
     app[SERVICE] = service
     app[SAMPLING] = sampling_requests
     for topic in (sessions, training, futures, sampling, catalog, downloads):
@@ -30,34 +34,40 @@ async def serve(
     *,
     host: str,
     port: int,
-    key: str,
-    on_start: Callable[[str], None],
+    key: str | None,
+    on_start: Callable[[str, str], None],
+    allow_hosts: Collection[str] = (),
+    limits: HttpLimits = LIMITS,
 ) -> None:
     """Serve until the task is cancelled. Raises ReplacedError once another server has the state file.
 
-    make_service: is given what it has to call then. host, port: where to bind; port 0 takes a free one. on_start:
-    called with the address. Raises ConfigError for an address that others can reach without a key.
+    make_service: is given what it has to call then. host, port: where to bind; port 0 takes a free one. key: what
+    clients must show; None for the one that is kept in the state file, and made there once; "" for none. allow_hosts:
+    further names under which clients reach the server. on_start: called with the address, and with a key that was not
+    given. Raises ConfigError for an address that others can reach without a key.
     """
     check_bind(host, key)
     replaced = asyncio.Event()
     service = make_service(replaced.set)
     sampling_requests = Sampling(service)
-    runner = web.AppRunner(make_app(service, sampling_requests, key=key), access_log=None, auto_decompress=False)
     try:
+        kept_key = service.journal.kept_key(new_key()) if key is None else ""
+        hosts = known_hosts(host, allow_hosts)
+        app = make_app(service, sampling_requests, key=kept_key or key or "", hosts=hosts)
         await service.start()
         sampling_requests.start()
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(f"host={host} port={port}: {error.strerror or error}") from None
-        address = runner.addresses[0]
-        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        on_start(f"http://{shown}:{address[1]}")
-        await replaced.wait()
-        raise ReplacedError("another server was started with this state file; this one has ended")
+        async with listen(app, host=host, port=port, limits=limits, auto_decompress=False) as address:
+            on_start(address, kept_key)
+            try:
+                await replaced.wait()
+            finally:  # before the listener ends: it waits for those who wait for results
+                await _stop(service, sampling_requests)
+            raise ReplacedError("another server was started with this state file; this one has ended")
     finally:
-        await sampling_requests.stop()
-        with suppress(ReplacedError):
-            await service.stop()
-        await runner.cleanup()
+        await _stop(service, sampling_requests)
+
+
+async def _stop(service: Service, sampling_requests: Sampling) -> None:
+    await sampling_requests.stop()
+    with suppress(ReplacedError):
+        await service.stop()

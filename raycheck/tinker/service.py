@@ -30,12 +30,16 @@ from raycheck.tinker.wire.fields import (
     metadata_in,
     number_in,
     optional_number_in,
+    optional_text_in,
+    tags_in,
     text_in,
     ttl_in,
 )
 
 logger = logging.getLogger("raycheck.tinker")
 MAX_SEED = 1 << 32
+KEPT_S = 7 * 24 * 3600.0
+"""How long a session that is over stays in the state file, with its training runs."""
 MAX_AHEAD = 1000
 """How many numbers may be left out before one: the SDK sends the parts of a batch at once."""
 
@@ -48,7 +52,8 @@ class ServerSettings:
     that has not come; the SDK itself repeats a request for five minutes. recovery_steps: after so many steps since its
     newest save a model is saved for a recovery. session_timeout_s: a session without a sign of
     life for so long ends, and its models are unloaded; None: never. cleanup_s: how often that is looked at.
-    direct_downloads: files are downloaded from the bucket by addresses that its credentials sign.
+    direct_downloads: files are downloaded from the bucket by addresses that its credentials sign. max_models: how many
+    models may be loaded at a time; each has a process that commits its checkpoints.
     """
 
     base_model: str
@@ -57,6 +62,7 @@ class ServerSettings:
     session_timeout_s: float | None = 300.0
     cleanup_s: float = 60.0
     direct_downloads: bool = False
+    max_models: int = 32
 
 
 class Service:
@@ -101,8 +107,8 @@ class Service:
 
     def create_session(self, body: Mapping[str, Any]) -> str:
         session = f"session_{uuid4().hex[:16]}"
-        metadata_in(body)
-        kept = {name: body[name] for name in ("tags", "user_metadata", "sdk_version", "display_name") if name in body}
+        kept: dict[str, object] = {"tags": tags_in(body), "user_metadata": metadata_in(body)}
+        kept |= {name: optional_text_in(body, name) for name in ("sdk_version", "display_name") if body.get(name)}
         with self.journal.writing() as db:
             db.execute("INSERT INTO sessions VALUES (?, 'active', ?, ?)", (session, time.time(), json.dumps(kept)))
         return session
@@ -127,7 +133,7 @@ class Service:
             for (run,) in self.journal.rows("SELECT id FROM models WHERE session = ? AND status = 'live'", session):
                 await self.unload(run)
             with self.journal.writing() as db:
-                db.execute("UPDATE sessions SET status = ? WHERE id = ?", (status, session))
+                db.execute("UPDATE sessions SET status = ?, seen_at = ? WHERE id = ?", (status, time.time(), session))
                 for table in ("models", "samplers"):
                     of_session = f"SELECT id FROM {table} WHERE session = ?"  # noqa: S608  one of two names
                     query = f"DELETE FROM requests WHERE status != 'pending' AND lane IN ({of_session})"  # noqa: S608
@@ -138,13 +144,9 @@ class Service:
             raise RefusedRequestError(f"there is no session {session}", 404)
 
     async def _clean_up(self) -> None:
-        timeout = self.settings.session_timeout_s
-        while timeout is not None:
+        while True:
             await asyncio.sleep(self.settings.cleanup_s)
-            late = time.time() - timeout
-            for (session,) in self.journal.rows(
-                "SELECT id FROM sessions WHERE status = 'active' AND seen_at < ?", late
-            ):
+            for session in self._silent_sessions():
                 logger.info("session without a sign of life: its models are unloaded session=%s", session)
                 try:
                     await self.end_session(session, "expired")
@@ -152,6 +154,18 @@ class Service:
                     self._on_replaced()
                 except Exception:
                     logger.exception("could not end a session; it is tried again session=%s", session)
+            try:
+                self.journal.forget(before=time.time() - KEPT_S)
+            except ReplacedError:
+                self._on_replaced()
+            except sqlite3.OperationalError as error:
+                logger.warning("could not delete old rows of the state file; it is tried again: %s", error)
+
+    def _silent_sessions(self) -> list[str]:
+        if self.settings.session_timeout_s is None:
+            return []
+        query = "SELECT id FROM sessions WHERE status = 'active' AND seen_at < ?"
+        return [session for (session,) in self.journal.rows(query, time.time() - self.settings.session_timeout_s)]
 
     # Training runs
 
@@ -219,10 +233,19 @@ class Service:
         digest = canonical(body)
         if (known := self.journal.request_at(run, 0)) is not None:
             return self._repeated(known, kind, digest), run
+        self._check_room()
         request = LoggedRequest(id=uuid4().hex, lane=run, seq=0, kind=kind, digest=digest, body=b"", status="pending")
         self.journal.create_model(request, session=session, facts=facts.text, at=facts.created_at)
         self._start_queue(run, facts)
         return request.id, run
+
+    def _check_room(self) -> None:
+        ((loaded,),) = self.journal.rows("SELECT count(*) FROM models WHERE status = 'live'")
+        if loaded >= self.settings.max_models:
+            raise RefusedRequestError(
+                f"{loaded} models are loaded, and this server takes no more (--max-models): unload one, end its "
+                "session, or wait until a session without a sign of life has ended"
+            )
 
     def _metadata_of(self, session: str) -> dict[str, str]:
         """Returns a session's metadata, which its training runs have, too."""

@@ -72,8 +72,11 @@ def server(folder: Path, bucket: str, port: int) -> Iterator[subprocess.Popen[by
     words += ["--checkpoints", f"{place}/tinker?{query}", "--state", str(folder / "tinker.sqlite")]
     words += ["--port", str(port)]
     log = folder / "server.log"
+    environment = {**os.environ, "RAYCHECK_TINKER_API_KEY": cookbook.KEY}
     with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, "-m", "raycheck", *words], stdout=file, stderr=file)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raycheck", *words], stdout=file, stderr=file, env=environment
+        )
         try:
             wait_until_serving(process, log)
             yield process

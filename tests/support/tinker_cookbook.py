@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.support.virtual_environments import prepare_venv
 
 VERSION = "0.6.1"
+KEY = "tml-for-tests-only"
 FOLDER = Path(__file__).parents[2] / ".venv-tinker-cookbook"
 PYTHON = FOLDER / "bin/python"
 NEEDED = (
@@ -180,7 +181,7 @@ def environment(folder: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
-        "TINKER_API_KEY": "tml-for-tests-only",
+        "TINKER_API_KEY": KEY,
         "TINKER_TELEMETRY": "0",
         "WANDB_MODE": "disabled",
     }

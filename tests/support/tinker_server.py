@@ -7,7 +7,7 @@ models in the middle of whatever it does, as the death of the actor would.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from raycheck.http_server import HttpLimits
 from raycheck.tinker.checkpoint_store import CheckpointStore
 from raycheck.tinker.engine.actor import EngineGoneError, EngineRefusalError, answer_of, value_of
 from raycheck.tinker.engine.base_model import BaseModel
 from raycheck.tinker.engine.tenants import Tenants
 from raycheck.tinker.journal import Journal
-from raycheck.tinker.server import serve
+from raycheck.tinker.server import LIMITS, serve
 from raycheck.tinker.service import ServerSettings, Service
 from raycheck.train.worker import singleton
 from tests.support.coordinator_in_thread import group_of
@@ -114,6 +115,7 @@ class RunningServer:
     """A server that runs in a thread of its own."""
 
     url: str = ""
+    key: str = ""
     service: Service | None = None
     engine: ThreadEngine | None = None
     errors: list[BaseException] = field(default_factory=list)
@@ -127,8 +129,10 @@ def tinker_server(
     state: Path,
     *,
     model_name: str | None = None,
-    key: str = "",
+    key: str | None = "",
     port: int = 0,
+    limits: HttpLimits = LIMITS,
+    allow_hosts: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     engine: Any = None,
     on_loop: Callable[[asyncio.AbstractEventLoop], None] = lambda _: None,
@@ -142,7 +146,7 @@ def tinker_server(
     def make_service(on_replaced: Callable[[], None]) -> Service:
         running.engine = engine or ThreadEngine(base)
         running.service = Service(
-            ServerSettings(base_model=model_name or base, **{"hold_s": 5.0, **(settings or {})}),
+            ServerSettings(base_model=model_name or base, **{"hold_s": 5.0, "max_models": 1000, **(settings or {})}),
             journal=Journal(str(state)),
             engine=running.engine,
             checkpoints=CheckpointStore(checkpoints),
@@ -150,14 +154,22 @@ def tinker_server(
         )
         return running.service
 
-    def on_start(address: str) -> None:
-        running.url = address
+    def on_start(address: str, made_key: str) -> None:
+        running.url, running.key = address, made_key
         started.set()
 
     async def run() -> None:
         task = asyncio.current_task()
         running.stop = lambda: loop.call_soon_threadsafe(task.cancel)
-        await serve(make_service, host="127.0.0.1", port=port, key=key, on_start=on_start)
+        await serve(
+            make_service,
+            host="127.0.0.1",
+            port=port,
+            key=key,
+            on_start=on_start,
+            limits=limits,
+            allow_hosts=allow_hosts,
+        )
 
     def run_in_thread() -> None:
         try:

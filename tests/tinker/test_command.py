@@ -14,12 +14,26 @@ def refusal(*words: str) -> str:
     return str(done.exception)
 
 
-def test_an_address_that_others_can_reach_needs_a_key(base, tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("RAYCHECK_TINKER_API_KEY", raising=False)
+def test_an_address_that_others_can_reach_needs_a_key(base, tmp_path) -> None:
+    text = refusal("--base-model", base, "--checkpoints", str(tmp_path), "--host", "0.0.0.0", "--no-key")
 
-    text = refusal("--base-model", base, "--checkpoints", str(tmp_path), "--host", "0.0.0.0")
+    assert "needs a key; leave --no-key out" in text
+    check_bind("0.0.0.0", None)  # for a key that the server makes
 
-    assert "needs a key; give --api-key-file" in text
+
+@pytest.mark.parametrize(("written", "words"), [(None, "No such file"), ("", "it is empty"), (b"\xff", "decode")])
+def test_a_key_file_without_a_key_is_refused(base, tmp_path, written, words) -> None:
+    file = tmp_path / "key"
+    if written is not None:
+        file.write_bytes(written or b"\n")
+
+    assert words in refusal("--base-model", base, "--checkpoints", str(tmp_path), "--api-key-file", str(file))
+
+
+def test_a_key_and_none_is_refused(base, tmp_path) -> None:
+    words = ["--api-key-file", str(tmp_path / "key"), "--no-key"]
+
+    assert "not both" in refusal("--base-model", base, "--checkpoints", str(tmp_path), *words)
 
 
 def test_a_key_that_is_soon_guessed_is_refused(base, tmp_path) -> None:

@@ -78,7 +78,8 @@ async def _download(request: web.Request) -> web.StreamResponse:
     found = request.match_info
     path = CheckpointPath.of(found["run"], f"{found['segment']}/{found['name']}")
     signed = _signature(request.app[SECRET], path, found["file"], found["expires"])
-    if not hmac.compare_digest(signed, found["signature"]) or time.time() >= int(found["expires"]):
+    shown = found["signature"].encode(errors="surrogatepass")
+    if not hmac.compare_digest(signed.encode(), shown) or time.time() >= int(found["expires"]):
         raise RefusedRequestError("this address was not signed by this server, or is over: ask for a new one", 403)
     files = await asyncio.to_thread(_adapter, request.app[SERVICE].checkpoints, path)
     if found["file"] == ARCHIVE:

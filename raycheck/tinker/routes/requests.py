@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ MAX_LISTED = 1000
 MAX_BODY_BYTES = 256 * 1024 * 1024
 """The SDK cuts what it sends into parts of 5 MB."""
 MAX_WINDOW_BYTES = 1 << 27
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""What only a body has that may hold a lone surrogate; two of them in their order are a character."""
 
 
 async def body_bytes(request: web.Request) -> bytes:
@@ -51,19 +54,32 @@ async def json_body(request: web.Request) -> dict[str, Any]:
     """Returns a body that is a JSON object. Raises RefusedRequestError for any other."""
     data = await body_bytes(request)
     try:
-        body = json.loads(data)
+        text = data.decode()  # json.loads would let bytes through that are not UTF-8
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers that Python refuses to read
         raise RefusedRequestError(f"the body is not JSON: {error}", 422) from None
     if not isinstance(body, dict):
         raise RefusedRequestError("the body is not a JSON object", 422)
+    if SURROGATE.search(text):
+        for name, value in body.items():
+            _check_surrogates(name, value)
     return body
+
+
+def _check_surrogates(name: str, value: object) -> None:
+    """Raise RefusedRequestError for half of a character: no file, no name and no other program could take it."""
+    try:
+        json.dumps({name: value}, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        text = f"{name[:100]!a} holds a lone surrogate (such as \\ud800), which is no character"
+        raise RefusedRequestError(text, 422) from None
 
 
 async def once(request: web.Request, answer: Callable[[], Awaitable[dict[str, Any]]]) -> web.Response:
     """Answers a call once, and repetitions of it, which have its idempotency key, with the same answer."""
     journal = request.app[SERVICE].journal
     given = request.headers.get("x-idempotency-key", "")
-    key = f"{request.path} {given}" if 0 < len(given) <= MAX_KEY else ""
+    key = f"{request.path} {given}".encode(errors="backslashreplace").decode() if 0 < len(given) <= MAX_KEY else ""
     if key and (known := journal.answer_to(key)) is not None:
         return web.Response(status=known[0], text=known[1], content_type="application/json")
     text = json.dumps(await answer())

@@ -10,6 +10,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
 MAX_METADATA_BYTES = 1000
 MAX_TEXT = 512
+MAX_TAGS = 64
 
 
 class RefusedRequestError(Exception):
@@ -79,6 +80,16 @@ def ttl_in(body: Mapping[str, Any]) -> int | None:
             f"ttl_seconds={value!r}: give {MIN_TTL_S} (an hour) to {MAX_TTL_S} (ten years), or null for no expiry"
         )
     return value
+
+
+def tags_in(body: Mapping[str, Any]) -> list[str]:
+    """Returns a session's tags."""
+    tags = body.get("tags") or []
+    if not isinstance(tags, list) or len(tags) > MAX_TAGS:
+        raise RefusedRequestError(f"tags: give a list of at most {MAX_TAGS} texts")
+    if not all(isinstance(tag, str) and len(tag) <= MAX_TEXT for tag in tags):
+        raise RefusedRequestError(f"tags: each has to be a text of at most {MAX_TEXT} characters")
+    return tags
 
 
 def metadata_in(body: Mapping[str, Any], name: str = "user_metadata") -> dict[str, str]:
