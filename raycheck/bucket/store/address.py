@@ -19,6 +19,7 @@ SCHEMES = ("s3", "gs", "az", "abfss", "file", "memory")
 _KINDS = ("s3", "gs", "az", "file", "memory")
 _KIND_OF_SCHEME = {"gcs": "gs", "abfs": "az", "abfss": "az"}
 _ABFSS = re.compile(r"([^@:/?]+)@([^@:/?.]+)\.dfs\.core\.windows\.net")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ACCOUNT = "account_name"
 """The part of an address that is in the query: az:// has no other place for the account."""
 _PYARROW_NAMES = {"endpoint": "endpoint_override", "ca_bundle": "tls_ca_file_path"}
@@ -55,6 +56,8 @@ def parse_uri(uri: str) -> Address:
     """Takes a URI apart. Raises ConfigError that says what is wrong with it, and repeats no credentials."""
     if uri.startswith("/"):
         return Address(kind="file", bucket="", prefix=uri, account="", said=StorageSettings())
+    if odd := _CONTROL.search(uri):  # urlsplit would leave them out, and so name another place
+        raise ConfigError(f"{shown_uri(uri)!r}: write the character {odd[0]!r} as %{ord(odd[0]):02X}")
     bare = uri.partition("?")[0]  # errors repeat no more: queries of other tools hold signatures and keys
     scheme, _, rest = bare.partition("://")
     scheme = scheme.lower()
@@ -81,6 +84,8 @@ def parse_uri(uri: str) -> Address:
     # The names in a folder may be any bytes, which Python writes with surrogates.
     bucket = parts.netloc
     prefix = unquote(parts.path, errors="surrogateescape" if kind == "file" else "replace").strip("/")
+    if "\0" in prefix:
+        raise ConfigError(f"{bare}: a name cannot hold the character NUL")
     if kind in ("s3", "gs") and not bucket:
         raise ConfigError(f"{bare}: name the bucket, as in {kind}://bucket/runs/my-run")
     if kind == "az":
@@ -99,9 +104,16 @@ def kind_of(uri: str) -> str:
 
 
 def join_uri(uri: str, name: str) -> str:
-    """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name."""
-    base, mark, query = uri.partition("?")
-    return f"{base.rstrip('/')}/{name}{mark}{query}"
+    """Returns `uri` with one more path segment: the run's root, from Ray's storage path and run name.
+
+    name: as it is, like a folder's; what has a meaning in a URI is quoted. Raises ConfigError for "." and "..".
+    """
+    if name in (".", ".."):
+        raise ConfigError(f"{name!r} is no name for a run: it would be another folder")
+    base, mark, query = ("", "", "") if uri.startswith("/") else uri.partition("?")
+    if not base:  # a plain path, in which nothing is quoted
+        return f"{uri.rstrip('/')}/{name}"
+    return f"{base.rstrip('/')}/{_quoted(name)}{mark}{query}"
 
 
 def folder_uri(uri: str, name: str) -> str:
@@ -114,7 +126,12 @@ def folder_uri(uri: str, name: str) -> str:
 
 def path_uri(path: str) -> str:
     """Returns the URI of an absolute path, which is written as it is but for what has a meaning in a URI."""
-    return "file://" + re.sub("[%?#@]", lambda found: f"%{ord(found[0]):02X}", path)
+    return f"file://{_quoted(path)}"
+
+
+def _quoted(path: str) -> str:
+    """Returns `path` with only those characters quoted that would mean something else in a URI."""
+    return re.sub("[%?#@\\x00-\\x1f\\x7f]", lambda found: f"%{ord(found[0]):02X}", path)
 
 
 def is_same_place(one: str, other: str) -> bool:

@@ -32,7 +32,7 @@ from raycheck.shards.entries.per_rank_entries import (
 )
 from raycheck.shards.entries.plain_value_entry import HeldValue, InPlace, PlainValueEntry
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
-from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, StateEntry
+from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, StateEntry, calling
 from raycheck.shards.entries.wrappers import unwrapped
 from raycheck.shards.transfer.stock_torch_names import StockNames
 
@@ -173,7 +173,7 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
         return ModuleEntry(name, value)
     if isinstance(value, HeldValue):
         return PlainValueEntry(name, value, rank=rank)
-    if isinstance(value, Optimizer) and _has_torchs_form(value):
+    if isinstance(value, Optimizer) and _has_torchs_form(name, value):
         return OptimizerEntry(name, value, named)
     if isinstance(value, PerRank):
         return PerRankEntry(name, value, rank=rank)
@@ -197,12 +197,19 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
     )
 
 
-def _has_torchs_form(optimizer: Optimizer) -> bool:
+def _has_torchs_form(name: str, optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's state_dict() has state and groups. torchtitan's container of optimizers gives the
     flattened form."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return True
-    return {"state", "param_groups"} <= optimizer.state_dict().keys()
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):  # its import takes long
+        raise ConfigError(
+            f"state[{name!r}] is a ZeroRedundancyOptimizer, which gives the state of all ranks to one of them only. "
+            "Use torch.distributed.fsdp.fully_shard with a plain optimizer, which shards the optimizer's state too, or "
+            "the plain optimizer itself"
+        )
+    with calling(name, "state_dict"):
+        return {"state", "param_groups"} <= optimizer.state_dict().keys()
 
 
 def _has_objects(value: object) -> bool:

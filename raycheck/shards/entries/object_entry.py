@@ -4,7 +4,7 @@ from typing import Any
 
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_like
-from raycheck.shards.entries.state_entry import StateEntry
+from raycheck.shards.entries.state_entry import StateEntry, calling
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 
 HELD = "$held"
@@ -19,7 +19,8 @@ class ObjectEntry(StateEntry):
         self._obj = obj
 
     def tree(self) -> dict[str, Any]:
-        state = self._obj.state_dict()
+        with calling(self.name, "state_dict"):
+            state = self._obj.state_dict()
         if not isinstance(state, dict):
             raise ConfigError(f"state[{self.name!r}].state_dict() is a {type(state).__name__}, not a dict")
         if not state:
@@ -32,6 +33,9 @@ class ObjectEntry(StateEntry):
 
     def match(self, saved: SavedEntry) -> Named:
         if saved.values is None:
+            saved.missing.append(self.name)
+            return {}
+        if saved.was_none(self.name, HELD):
             saved.missing.append(self.name)
             return {}
         if isinstance(saved.values, dict) and HELD in saved.values:
@@ -57,4 +61,6 @@ class ObjectEntry(StateEntry):
 
     def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.values is not None:
-            self._obj.load_state_dict(self.decoded(saved.values, tensors.__getitem__))
+            value = self.decoded(saved.values, tensors.__getitem__)
+            with calling(self.name, "load_state_dict"):
+                self._obj.load_state_dict(value)

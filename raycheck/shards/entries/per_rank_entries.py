@@ -25,9 +25,10 @@ from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.entries.fill_in_place import filled
 from raycheck.shards.entries.module.module_entry import VALUE_KEYS
 from raycheck.shards.entries.object_entry import ObjectEntry
+from raycheck.shards.entries.plain_value_entry import InPlace
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
-from raycheck.shards.entries.state_entry import StateEntry
+from raycheck.shards.entries.state_entry import StateEntry, calling
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 
 
@@ -92,7 +93,8 @@ class PerRankEntry(StateEntry):
         (value,) = self.decoded(saved.values, tensors.__getitem__)
         obj = self._wrapped.owner
         if obj is not None:
-            obj.load_state_dict(value)
+            with calling(self.name, "load_state_dict"):
+                obj.load_state_dict(value)
         else:
             self._wrapped.value = filled(self._wrapped.value, value)
 
@@ -102,7 +104,8 @@ class PerRankEntry(StateEntry):
         obj = self._wrapped.owner
         if obj is None:
             return self._wrapped.value
-        state = obj.state_dict()
+        with calling(self.name, "state_dict"):
+            state = obj.state_dict()
         if isinstance(state, dict) and not state:
             refuse_unsaved(self.name, obj)
         return state
@@ -154,14 +157,17 @@ class MergedEntry(PerRankEntry):
         names: list[str] = []
         states = [self.compared(saved, tree, names.append)[0] for tree in saved.rank_values]
         try:
-            self._obj.check_rank_states(states)
+            with calling(self.name, "check_rank_states"):
+                self._obj.check_rank_states(states)
         except StateMismatchError as error:
             saved.mismatched.append(f"{self.name}: {error}")
         return {name: empty_for(saved.tensors[name]) for name in names}
 
     def load(self, saved: SavedEntry, tensors: Named) -> None:
         if saved.rank_values:
-            self._obj.load_rank_states([self.decoded(tree, tensors.__getitem__)[0] for tree in saved.rank_values])
+            states = [self.decoded(tree, tensors.__getitem__)[0] for tree in saved.rank_values]
+            with calling(self.name, "load_rank_states"):
+                self._obj.load_rank_states(states)
 
 
 def is_merged(value: object) -> bool:
@@ -193,7 +199,7 @@ def is_loader(name: str, value: object) -> bool:
 
 
 class RankZero:
-    """Wraps an object with state_dict and load_state_dict that is called on rank 0 only.
+    """Wraps an object with state_dict and load_state_dict, or a dict of plain values, that is used on rank 0 only.
 
     It is given as `{"log": raycheck.RankZero(log)}`. Its values may differ from those that the other ranks have, such
     as a log's times. Other ranks that need them take them from `Checkpointer.peek().values`.
@@ -209,7 +215,13 @@ class RankZeroEntry(ObjectEntry):
     compares_values = False
 
     def __init__(self, name: str, wrapped: RankZero, *, rank: int) -> None:
-        super().__init__(name, wrapped.obj)
+        obj = InPlace(wrapped.obj) if type(wrapped.obj) is dict else wrapped.obj
+        if not all(callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"state[{name!r}] is RankZero of a {type(obj).__qualname__} without state_dict and load_state_dict. "
+                "Plain values go into a dict: raycheck.RankZero({...})"
+            )
+        super().__init__(name, obj)
         self._is_mine = rank == 0
 
     def tree(self) -> dict[str, Any]:

@@ -78,7 +78,13 @@ class PlainValueEntry(ObjectEntry):
         self._has_warned = rank != 0 or is_container(held.value)
 
     def tree(self) -> Any:
-        return self._held.value
+        value = self._held.value
+        if all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"state[{self.name!r}] is a {type(value).__qualname__} now, and was a plain value when the state was "
+                "given: nothing of it would be saved. Give it once it exists, by Checkpointer.add() before restore()"
+            )
+        return value
 
     def gather(self) -> GatheredEntry:
         if not self._has_warned:  # a script that updates a variable instead would save the first value again and again
@@ -100,6 +106,11 @@ class PlainValueEntry(ObjectEntry):
             return {}
         live = self._held.value
         if list(saved.values) != [HELD]:
+            if live is None:
+                saved.advice.append(
+                    f"state[{self.name!r}] is None here: make the object before restore(), where peek().entries has "
+                    f"{self.name!r}. restore(skip=[{self.name!r}]) goes on without it"
+                )
             saved.mismatched.append(f"{self.name}: a bare {_kind(live)} here, an object or dict saved")
             return {}
         there = self.compared(saved, saved.values[HELD], lambda _name: None)

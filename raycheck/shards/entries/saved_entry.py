@@ -18,11 +18,13 @@ class SavedEntry:
     checkpoint has no such entry. rank_values: the trees of the ranks that saved values of their own, because they held
     other names. place: says where a tensor's bytes lie; equal for names that were saved tied. takes: says whether the
     tensor of a name is to be restored. dtypes: the types of all saved tensors, when floating-point ones may be cast to
-    the live dtype.
+    the live dtype. strict: whether what only one side has is refused.
 
     missing: names here that are not in the checkpoint. unexpected: names in the checkpoint that are not here.
     mismatched: differences between what both sides hold. fresh: names left as they are by a stated rule. unused: names
-    in the checkpoint that are, by a stated rule, not for this rank. cast: tensors read into another dtype.
+    in the checkpoint that are, by a stated rule, not for this rank. cast: tensors read into another dtype. registered:
+    buffers that the live module gets from the checkpoint. advice: what to do about the differences, each once.
+    reshaped: tensors of another shape. castable: whether a cast would help one of `mismatched`.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class SavedEntry:
         place: Callable[[str], object],
         takes: Callable[[str], bool],
         dtypes: Mapping[str, str] | None = None,
+        strict: bool = True,
     ) -> None:
         self.tensors = {name: tensor for name, tensor in tensors.items() if takes(name)}
         self.values = values
@@ -41,12 +44,17 @@ class SavedEntry:
         self.place = place
         self.takes = takes
         self.dtypes = dtypes
+        self.strict = strict
         self.cast: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
         self.fresh: list[str] = []
         self.unused: list[str] = []
+        self.registered: list[str] = []
+        self.advice: list[str] = []
+        self.reshaped: list[str] = []
+        self.castable = False
 
     def record_only_saved(self, names: Iterable[str]) -> None:
         """Record names that only the checkpoint has. Each rank of a pipeline holds a share of the entry, so no rank can
@@ -64,7 +72,22 @@ class SavedEntry:
             self.cast.append(f"{name}: {saved.dtype} saved, {here[0]} here")
             return True
         self.mismatched.append(f"{name}: {here[0]}{list(here[1])} here, {saved.dtype}{list(saved.shape)} saved")
+        if here[1] != saved.shape:
+            self.reshaped.append(name)
+        elif tensor.dtype.is_floating_point and getattr(torch, saved.dtype).is_floating_point:
+            self.castable = True
         return False
+
+    def was_none(self, name: str, held_key: str) -> bool:
+        """Returns whether the entry was None when it was saved, and then advises how to begin with the object here."""
+        if not (isinstance(self.values, dict) and held_key in self.values and self.values[held_key] is None):
+            return False
+        self.values = None
+        self.advice.append(
+            f"{name} was None when it was saved: restore(skip=[{name!r}]) begins with what it is here. Checkpoints "
+            "that are saved after it are restored whole by the same call"
+        )
+        return True
 
     def may_cast(self, saved: str, here: torch.dtype) -> bool:
         """Returns whether the caller allows reading the saved dtype into the live one. Only floats are ever cast: an

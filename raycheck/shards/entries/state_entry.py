@@ -4,9 +4,10 @@ At a save an entry gathers its live tensors and values. At a restore it says whi
 what was read. The other modules of this folder implement the contract for each kind of object.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from raycheck.bucket.assembly.replica_comparison import Cure
 from raycheck.bucket.format.values import decode, encode
-from raycheck.errors import ConfigError, StateMismatchError
+from raycheck.errors import ConfigError, RaycheckError, StateMismatchError
 from raycheck.shards.entries.meta_tensors import is_on_meta
 from raycheck.shards.entries.saved_entry import Named, SavedEntry
 from raycheck.shards.entries.value_classes import KnownClasses
@@ -32,6 +33,9 @@ OWN_ENTRIES = ("progress", "rng")
 """Entries that raycheck adds to every state."""
 ASSETS = "assets"
 """The entry that an export needs beside the tensors; a restore has no use for it."""
+_CURABLE = (OSError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
+_CURABLE_TEXT = re.compile(r"(?i)connect|timed? ?out|peer|socket|nccl|gloo|cuda error|out of memory")
+"""What a restart may cure: gloo and devices raise a RuntimeError that only its text tells from a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,8 @@ class StateEntry(ABC):
         check = getattr(obj, "check_state_dict", None)
         if callable(check):
             try:
-                check(value)
+                with calling(self.name, "check_state_dict"):
+                    check(value)
             except StateMismatchError as error:
                 saved.mismatched.append(f"{self.name}: {error}")
 
@@ -183,6 +188,24 @@ class StateEntry(ABC):
     def _without_classes(self, value: object, path: str) -> object:
         tensors: Named = {}
         return decode(self.encode(value, path, tensors), tensors.__getitem__)
+
+
+@contextmanager
+def calling(name: str, method: str) -> Iterator[None]:
+    """Raise ConfigError, naming the entry, for an error that the user's own method raises in the block.
+
+    The same program would raise it again, so it is not retried. What a restart may cure is raised as it is: a lost
+    connection to another rank, a full device or disk.
+    """
+    try:
+        yield
+    except (RaycheckError, *_CURABLE):
+        raise
+    except Exception as error:
+        is_rays = any(base.__module__ == "ray.exceptions" for base in type(error).__mro__)  # an actor was asked
+        if is_rays or (isinstance(error, RuntimeError) and _CURABLE_TEXT.search(str(error))):
+            raise
+        raise ConfigError(f"state[{name!r}].{method}() raised {type(error).__name__}: {error}") from error
 
 
 def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:

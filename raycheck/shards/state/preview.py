@@ -50,7 +50,8 @@ class Preview:
 
     step, epoch, epoch_step, samples, tokens, episodes: where training goes on, as `restore` will say. checkpoint: its
     name, None in a fresh run. attempt: this life of the worker group. saved_world_size: the number of ranks that wrote
-    it. entries: names of all entries that it holds, except "rng" and "progress". metrics: those saved with it. values:
+    it. entries: names of all entries that it holds, except "rng" and "progress". shapes: the shape of every saved
+    tensor, by its name ("model.head.weight"). metrics: those saved with it. values:
     the saved values of entries without tensors, by entry: a plain dict, a scheduler's state_dict. rank_values: those of
     PerRank entries without tensors, by entry, of each rank that saved. refused: newer
     checkpoints that are damaged, each with the proof. selection: what the restore is to take. partial: see Manifest.
@@ -66,6 +67,7 @@ class Preview:
     attempt: int
     saved_world_size: int = 0
     entries: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=lambda: SavedValues({}))
     rank_values: tuple[Mapping[str, Any], ...] = ()
@@ -96,6 +98,7 @@ class Preview:
             attempt=attempt,
             saved_world_size=manifest.world_size,
             entries=tuple(sorted(names - {ASSETS, *OWN_ENTRIES})),
+            shapes={tensor.name: tensor.shape for tensor in index.tensors},
             metrics=dict(manifest.metrics),
             values=SavedValues(trees),
             rank_values=per_rank,

@@ -14,6 +14,7 @@ from raycheck.bucket.format.progress import Progress
 from raycheck.errors import ConfigError, CorruptError, RaycheckError, StateMismatchError, SupersededError
 from raycheck.shards.entries.meta_tensors import is_on_meta
 from raycheck.shards.entries.module.module_entry import ModuleEntry
+from raycheck.shards.entries.optimizer.optimizer_entry import OptimizerEntry
 from raycheck.shards.entries.saved_entry import Named, SavedEntry
 from raycheck.shards.entries.state_entry import ASSETS, OWN_ENTRIES, StateEntry
 from raycheck.shards.state.restore_result import RestoreReport
@@ -61,26 +62,45 @@ class CheckpointMatcher:
         if selection != EVERYTHING:
             self.check_selection(selection, [*there, *(tensor.name for tensor in index.tensors)])
         with corrupt_if_odd(key):
-            match = self._match_entries(index, selection, there, cast=cast)
+            match = self._match_entries(index, selection, there, strict=strict, cast=cast)
         _refuse_leftovers(key, touched_before - match.touched)
         mismatched = [line for found in match.saved.values() for line in found.mismatched]
         mismatched += [line for entry in self._entries for line in entry.left_on_meta(match.wanted.get(entry, {}))]
-        _refuse_differences(key, match.report, mismatched, strict=strict, cast=cast)
+        _refuse_differences(key, match.report, mismatched, self._advice(match), strict=strict)
         if any(is_on_meta(tensor) for tensors in match.wanted.values() for tensor in tensors.values()):
             for entry in match.wanted:
                 if isinstance(entry, ModuleEntry):
                     entry.give_memory()
             with corrupt_if_odd(key):  # once more: the tensors to read into have memory only now
-                match = self._match_entries(index, selection, there, cast=cast)
+                match = self._match_entries(index, selection, there, strict=strict, cast=cast)
         return match
+
+    def _advice(self, match: CheckpointMatch) -> list[str]:
+        """Returns what to do about the differences."""
+        lines = list(dict.fromkeys(line for found in match.saved.values() for line in found.advice))
+        optimizers = [entry for entry in match.saved if isinstance(entry, OptimizerEntry)]
+        skip: list[str] = []
+        for entry, found in match.saved.items():
+            skip += found.reshaped if entry.can_split else [entry.name] * bool(found.reshaped)
+            skip += [optimizer.name for optimizer in optimizers for name in found.reshaped if optimizer.steps(name)]
+        if skip:
+            lines.append(
+                "where a shape differs, give the live tensor the saved shape before restore() (peek().shapes has it), "
+                f"or begin with what is here: restore(skip={list(dict.fromkeys(skip))})"
+            )
+        if any(found.castable for found in match.saved.values()):
+            lines.append("where only the floating-point type of a weight differs, restore(cast=True) converts it")
+        return lines
 
     def check_selection(self, selection: Selection, saved: Iterable[str] = ()) -> None:
         """Raise ConfigError for a name that is neither in the live state nor among the saved names."""
         inner_names = [name for entry in self._entries if entry.can_split for name in entry.names()]
         selection.check([*(entry.name for entry in self._entries), *inner_names, *saved])
 
-    def _match_entries(self, index: Index, selection: Selection, there: set[str], *, cast: bool) -> CheckpointMatch:
-        saved = self._saved_entries(index, selection, cast=cast)
+    def _match_entries(
+        self, index: Index, selection: Selection, there: set[str], *, strict: bool, cast: bool
+    ) -> CheckpointMatch:
+        saved = self._saved_entries(index, selection, strict=strict, cast=cast)
         wanted = {entry: entry.match(found) for entry, found in saved.items()}
         return CheckpointMatch(
             saved=saved,
@@ -90,7 +110,9 @@ class CheckpointMatcher:
             progress=Progress.of(index.values["progress"]) if selection.takes("progress") else Progress(),
         )
 
-    def _saved_entries(self, index: Index, selection: Selection, *, cast: bool) -> dict[StateEntry, SavedEntry]:
+    def _saved_entries(
+        self, index: Index, selection: Selection, *, strict: bool, cast: bool
+    ) -> dict[StateEntry, SavedEntry]:
         """Returns what the checkpoint holds of each entry that is to be restored."""
         place_of = places(index)
         dtypes = {tensor.name: tensor.dtype for tensor in index.tensors} if cast else None
@@ -116,6 +138,7 @@ class CheckpointMatcher:
                 place=place_of.get,
                 takes=selection.takes,
                 dtypes=dtypes,
+                strict=strict,
             )
             if entry.is_per_rank:
                 saved[entry].unused += [f"{entry.name}.rank{rank}" for rank in by_rank if rank >= self._world_size]
@@ -154,6 +177,7 @@ class CheckpointMatcher:
             fresh=tuple(line for found in saved.values() for line in found.fresh),
             unused=tuple(line for found in saved.values() for line in found.unused),
             cast=tuple(line for found in saved.values() for line in found.cast),
+            registered=tuple(line for found in saved.values() for line in found.registered),
         )
 
 
@@ -181,7 +205,7 @@ def _refuse_leftovers(key: str, left: set[str]) -> None:
 
 
 def _refuse_differences(
-    key: str, report: RestoreReport, mismatched: Sequence[str], *, strict: bool, cast: bool
+    key: str, report: RestoreReport, mismatched: Sequence[str], advice: Sequence[str], *, strict: bool
 ) -> None:
     """Raise StateMismatchError that lists all differences. `mismatched`, on both sides but not alike, is always
     refused; what only one side has is refused if `strict`."""
@@ -193,12 +217,11 @@ def _refuse_differences(
         *(f"  missing in the checkpoint: {line}" for line in report.missing),
         *(f"  only in the checkpoint: {line}" for line in report.unexpected),
     ]
+    lines += [f"  {line}" for line in advice]
     if not mismatched:
         lines.append(
             "  restore(skip=[...]) leaves entries out by name; restore(strict=False) takes what both sides hold"
         )
-    elif not cast:
-        lines.append("  where only the floating-point type of a weight differs, restore(cast=True) converts it")
     raise StateMismatchError("\n".join(lines))
 
 

@@ -17,8 +17,9 @@ class RestoreReport:
     checkpoint that are not here. skipped: names left as they were because the caller said so. fresh: names left as
     they were by a stated rule. unused: names in the checkpoint that are, by a stated rule, not for this rank (another
     pipeline stage's, PerRank values of ranks that are gone). cast: tensors restored into another floating-point type,
-    because the caller said so. refused: newer checkpoints that this rank was to restore, but which are damaged, each
-    with the proof.
+    because the caller said so. registered: buffers that a module here had not registered, and got from the checkpoint
+    because what only one side has is accepted. refused: newer checkpoints that this rank was to restore, but which are
+    damaged, each with the proof.
     """
 
     restored: tuple[str, ...] = ()
@@ -28,6 +29,7 @@ class RestoreReport:
     fresh: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
+    registered: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:

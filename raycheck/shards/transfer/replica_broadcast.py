@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raycheck.errors import RaycheckError, StoreError
+from raycheck.errors import DamagedError, RaycheckError, StoreError
 from raycheck.shards.transfer.local_box import LocalBox, as_bytes
 from raycheck.shards.transfer.restore_proof import WrittenBytes, written_bytes
 
@@ -70,7 +70,7 @@ def errors_on_all_ranks(world_size: int) -> Iterator[None]:
     except Exception as error:
         if _has_group(world_size):
             is_ours = isinstance(error, RaycheckError)
-            told = error if is_ours else StoreError(f"another rank could not restore: {type(error).__name__}: {error}")
+            told = error if is_ours else StoreError(f"could not restore: {type(error).__name__}: {error}")
             _gather((None, told), world_size)
         raise
 
@@ -89,11 +89,14 @@ def _gather(item: Any, world_size: int) -> list[Any]:
 
 def _gathered(item: tuple[bytes | None, RaycheckError | None], world_size: int) -> list[bytes | None]:
     """Gather pairs of a digest and an error, and return the digests. Raises this rank's error, else that of the lowest
-    rank that has one."""
+    rank that has one, with its name. What is said of a damaged checkpoint names the object."""
     pairs = _gather(item, world_size)
-    failure = item[1] or next((error for _, error in pairs if error is not None), None)
-    if failure is not None:
-        raise failure
+    if item[1] is not None:
+        raise item[1]
+    for rank, (_, error) in enumerate(pairs):
+        if error is not None:
+            is_named = isinstance(error, DamagedError) or str(error).startswith("rank ")
+            raise error if is_named else type(error)(f"rank {rank}: {error}")
     return [found for found, _ in pairs]
 
 

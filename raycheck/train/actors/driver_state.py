@@ -14,6 +14,7 @@ from raycheck.errors import ConfigError
 from raycheck.shards.entries.object_entry import ObjectEntry
 from raycheck.shards.entries.plain_value_entry import InPlace
 from raycheck.shards.entries.random_generators import GeneratorState, is_generator
+from raycheck.shards.entries.state_entry import calling
 from raycheck.shards.state.random_state import DriverRandomState
 from raycheck.train.actors.actor_state import RemoteState
 from raycheck.train.worker.periodic import Periodic
@@ -43,12 +44,13 @@ class DriverState:
 
     def state_dicts(self) -> dict[str, Any]:
         """Returns the state of each entry, as rank 0 saves it."""
-        return {name: value.state_dict() for name, value in self._objects.items()}
+        return {name: ObjectEntry(name, value).tree() for name, value in self._objects.items()}
 
     def load(self, states: Mapping[str, Any]) -> None:
         """Put restored states back. Entries that the checkpoint does not have stay as they are."""
         for name, state in states.items():
-            self._objects[name].load_state_dict(deepcopy(state))  # arrays that come from Ray are read-only
+            with calling(name, "load_state_dict"):
+                self._objects[name].load_state_dict(deepcopy(state))  # arrays that come from Ray are read-only
 
 
 def _with_state(name: str, value: Any) -> Any:

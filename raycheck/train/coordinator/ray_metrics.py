@@ -1,10 +1,13 @@
 """Sets the `raycheck_*` metrics, which Ray's metrics endpoint exports: all in the coordinator, as a run's one source.
 
-The dashboard cluster/grafana/raycheck.json shows them. Each has the tag `run`: the run's URI without settings.
+The dashboard cluster/grafana/raycheck.json shows them. Each has the tag `run`: the run's URI without settings,
+with what is not ASCII quoted.
 """
 
+import re
 import time
 from collections.abc import Callable
+from urllib.parse import quote
 
 from ray.util.metrics import Counter, Gauge
 
@@ -44,7 +47,8 @@ class RayMetrics:
     """Sets the gauges and counters of one run. The counters start at zero when the coordinator starts."""
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic) -> None:
-        tags = {"run": shown_uri(uri)}
+        # Ray's metrics take tags of ASCII alone.
+        tags = {"run": re.sub(r"[^\x20-\x7e]", lambda found: quote(found[0], errors="surrogateescape"), shown_uri(uri))}
         self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in GAUGES.items()}
         self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in COUNTERS.items()}
         for metric in (*self._gauges.values(), *self._counters.values()):

@@ -49,7 +49,7 @@ def warn_of_rays_checkpoint(group: Group, restored: Manifest | None) -> None:
 
 def warn_of_differences(group: Group, report: RestoreReport) -> None:
     """Warn when only one of the checkpoint and the live state has an entry or tensor."""
-    if report.missing or report.unexpected:
+    if report.missing or report.unexpected or report.registered:
         text = "the checkpoint and the state differ"
         logger.warning(event(text, report=report, rank=group.rank, run=group.uri))
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,17 +25,18 @@ from raycheck.shards.entries.meta_tensors import ADVICE, give_memory, is_on_meta
 from raycheck.shards.entries.module.merged_adapters import adapted_layers, differences, merged_adapters
 from raycheck.shards.entries.module.parameter_names import plain_names, unwrapped
 from raycheck.shards.entries.module.tensor_locations import TensorLocations, is_plain
+from raycheck.shards.entries.object_entry import HELD
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_for
-from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
+from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry, calling
 from raycheck.shards.entries.unsaved_tensors import refuse_unsaved
 from raycheck.shards.transfer.gather_cache import GatherCache, local_of
 from raycheck.shards.transfer.local_box import box_of, memory_key, refuse_part_of_another
 from raycheck.shards.transfer.restore_proof import has_memory, holds
 
-EXTRA, FLATTENED = "extra", "flattened"
+EXTRA, FLATTENED, BUFFERS = "extra", "flattened", "buffers"
 VALUE_KEYS = frozenset({EXTRA, FLATTENED})
-"""Keys of the values that a module saves: its extra state, and how each tensor subclass is made up of its inner
-tensors."""
+"""Keys of the values that every saved module has: its extra state, and how each tensor subclass is made up of its inner
+tensors. Those of newer checkpoints also name its buffers."""
 MERGED = "merged"
 """The key of the adapters that are merged into weights. Only modules that have such layers save it."""
 
@@ -77,7 +79,8 @@ class ModuleEntry(StateEntry):
         self._parameters = {self._name(key) for key in keys}  # some may have come since the last look
         self._flattened = {}
         self._adapted = adapted_layers(self.module, self._plain)
-        state = self.module.state_dict()
+        with calling(self.name, "state_dict"):
+            state = self.module.state_dict()
         if not state:
             refuse_unsaved(self.name, self.module)
         live = self._live() if any(map(_can_be_flattened, state.values())) else {}
@@ -97,8 +100,10 @@ class ModuleEntry(StateEntry):
         return tree
 
     def values(self, tree: dict[str, Any], tensors: Named) -> Any:
-        extra = self.encode(_extra_state(tree), self.name, tensors)
-        return {EXTRA: extra, FLATTENED: self._flattened, **self._merged()}
+        extra = _extra_state(tree)
+        buffers = {key: True for key in tree if key not in extra and not self.may_spread(f"{self.name}.{key}")}
+        found = {EXTRA: self.encode(extra, self.name, tensors), FLATTENED: self._flattened}
+        return {**found, **({BUFFERS: buffers} if buffers else {}), **self._merged()}
 
     def _merged(self) -> dict[str, Any]:
         return {MERGED: merged_adapters(self._adapted)} if self._adapted else {}
@@ -155,6 +160,7 @@ class ModuleEntry(StateEntry):
         return found
 
     def match(self, saved: SavedEntry) -> Named:
+        saved.was_none(self.name, HELD)
         tree = self.tree()
         extra_here = _extra_state(tree)
         all_live = {f"{self.name}.{key}": value for key, value in tree.items() if key not in extra_here}
@@ -164,7 +170,8 @@ class ModuleEntry(StateEntry):
         if saved.values is None and not live:
             saved.missing.append(self.name)
         extra_there, extra = self._match_extra_state(saved)
-        self._match_names(saved, all_live, live, extra)
+        unregistered = self._match_unregistered(saved, all_live)
+        self._match_names(saved, all_live, live, {**extra, **unregistered})
         for name in sorted(set(extra_here) ^ set(extra_there)):
             if saved.takes(f"{self.name}.{name}"):
                 if name in extra_here:
@@ -176,7 +183,49 @@ class ModuleEntry(StateEntry):
             there = _by_first_rank(saved, MERGED)
             saved.mismatched += differences(self.name, self._adapted, there, saved.tensors)
         fitting = {name: live[name] for name in live if name in saved.tensors and saved.compare(name, live[name])}
-        return {**fitting, **extra}
+        return {**fitting, **extra, **unregistered}
+
+    def _match_unregistered(self, saved: SavedEntry, all_live: Named) -> Named:
+        """Returns tensors for the saved buffers that a module here has room for and has not registered.
+
+        It may do so at its first forward, and begin with other values then. Without `strict` it gets the saved ones.
+        """
+        names = [name for name in self._saved_buffers(saved) if name in saved.tensors and name not in all_live]
+        places = {name: place for name in names if (place := self._place_for(name)) is not None}
+        if saved.strict:
+            saved.advice += [
+                f"{name} is a buffer that its module has not registered, perhaps since it does so at its first "
+                "forward: run that once before restore(), or restore(strict=False), which registers it with the saved "
+                f"value. restore(skip=[{name!r}]) leaves it out"
+                for name in places
+            ]
+            return {}
+        saved.registered += places
+        near = {
+            name: next(chain(owner.parameters(), owner.buffers(), self.module.parameters()), None)
+            for name, (owner, _) in places.items()
+        }
+        return {
+            name: empty_for(saved.tensors[name]).to("cpu" if at is None or is_on_meta(at) else at.device)
+            for name, at in near.items()
+        }
+
+    def _saved_buffers(self, saved: SavedEntry) -> list[str]:
+        """Returns the names of the buffers in the checkpoint; nothing where ranks hold different ones."""
+        buffers = {} if saved.rank_values else (saved.values or {}).get(BUFFERS, {})
+        return [f"{self.name}.{key}" for key in buffers]
+
+    def _place_for(self, name: str) -> tuple[torch.nn.Module, str] | None:
+        """Returns the innermost module whose buffer would have this name in the checkpoint, and its name there; None
+        where there is no such module, or it has something else of this name."""
+        leaf = name.rpartition(".")[2]
+        found = None
+        for path, module in self.module.named_modules():
+            if self._name(f"{path}.{leaf}" if path else leaf) == name:
+                found = module
+        if found is None or leaf in {**found._parameters, **found._modules}:  # noqa: SLF001
+            return None
+        return (found, leaf) if leaf in found._buffers or not hasattr(found, leaf) else None  # noqa: SLF001
 
     def _match_names(self, saved: SavedEntry, all_live: Named, live: Named, extra: Named) -> None:
         """Record which tensors only one side has. Tied tensors need only one of their names in the checkpoint.
@@ -237,6 +286,9 @@ class ModuleEntry(StateEntry):
             give_memory(live, self._live().values())
 
     def load(self, saved: SavedEntry, tensors: Named) -> None:
+        for name in saved.registered:
+            if (place := self._place_for(name)) is not None:
+                place[0].register_buffer(place[1], tensors[name])
         extra_there = _by_first_rank(saved, EXTRA)
         if not extra_there and all(map(is_plain, self.module.modules())):
             return  # every tensor was read in place
@@ -256,7 +308,8 @@ class ModuleEntry(StateEntry):
             elif tensor is not None and local_of(tensor).numel() and local_of(tensor).data_ptr() not in own:
                 given[key] = tensor  # a hook of state_dict made it
         if given:
-            self.module.load_state_dict(given, strict=False)
+            with calling(self.name, "load_state_dict"):
+                self.module.load_state_dict(given, strict=False)
 
     def not_held(self, tensors: Named) -> list[str]:
         tree = self.tree()

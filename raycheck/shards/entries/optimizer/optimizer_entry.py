@@ -18,12 +18,13 @@ from raycheck.bucket.format.values import decode
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.entries.module.parameter_names import NamedParameters, ParameterNames
+from raycheck.shards.entries.object_entry import HELD
 from raycheck.shards.entries.optimizer.exact_loading import load_exactly, loads_as_torch
 from raycheck.shards.entries.optimizer.parameter_groups import ParameterGroups, join_ranks
 from raycheck.shards.entries.optimizer.slot_allocation import inner_tensor, slot_tensor
 from raycheck.shards.entries.optimizer.slot_locations import SlotLocations, is_plain
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_like
-from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry
+from raycheck.shards.entries.state_entry import GatheredEntry, StateEntry, calling
 from raycheck.shards.transfer.gather_cache import GatherCache
 from raycheck.shards.transfer.restore_proof import holds
 from raycheck.shards.transfer.stock_torch_names import StockNames
@@ -63,6 +64,12 @@ class OptimizerEntry(StateEntry):
     def names(self) -> list[str]:
         self._refresh_groups()
         return list(self._groups.parameters)
+
+    def steps(self, name: str) -> bool:
+        """Returns whether a parameter of this optimizer has this name in the checkpoint."""
+        self._refresh_groups()
+        named = self._groups.in_modules()
+        return any(".".join(named[p]) == name for p in self._groups.parameters.values() if p in named)
 
     def may_spread(self, name: str) -> bool:
         del name
@@ -114,7 +121,8 @@ class OptimizerEntry(StateEntry):
         }
 
     def tree(self) -> dict[str, Any]:
-        packed = self.optimizer.state_dict()
+        with calling(self.name, "state_dict"):
+            packed = self.optimizer.state_dict()
         flat = list(self._groups.flat())
         groups = [{**g, "params": list(n)} for g, n in zip(packed["param_groups"], self._groups.names, strict=True)]
         state, own = {}, {}
@@ -144,7 +152,7 @@ class OptimizerEntry(StateEntry):
 
     def match(self, saved: SavedEntry) -> Named:
         self._refresh_groups()
-        if saved.values is None:
+        if saved.values is None or saved.was_none(self.name, HELD):
             saved.missing.append(f"{self.name} (the whole optimizer)")
             return {}
         if not saved.values.keys() >= VALUE_KEYS:
@@ -179,6 +187,7 @@ class OptimizerEntry(StateEntry):
             if tensor is not None:
                 here = live.get(slot)
                 if isinstance(here, torch.Tensor) and tuple(here.shape) != tensor.shape:
+                    saved.reshaped.append(tensor.name)
                     saved.mismatched.append(f"{tensor.name}: {list(here.shape)} here, {list(tensor.shape)} saved")
                 wanted[tensor.name] = slot_tensor(saved, tensor, slot, live=here, parameter=parameter, named=in_modules)
             elif slot not in not_tensors:
@@ -232,7 +241,8 @@ class OptimizerEntry(StateEntry):
         }
         other = self.decoded(values["other"], tensors.__getitem__)
         own = self.decoded(values.get("own") or {}, tensors.__getitem__)
-        load_exactly(self.optimizer, self._groups, other=other, state=state, own=own)
+        with calling(self.name, "load_state_dict"):
+            load_exactly(self.optimizer, self._groups, other=other, state=state, own=own)
         if not loads_as_torch(self.optimizer):
             self._refuse_changed(values)
 
