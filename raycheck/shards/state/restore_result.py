@@ -18,7 +18,8 @@ class RestoreReport:
     they were by a stated rule. unused: names in the checkpoint that are, by a stated rule, not for this rank (another
     pipeline stage's, PerRank values of ranks that are gone). cast: tensors restored into another floating-point type,
     because the caller said so. refused: newer checkpoints that this rank was to restore, but which are damaged, each
-    with the proof.
+    with the proof. drifted: what was not the same on all ranks when it was saved, so that the checkpoint has one
+    rank's.
     """
 
     restored: tuple[str, ...] = ()
@@ -29,6 +30,7 @@ class RestoreReport:
     unused: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    drifted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         names = tuple(spec.name for spec in fields(self))
