@@ -216,6 +216,10 @@ class SaveSettings:
         None, the default: every run uploads its own once.
     max_failed_saves: this many failed saves in a row end the training with SaveFailedError. Fewer only log a warning.
         Default: 3.
+    on_drift: what happens when ranks that should hold the same, as under DDP, do not. "refuse", the default: the save
+        fails, and names the tensor and the ranks. "keep_first": the lowest rank that holds a tensor writes it, which
+        saves one replica whole; the log says once what differs, and the checkpoint is marked. Then the writing of
+        replicas is not shared among their ranks.
 
     Raises ConfigError when a value cannot work.
     """
@@ -245,6 +249,7 @@ class SaveSettings:
     memory_every_steps: int | None = None
     save_timeout_s: float = 600.0
     max_failed_saves: int = 3
+    on_drift: Literal["refuse", "keep_first"] = "refuse"
     base: str | None = None
 
     def __post_init__(self) -> None:
@@ -263,6 +268,7 @@ class SaveSettings:
         _check_choice(self, "buffers", 1, 2)
         _check_choice(self, "on_preempt", "continue", "restart")
         _check_choice(self, "upload_by", "rank", "node")
+        _check_choice(self, "on_drift", "refuse", "keep_first")
         if self.memory_every_steps is not None and self.upload_by != "node":
             hint = 'give upload_by="node" too, since the actors of the nodes hold memory checkpoints'
             raise ConfigError(f"memory_every_steps={self.memory_every_steps}: {hint}")

@@ -197,6 +197,7 @@ def _marks(run: Run, checkpoint: Checkpoint) -> list[str]:
         "head": entry.key == run.latest.head,
         "pinned": entry.pinned,
         "rolling": entry.rolling,
+        "drifted": entry.drifted,
         "DAMAGED": entry.damaged,
     }
     return [mark for mark, applies in marks.items() if applies]
@@ -227,6 +228,7 @@ def _details(checkpoint: Checkpoint) -> dict[str, Any]:
         "note": dict(manifest.note),
         "epoch": manifest.epoch,
         "samples": manifest.samples,
+        "drifted": list(manifest.drifted),
         "attempt": manifest.attempt,
         "world_size": manifest.world_size,
         "restored_from": _without_settings(manifest.restored_from),

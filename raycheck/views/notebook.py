@@ -55,6 +55,7 @@ def checkpoint_html(uri: str, entry: Entry) -> str:
 
 def _checkpoint_row(entry: Entry, head: str | None) -> tuple[object, ...]:
     stays = ["head"] * (entry.key == head) + ["pinned"] * entry.pinned + ["rolling"] * entry.rolling
+    stays += ["drifted"] * entry.drifted
     stays += [f"DAMAGED: {entry.damaged}"] if entry.damaged else []
     metrics = [f"{name} {short_number(value)}" for name, value in sorted({**entry.metrics, **entry.scores}.items())]
     shares = ", ".join(entry.refs) or None

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from raycheck.bucket.store import open_store
+from tests.support.fsdp_training import Tensors
 from tests.support.gloo_ranks import mesh_of
 from tests.support.parallel_shapes import PROGRESS, State, build, settled, train
 from tests.support.save_without_ray import Uploaded, upload
@@ -23,9 +24,11 @@ def replicated(world_size: int) -> State:
     return {"model": model}
 
 
-def save_drifted(rank: int, world_size: int, kind: str, uri: str, name: str, drift: dict[str, Any]) -> Uploaded:
+def save_drifted(
+    rank: int, world_size: int, kind: str, uri: str, name: str, drift: dict[str, Any]
+) -> tuple[Uploaded, Tensors]:
     """Save a training in which, on one rank, one element of a tensor has changed. drift: the rank, and the tensor's
-    name; empty for none."""
+    name; empty for none. Returns this rank's own tensors, too."""
     if kind == "replicated":
         state = replicated(world_size)
     else:
@@ -40,4 +43,8 @@ def save_drifted(rank: int, world_size: int, kind: str, uri: str, name: str, dri
             tensor.to_local().view(-1)[-1] += 1e-3
     staged = saver.stage(PROGRESS)
     dist.barrier()
-    return upload(open_store(uri), staged, name=name)
+    own = {
+        key: value.to_local() if isinstance(value, DTensor) else value
+        for key, value in state["model"].state_dict().items()
+    }
+    return upload(open_store(uri), staged, name=name), own

@@ -61,9 +61,19 @@ def committed(
     metrics: dict[str, float] | None = None,
     plans: PlanCache | None = None,
     keep_last: int = 10,
+    keeps_drift: bool = False,
 ) -> Checkpoint:
     """Do the coordinator's part of a save, and check that every invariant holds."""
-    conclude(Register(store), name, uploads, progress=progress, metrics=metrics, plans=plans, keep_last=keep_last)
+    conclude(
+        Register(store),
+        name,
+        uploads,
+        progress=progress,
+        metrics=metrics,
+        plans=plans,
+        keep_last=keep_last,
+        keeps_drift=keeps_drift,
+    )
     body = read_latest(store)
     entry = body.entry(name)
     assert entry is not None
@@ -80,6 +90,7 @@ def conclude(
     metrics: dict[str, float] | None = None,
     plans: PlanCache | None = None,
     keep_last: int | None = 10,
+    keeps_drift: bool = False,
 ) -> None:
     """Write index, `.metadata` and manifest, and commit, which must succeed."""
     parsed = object_keys.CheckpointName.parse(name)
@@ -96,6 +107,7 @@ def conclude(
             kept=item.kept,
             section=item.section,
             metrics=metrics or {},
+            keeps_drift=keeps_drift,
         )
         for rank, item in enumerate(uploads)
     ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raycheck.bucket.assembly.plan_cache import PlanCache
-from raycheck.bucket.assembly.replica_comparison import differences, refusal
+from raycheck.bucket.assembly.replica_comparison import described, differences, labels, refusal
 from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
@@ -25,12 +25,13 @@ class Assembled:
     """Holds what makes the ranks' shards a checkpoint.
 
     documents: the bytes of manifest, index and `.metadata` by key, all to be written before the commit. has_copies:
-    ranks wrote a box twice, so they should agree anew on its writer.
+    ranks wrote a box twice, so they should agree anew on its writer. drift: which replicas differ; "" for none.
     """
 
     manifest: Manifest
     documents: Mapping[str, bytes]
     has_copies: bool
+    drift: str = ""
 
     @property
     def manifest_bytes(self) -> bytes:
@@ -56,7 +57,8 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     _refuse_other_saves(reports)
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
-    if found := differences(plans.replicas(sections)):
+    found = differences(plans.replicas(sections))
+    if found and not all(report.keeps_drift for report in reports):
         raise SaveFailedError(f"{name}: {refusal(found)}")
     references = _references(reports)
     written = {shard.component for report in reports for shard in report.shards}
@@ -81,6 +83,7 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
         began_at=first.began_at,
         rolling=first.is_rolling,
         by_notice=first.is_by_notice,
+        drifted=labels(found),
         settings=first.settings,
         name=first.label.name,
         note=dict(first.label.note),
@@ -104,7 +107,8 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     here = [component.name for component in components if component.checkpoint == name]
     documents |= {object_keys.metadata_key(name, component): merged.metadata[component][0] for component in here}
     documents[object_keys.manifest_key(name)] = dump(manifest)  # the last one where they are written one by one
-    return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies)
+    drift = described(found) if found else ""
+    return Assembled(manifest=manifest, documents=documents, has_copies=merged.plan.has_copies, drift=drift)
 
 
 def _refuse_other_saves(reports: Sequence[Report]) -> None:

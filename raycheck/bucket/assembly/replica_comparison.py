@@ -19,6 +19,8 @@ DIGEST_BYTES = 8
 """The size of the number that a rank reports for one thing."""
 MAX_NAMED = 4
 """How many differences, and how many ranks of each, an error names."""
+MAX_LISTED = 32
+"""How many differences a manifest names."""
 Cure = Literal["", "RankZero", "RankZero or PerRank"]
 """The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
 CAUSES = "The replicas have drifted apart: an all-reduce is missing, or the ranks draw other random numbers"
@@ -123,6 +125,12 @@ def _listed(ranks: Sequence[int]) -> str:
     if len(rest) > MAX_NAMED:
         return f"{head}, {', '.join(rest[:MAX_NAMED])} and {len(rest) - MAX_NAMED} more"
     return f"{', '.join([head, *rest[:-1]])} and {rest[-1]}"
+
+
+def labels(found: Sequence[Difference]) -> tuple[str, ...]:
+    """Name what differs, as a manifest does."""
+    more = (f"and {len(found) - MAX_LISTED} more",) if len(found) > MAX_LISTED else ()
+    return (*(item.label for item in found[:MAX_LISTED]), *more)
 
 
 def refusal(found: Sequence[Difference]) -> str:

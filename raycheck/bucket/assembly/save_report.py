@@ -22,7 +22,8 @@ class Report:
     rank's part of the index. blocked_s, staged_s, upload_s: see RankRecord. exports: how to export the checkpoint, None
     for no export. node: the node on which the rank runs. restored_from, partial, trained_s, began_at, is_rolling,
     is_by_notice, settings, replaces: see Manifest. is_in_memory: the shards lie in the node's memory, for a memory
-    checkpoint. label: the name, the note and the expiry that the save gives its checkpoint.
+    checkpoint. label: the name, the note and the expiry that the save gives its checkpoint. keeps_drift: replicas that
+    differ do not fail the save, as the first holder's are written.
     """
 
     group: str
@@ -53,6 +54,7 @@ class Report:
     replaces: str | None = None
     node: str = ""
     is_in_memory: bool = False
+    keeps_drift: bool = False
 
     @property
     def checkpoint(self) -> str:

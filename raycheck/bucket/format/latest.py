@@ -30,10 +30,10 @@ class Entry(Document):
     when `latest` grows full. damaged: what a restore found wrong with it, None for nothing; a damaged entry is neither
     restored nor counted by retention. rolling: see Retention. name: what a user calls it; no other live entry of the
     run has this name. scores: what was measured of it after its commit, at most 32; retention prefers a score to a
-    metric of that name. by_notice: it was saved because a node was about to go.
+    metric of that name. by_notice: it was saved because a node was about to go. drifted: see Manifest.
     """
 
-    when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores", "by_notice"})
+    when_true: ClassVar[frozenset[str]] = frozenset({"rolling", "name", "scores", "by_notice", "drifted"})
 
     key: str
     refs: tuple[str, ...] = ()
@@ -49,6 +49,7 @@ class Entry(Document):
     name: str | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
     by_notice: bool = False
+    drifted: bool = False
 
     def is_kept_by_name(self, now: float) -> bool:
         """Returns whether it has a name, and its time has not run out. now: the bucket's time."""

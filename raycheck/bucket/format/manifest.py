@@ -72,14 +72,17 @@ class Manifest(Document):
     not repeated, so that a restart does not throw away what was trained since. trained_s: the seconds of training in
     this state, over all attempts, without lost work and the time of saves. began_at: the time at which the run's first
     attempt began, None when it is not known. rolling: only the newest few of its kind stay, see Retention. by_notice:
-    it was saved because a node was about to go. settings: the user's choices, in words, to tell at a restart what has
+    it was saved because a node was about to go. drifted: what was not the same on all ranks that held it, in words; of
+    that it has the first holder's. settings: the user's choices, in words, to tell at a restart what has
     changed. name, note, expire_after_s: see Label; the
     checkpoint's entry in `latest` says which name it has now, and when it expires. replaces: the checkpoint of the same
     step and attempt whose place this one takes, see FORMAT.md, step 17; None for most.
     """
 
     is_long: ClassVar[bool] = True
-    when_true: ClassVar[frozenset[str]] = frozenset({"name", "note", "expire_after_s", "by_notice", "replaces"})
+    when_true: ClassVar[frozenset[str]] = frozenset(
+        {"name", "note", "expire_after_s", "by_notice", "replaces", "drifted"}
+    )
 
     format_version: int = FORMAT_VERSION
     key: str
@@ -95,6 +98,7 @@ class Manifest(Document):
     began_at: float | None = None
     rolling: bool = False
     by_notice: bool = False
+    drifted: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     name: str | None = None
     note: Mapping[str, NoteValue] = field(default_factory=dict)

@@ -102,6 +102,7 @@ def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Ent
         expires_at=_expires_at(manifest, rules, now),
         rolling=manifest.rolling,
         by_notice=manifest.by_notice,
+        drifted=bool(manifest.drifted),
     )
 
 

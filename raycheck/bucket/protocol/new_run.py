@@ -137,6 +137,7 @@ def first_entry(manifest: Manifest, data: bytes, *, of: Entry | None = None) -> 
         size_bytes=manifest.size_bytes,
         metrics=listed_metrics(manifest.metrics, needed=None),
         manifest_crc32=crc32(data),
+        drifted=bool(manifest.drifted),
     )
     return entry if of is None else replace(entry, metrics=of.metrics, scores=of.scores, unknown=of.unknown)
 

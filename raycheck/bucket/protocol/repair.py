@@ -166,6 +166,7 @@ def _entry(store: Store, name: CheckpointName, old: Latest | None, *, is_head: b
         manifest_crc32=crc32(got.data),
         rolling=manifest.rolling,
         by_notice=manifest.by_notice,
+        drifted=bool(manifest.drifted),
         pinned=before.pinned if before else False,
         expires_at=before.expires_at if before else _expires_at(manifest, got.at),
         damaged=before.damaged if before and not is_head else None,  # all objects of the newest one are read

@@ -19,7 +19,8 @@ class RestoreReport:
     pipeline stage's, PerRank values of ranks that are gone). cast: tensors restored into another floating-point type,
     because the caller said so. registered: buffers that a module here had not registered, and got from the checkpoint
     because what only one side has is accepted. refused: newer checkpoints that this rank was to restore, but which are
-    damaged, each with the proof.
+    damaged, each with the proof. drifted: what was not the same on all ranks when it was saved, so that the checkpoint
+    has one rank's.
     """
 
     restored: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class RestoreReport:
     cast: tuple[str, ...] = ()
     registered: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    drifted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         names = tuple(spec.name for spec in fields(self))

@@ -266,7 +266,7 @@ class TrainState:
             rng_values=_random_state(index) if selection.takes("rng") else (),
             tensors=len(match.boxes),
             bytes_fetched=fetched,
-            report=match.report,
+            report=replace(match.report, drifted=manifest.drifted),
             is_whole=not cast and self._is_whole(manifest, index, selection, strict=strict),
         )
 

@@ -62,6 +62,7 @@ class ProtocolCalls:
         self._run_log = run_log
         self._referred = ReferredObjects(register.store)
         self._is_probed = False
+        self._said_drift = ""
         self._probing = threading.Lock()
 
     def claim(self, group: str, world_size: int) -> Claim:
@@ -156,6 +157,10 @@ class ProtocolCalls:
                 is_cured_by_next=is_lost,
             )
         self._plans.components = manifest.components
+        if checkpoint.drift and not self._said_drift:
+            self._said_drift = checkpoint.drift
+            text = f"{name} holds one replica of several that have drifted apart: {checkpoint.drift}"
+            logger.warning(event(text, run=self._store.uri))
         self._deletes.committed()
         self._run_log.committed(manifest, seconds=time.monotonic() - began)
         self._exports.nodes = [reports[rank].node for rank in sorted(reports)]

@@ -132,6 +132,7 @@ class SaveQueue:
             retention=settings.retention,
             node=group.node,
             settings=settings.chosen,
+            keeps_drift=settings.on_drift == "keep_first",
         )
         self._failures_in_a_row = 0
         self.is_cured_by_next = False  # the newest failure: see Outcome
@@ -382,7 +383,9 @@ class SaveQueue:
         What differs at the first save of a group is a mistake of the program, and ends the run. What differs later may
         be right again after a restart: it fails the save, when its reports are compared.
         """
-        holdings = self._state.replica_checksums(is_compared=report.save == 1)
+        holdings = self._state.replica_checksums(
+            is_compared=report.save == 1 and not report.keeps_drift, may_spread=not report.keeps_drift
+        )
         deadline = time.monotonic() + timeout_s
         what = f"agreement before the save of step {report.progress.step}"
         agreement: Agreement = ask_until_decided(

@@ -3,18 +3,26 @@
 from typing import Any
 
 import pytest
+import torch
 
+from raycheck.bucket.reading import Checkpoint
 from raycheck.bucket.store import Store
 from raycheck.errors import SaveFailedError
 from tests.support import drifted_shapes, parallel_shapes
+from tests.support.fsdp_training import Tensors
 from tests.support.gloo_ranks import Ranks
-from tests.support.save_without_ray import claimed, committed
+from tests.support.save_without_ray import claimed, committed, restore_state
 
 
-def save(ranks: Ranks, store: Store, kind: str, **drift: Any) -> None:
+def save(
+    ranks: Ranks, store: Store, kind: str, *, keeps_drift: bool = False, **drift: Any
+) -> tuple[Checkpoint, list[Tensors]]:
+    """Returns each rank's own part of the model, too."""
     name = claimed(store, world_size=4, step=parallel_shapes.PROGRESS.step)
-    uploads = ranks.run(drifted_shapes.save_drifted, 4, kind, store.uri, name, drift)
-    committed(store, name, uploads, progress=parallel_shapes.PROGRESS)
+    answers = ranks.run(drifted_shapes.save_drifted, 4, kind, store.uri, name, drift)
+    uploads = [upload for upload, _ in answers]
+    checkpoint = committed(store, name, uploads, progress=parallel_shapes.PROGRESS, keeps_drift=keeps_drift)
+    return checkpoint, [own for _, own in answers]
 
 
 @pytest.mark.parametrize(
@@ -46,3 +54,14 @@ def test_a_replica_of_a_mesh_that_drifted_is_refused_by_name(
 @pytest.mark.parametrize("kind", ["hybrid", "replicas x tensor parallel", "replicated", "pipeline", "fsdp"])
 def test_replicas_that_are_equal_are_saved(files: Store, ranks: Ranks, kind: str):
     save(ranks, files, kind)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_of_replicas_that_drifted_the_first_one_is_kept_whole(files: Store, ranks: Ranks, rank: int):
+    checkpoint, own = save(ranks, files, "hybrid", keeps_drift=True, rank=rank, parameter="up.weight")
+
+    plain = parallel_shapes.build("plain", 1, seed=3)
+    restore_state(checkpoint, plain)
+    first_replica = torch.cat([own[0]["up.weight"], own[1]["up.weight"]])
+    assert torch.equal(plain["model"].up.weight, first_replica)
+    assert checkpoint.read_manifest().drifted == ("tensor model.up.weight",)

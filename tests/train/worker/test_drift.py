@@ -302,3 +302,39 @@ def test_what_differs_at_the_first_save_is_a_mistake_of_the_program(uri: str) ->
             told.join()
 
     assert not open_store(uri).list_names("checkpoints/")
+
+
+def test_i11_one_rank_s_whole_state_is_kept_where_the_user_chose_so_and_marked(uri: str, caplog: Any) -> None:
+    run = Run(uri, [replica(), replica(), replica()], on_drift="keep_first")
+    run.states[2]["model"][1].weight.data[0, 0] += 1  # also at the first save
+    run.on_all("restore")
+    run.step()
+    run.save()
+    step(run.states[1], gradient=5.0)
+    run.states[1]["optimizer"].param_groups[0]["lr"] = 0.5
+    run.step()
+    run.save()
+    first = {name: value.clone() for name, value in run.states[0]["model"].state_dict().items()}
+    slots = [slot["momentum_buffer"].clone() for slot in run.states[0]["optimizer"].state.values()]
+    run.fail()
+
+    assert steps_of(uri) == [1, 2]
+    newest = raycheck.open_run(uri).head
+    assert newest is not None
+    assert newest.entry.drifted
+    assert {"tensor model.0.weight", "state['optimizer']"} <= set(newest.manifest().drifted)
+    (said,) = [record.message for record in caplog.records if "drifted apart" in record.message]
+    assert "tensor model.1.weight is not the same on ranks 0 and 2" in said
+    again = Run(uri, [replica(), replica(), replica()])
+    restored = again.on_all("restore")
+    assert all("tensor model.0.weight" in at.report.drifted for at in restored)
+    for state in again.states:
+        assert all(torch.equal(value, first[name]) for name, value in state["model"].state_dict().items())
+        found = [slot["momentum_buffer"] for slot in state["optimizer"].state.values()]
+        assert all(torch.equal(*pair) for pair in zip(found, slots, strict=True))
+        assert state["optimizer"].param_groups[0]["lr"] == 0.1
+    again.step()
+    again.save()  # equal again, after the restart
+    newest = raycheck.open_run(uri).head
+    assert newest is not None
+    assert (newest.step, newest.entry.drifted) == (3, False)
