@@ -81,3 +81,63 @@ def test_what_a_test_draws_follows_from_a_seed() -> None:
     found = {name_of(path) for path in FILES if any(draws_unseeded(name, call) for name, call in calls(path))}
 
     assert found == UNSEEDED.keys()
+
+
+SLEEPS = {
+    "bucket/store/test_ceph.py": "only with --all: kills at a moment drawn by a seed",
+    "bucket/store/test_clouds.py": "holds parts under way; any length is right",
+    "bucket/store/test_load.py": "only with --all: lets readers and writers run",
+    "bucket/store/test_uploads.py": "lets a deadline go by that is known",
+    "catalog/test_follow.py": "changes the order of two threads; any is right",
+    "cli/test_top_and_completion.py": "sets two commits apart by the store's clock, which the test then reads",
+    "elastic/test_matrix.py": "gives notices their time, before nodes are killed as a cloud kills them",
+    "elastic/test_memory.py": "kills at a moment drawn by a seed, and gives a notice its time",
+    "support/http_fault_proxy.py": "makes the speed of a wire",
+    "support/ray_jobs.py": "makes the length of a step",
+    "train/coordinator/test_wait.py": "makes a commit longer than the call that waits for it; any length is right",
+    "train/ray_api/test_tune.py": "makes the length of a step",
+    "train/test_finish.py": "only with --all: a heartbeat is a second old at most",
+}
+"""Files with a sleep that is not the pause of a loop which polls for an event, and why no answer depends on its length."""
+CLOCKS = {"time.monotonic", "time.time", "time.perf_counter", "time.process_time", "time.thread_time"}
+MEASURES = {
+    "bucket/store/test_clouds.py": "only with --all",
+    "train/coordinator/test_store_outage.py": "only with --all",
+}
+"""Files with an assertion that the time since a moment is below something, and why no default run depends on it."""
+
+
+def sleeps_alone(node: ast.AST, *, polls: bool = False) -> bool:
+    """Returns whether there is a sleep below that no `while` repeats."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "asyncio.sleep"):
+        return not polls and ast.unparse(node.args[0]) != "0"
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        polls = False
+    return any(sleeps_alone(child, polls=polls or isinstance(node, ast.While)) for child in ast.iter_child_nodes(node))
+
+
+def test_no_test_sleeps_and_then_looks() -> None:
+    found = {name_of(path) for path in FILES if sleeps_alone(ast.parse(path.read_text()))}
+
+    assert found == SLEEPS.keys()
+
+
+def asserts_a_duration(node: ast.AST) -> bool:
+    """Returns whether it says that the time since a moment is below something."""
+    return isinstance(node, ast.Compare) and any(
+        isinstance(operator, ast.Lt | ast.LtE)
+        and isinstance(left, ast.BinOp)
+        and isinstance(left.op, ast.Sub)
+        and any(isinstance(part, ast.Call) and ast.unparse(part.func) in CLOCKS for part in ast.walk(left))
+        for left, operator in zip([node.left, *node.comparators], node.ops, strict=False)
+    )
+
+
+def test_no_test_asserts_that_something_happened_within_a_time() -> None:
+    found = set()
+    for path in FILES:
+        asserts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+        if any(asserts_a_duration(node) for one in asserts for node in ast.walk(one)):
+            found.add(name_of(path))
+
+    assert found == MEASURES.keys()
