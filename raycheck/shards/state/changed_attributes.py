@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from raycheck.shards.entries.metric_entry import is_metrics
+from raycheck.shards.entries.metric_entry import is_metric, is_metrics
 from raycheck.shards.transfer.gather_cache import local_of
 
 MAX_NAMED = 8
@@ -64,8 +64,8 @@ class ChangedAttributes:
         return (
             f"changed between the saves of steps {before_step} and {step}, and in no checkpoint: {changes}{more}. "
             "After a restart they begin again. If the training depends on one, make it a persistent buffer "
-            "(register_buffer) or extra state (get_extra_state and set_extra_state) of its module, or keep it in an entry of the state "
-            "with state_dict and load_state_dict"
+            "(register_buffer) or extra state (get_extra_state and set_extra_state) of its module, or keep it in an "
+            "entry of the state with state_dict and load_state_dict"
         )
 
 
@@ -104,14 +104,14 @@ def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     kinds = type(module).__mro__
     is_wrapper = isinstance(module, DistributedDataParallel | ActivationWrapper) or "_orig_mod" in module._modules  # noqa: SLF001
     has_extra_state = type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    if is_wrapper or has_extra_state or is_metrics(module):
+    if is_wrapper or has_extra_state or is_metric(module):
         return
     hides_private = any(kind.__module__.startswith(_WITH_PRIVATE_STATE) for kind in kinds)
     held = {**module._parameters, **module._buffers}  # noqa: SLF001
-    for key, value in vars(module).items():
-        is_computed = any(key + ending in held for ending in _COMPUTED_FROM)
-        if key not in _OF_MODULES and not is_computed and not (hides_private and key.startswith("_")):
-            yield key, value
+    for key in [key for key in vars(module) if key not in _OF_MODULES]:
+        is_computed = bool(held) and any(key + ending in held for ending in _COMPUTED_FROM)
+        if not is_computed and not (hides_private and key.startswith("_")):
+            yield key, vars(module)[key]
 
 
 def _form(value: Any, known: set[int], depth: int) -> Form:
