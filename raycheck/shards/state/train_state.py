@@ -26,6 +26,7 @@ from raycheck.shards.entries.meta_tensors import ADVICE, is_on_meta
 from raycheck.shards.entries.per_rank_entries import LoaderEntry, RankZeroEntry
 from raycheck.shards.entries.state_entry import ASSETS, GatheredEntry, Leaves
 from raycheck.shards.entries.wrappers import check_scalers
+from raycheck.shards.state.changed_attributes import ChangedAttributes
 from raycheck.shards.state.left_out import left_out
 from raycheck.shards.state.random_state import rng_values
 from raycheck.shards.state.rank_buffers import PerRankBuffers, buffer_checksums
@@ -96,6 +97,7 @@ class TrainState:
         self._forms: dict[str, Forms] = {}  # of all frozen components, also where other ranks write; made with the plan
         self._is_on_meta = False
         self._has_staged = False
+        self._attributes = ChangedAttributes(self.objects)
         self._warnings: set[str] = set()  # what has been said
         self._touched: set[str] = set()  # entries and tensors that a restore has changed, or may have
 
@@ -190,6 +192,9 @@ class TrainState:
         if not self._has_staged:  # some may have been registered after the check
             self._warn_of_left_out(gathered)
             self._has_staged = True
+        changed = self._attributes.look(progress.step)
+        if changed is not None and (self._rank == 0 or self._agreement.apart):
+            logger.warning(changed)
         values: dict[str, Any] = {}
         rank_values: dict[str, Any] = {"rng": rng_values()}
         leaves: Leaves = {}
