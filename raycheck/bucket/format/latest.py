@@ -17,6 +17,8 @@ MAX_BYTES = 256 * 1024
 """Room for more than a thousand checkpoints."""
 COMMIT_BYTES = MAX_BYTES * 7 // 8
 """Commits stop at 7/8 of the limit so that a claim always fits; otherwise the run could not be resumed."""
+CROWDED_BYTES = MAX_BYTES * 3 // 4
+"""From here on old entries lose metrics, and each save asks for room before it uploads anything."""
 MAX_ATTEMPTS_LISTED = 50
 MAX_METRICS_LISTED = 32
 
@@ -298,7 +300,7 @@ def _full(body: Latest, size: int, bound: int) -> ConfigError:
     return ConfigError(
         f"latest would have {size} bytes, more than {bound}: it lists {len(body.live)} checkpoints and "
         f"{len(body.evicted)} dropped ones. 'raycheck prune --keep-last N' makes room at once, also beside a run, for "
-        "what is neither pinned nor named; then change SaveSettings"
+        "what is neither pinned nor named; then give SaveSettings(keep_last=...), so that it stays so"
     )
 
 
@@ -308,7 +310,7 @@ def check_room(body: Latest) -> None:
     For swaps that add to an entry what no commit takes out again. Raises ConfigError, which says how to make room.
     """
     bare = replace(body, live=tuple(replace(entry, metrics={}) for entry in body.live))
-    for size, bound in ((len(dump(bare)), MAX_BYTES * 3 // 4), (len(dump(body)), COMMIT_BYTES)):
+    for size, bound in ((len(dump(bare)), CROWDED_BYTES), (len(dump(body)), COMMIT_BYTES)):
         if size > bound:
             raise _full(body, size, bound)
 
@@ -328,7 +330,7 @@ def shrink_metrics(body: Latest, *, needed: str | None) -> Latest:
     needed: the metric by which retention ranks, which stays. Raises ConfigError, which says how to make room, when that
     is not enough.
     """
-    excess = len(dump(body)) - MAX_BYTES * 3 // 4
+    excess = len(dump(body)) - CROWDED_BYTES
     if excess <= 0:
         return body
     live = list(body.live)

@@ -6,6 +6,7 @@ has replaced the body, so the older one's swap is refused, and when it reads aga
 no clock.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raycheck.bucket.format import object_keys
@@ -13,6 +14,7 @@ from raycheck.bucket.format.checksum import crc32
 from raycheck.bucket.format.document import dump
 from raycheck.bucket.format.latest import Entry, Finished, Latest, Trained, listed_metrics, shrink_metrics
 from raycheck.bucket.format.manifest import Manifest
+from raycheck.bucket.format.object_keys import CheckpointName
 from raycheck.bucket.protocol.base_run import without_reservation
 from raycheck.bucket.protocol.claim import Identity, check_current, check_owner, claimed_body
 from raycheck.bucket.protocol.name_and_score import with_name_of_save
@@ -23,6 +25,8 @@ from raycheck.bucket.protocol.write_once import put_once
 from raycheck.bucket.store import Store
 from raycheck.errors import SaveFailedError, SupersededError
 from raycheck.settings import Retention
+
+MAX_STEP = 10**9 - 1
 
 
 def write_manifest(store: Store, manifest: Manifest) -> bytes:
@@ -81,12 +85,38 @@ def commit(
         if manifest.name is not None:
             new = with_name_of_save(new, manifest.key, manifest.name, may_move=may_move_name, now=now)
         new = with_evicted(new, _replaced(body, manifest), now=now)
-        return shrink_metrics(with_evicted(new, dropped_keys(new, rules, now=now), now=now), needed=rules.metric)
+        return _by_rules(new, rules, now)
 
     try:
         return register.swap(decide, what=f"commit of {manifest.key}", at=at).entry(manifest.key)
     except _TooLateError:
         return None
+
+
+def _by_rules(body: Latest, rules: Retention, now: float) -> Latest:
+    """Return the body with what the rules drop evicted. Raises ConfigError when it is too large all the same."""
+    return shrink_metrics(with_evicted(body, dropped_keys(body, rules, now=now), now=now), needed=rules.metric)
+
+
+def check_room_for_save(body: Latest, rules: Retention, now: float, *, metrics: Mapping[str, float]) -> None:
+    """Refuse a save for which `latest` has no room, before anything of it is uploaded. Step 17.
+
+    metrics: those of the save; when it has none, those of the head count. now: the bucket's time. Raises ConfigError,
+    which says how to make room.
+    """
+    current = body.attempt
+    key = CheckpointName(step=MAX_STEP, attempt=current.number, save=current.last_save + 1)
+    head = body.entry(body.head or "")
+    entry = Entry(
+        key=str(key),
+        refs=head.refs if head else (),
+        step=MAX_STEP,
+        committed_at=now,
+        size_bytes=2**63,
+        metrics=listed_metrics(metrics or (head.metrics if head else {}), needed=rules.metric),
+        manifest_crc32=2**32 - 1,
+    )
+    _by_rules(replace(body, head=entry.key, live=(*body.live, entry)), rules, now)
 
 
 def _entry(manifest: Manifest, data: bytes, rules: Retention, now: float) -> Entry:

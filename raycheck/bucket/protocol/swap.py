@@ -31,6 +31,7 @@ class Register:
     """Reads and swaps the `latest` of one run. Remembers what this process has seen of it; makes one swap at a time.
 
     is_crowded: hundreds of processes may swap it at this moment. Then pauses are random, and the deadline is later.
+    size_bytes: of the `latest` that this process has read or written last.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Register:
         self._seen = (0, 0)  # attempt, counter
         self._newest: tuple[Latest, Got] | None = None  # what this process has read or written last
         self._run_id: str | None = None
+        self.size_bytes = 0
 
     def read(self) -> tuple[Latest, Got] | None:
         """Read body and answer. Returns None when there is no `latest` and this process never saw one.
@@ -68,6 +70,7 @@ class Register:
         self._run_id = body.run_id
         self._seen = max(self._seen, now)
         self._newest = body, got
+        self.size_bytes = len(got.data)
         return body, got
 
     def read_existing(self) -> tuple[Latest, Got]:
@@ -149,10 +152,13 @@ class Register:
         data = dump_latest(new)
         try:
             if got is None:
-                return self.store.put_if_absent(object_keys.LATEST_KEY, data)
-            return self.store.put_if_match(object_keys.LATEST_KEY, data, got.version)
+                written = self.store.put_if_absent(object_keys.LATEST_KEY, data)
+            else:
+                written = self.store.put_if_match(object_keys.LATEST_KEY, data, got.version)
         except ConflictError as error:
             raise _NotSwappedError(str(error)) from error
+        self.size_bytes = len(data)
+        return written
 
 
 class _NotSwappedError(Exception):

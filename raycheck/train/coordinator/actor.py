@@ -213,6 +213,11 @@ class Coordinator:
             self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
         return outcome
 
+    async def check_room(self, report: Report) -> None:
+        """Raises ConfigError when `latest` has no room for the save of this report. Asked before an upload."""
+        await self._adopt(report.group)
+        await asyncio.to_thread(self._protocol.check_room, report)
+
     async def node_agent(self, kind: type, node: str) -> Any:
         """Returns the actor, of this class, that uploads for the ranks on `node`; None where there is no Ray."""
         return self._node_agents.of(node, kind)

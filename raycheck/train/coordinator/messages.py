@@ -67,7 +67,8 @@ class Claim:
     attempts began, in unix seconds by the store's clock; this attempt's comes last. resume: what the end of the attempt
     before cost, where nothing is restored; a restore gets it in its RestoreDecision. is_finished: the run had come to
     its end with that checkpoint. refused: newer checkpoints that a rank of this attempt has found damaged, each with
-    the proof. memory: the memory checkpoint that is restored in place of `restore`; None for none.
+    the proof. memory: the memory checkpoint that is restored in place of `restore`; None for none. is_crowded: `latest`
+    is so full that each save has to ask for room before it uploads anything.
     """
 
     attempt: int
@@ -78,6 +79,7 @@ class Claim:
     is_finished: bool = False
     refused: tuple[str, ...] = ()
     memory: MemoryOffer | None = None
+    is_crowded: bool = False
 
     @property
     def entry(self) -> Entry | None:
@@ -95,7 +97,7 @@ class Outcome:
     committed checkpoint has not got the name that its save asked for; "" when it has, or asked for none.
     forgets_references: the save failed since it referred to components that not all ranks refer to, or that are no
     longer held or there; the next save uploads them. is_cured_by_next: an object to which it referred is gone, so that
-    no checkpoint may be left that can be restored until the next save has uploaded it again.
+    no checkpoint may be left that can be restored until the next save has uploaded it again. is_crowded: see Claim.
     """
 
     kind: Literal["committed", "superseded", "failed"]
@@ -106,6 +108,7 @@ class Outcome:
     unnamed: str = ""
     forgets_references: bool = False
     is_cured_by_next: bool = False
+    is_crowded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,16 +6,17 @@ this module reads what a call needs besides, and tells the run log, the exports 
 
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import ray
 
-from raycheck.bucket.assembly.assemble import assemble
+from raycheck.bucket.assembly.assemble import Assembled, assemble
 from raycheck.bucket.assembly.plan_cache import PlanCache
 from raycheck.bucket.assembly.save_report import Report
-from raycheck.bucket.format.latest import COMMIT_BYTES, Entry
+from raycheck.bucket.format.latest import COMMIT_BYTES, CROWDED_BYTES, Entry
 from raycheck.bucket.protocol import claim as claims
 from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.claim import Identity
@@ -96,7 +97,24 @@ class ProtocolCalls:
             documents=documents[entry.key] if entry else [],
             claims=(*(item.claimed_at for item in past if item.number < attempt.number), attempt.claimed_at),
             is_finished=claimed.body.ends_with(attempt.restore_key),
+            is_crowded=self._is_crowded,
         )
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Returns whether a commit may find no room in `latest`, so that each save has to ask."""
+        return self._register.size_bytes > CROWDED_BYTES
+
+    def check_room(self, report: Report) -> None:
+        """Step 17, before an upload: raises ConfigError when `latest` has no room for the save of this report.
+
+        Before the first save, of number 0, names that are evicted do not count: the prune that follows a claim forgets
+        them.
+        """
+        found = self._register.read()
+        if found is not None:
+            body = found[0] if report.save else replace(found[0], evicted=())
+            protocol.check_room_for_save(body, report.retention, found[1].at, metrics=report.metrics)
 
     def take_over(self, group: str) -> int:
         """Step 12: goes on with the attempt of `group`, which an earlier start of this coordinator has claimed.
@@ -126,12 +144,8 @@ class ProtocolCalls:
         if failures:
             return Outcome(kind="failed", key=name, message="; ".join(failures))
         try:
-            checkpoint = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
+            checkpoint, at = self._write(reports)
             manifest = checkpoint.manifest
-            at, _ = self._store.both(
-                partial(put_all_once, self._store, checkpoint.documents),
-                partial(self._referred.refuse_lost, manifest),
-            )
             entry = protocol.commit(
                 self._register,
                 self.me,
@@ -146,16 +160,7 @@ class ProtocolCalls:
         except (FencedError, SupersededError, CorruptError):
             raise
         except Exception as error:  # noqa: BLE001  whatever it was, it is this save that failed, and nothing else (I10)
-            if is_lost := isinstance(error, ReferenceLostError):
-                logger.error(event(str(error), step=first.progress.step, run=self._store.uri))
-            forgets = isinstance(error, SaveFailedError) and any(report.references for report in reports.values())
-            return Outcome(
-                kind="failed",
-                key=name,
-                message=f"{type(error).__name__}: {error}",
-                forgets_references=forgets or is_lost,
-                is_cured_by_next=is_lost,
-            )
+            return self._failed(error, reports)
         self._plans.components = manifest.components
         if checkpoint.drift and not self._said_drift:
             self._said_drift = checkpoint.drift
@@ -170,7 +175,39 @@ class ProtocolCalls:
         unnamed = _why_unnamed(entry, first)
         if unnamed:
             logger.error(event(unnamed, step=entry.step, run=self._store.uri))
-        return Outcome(kind="committed", key=name, agree_anew=checkpoint.has_copies, places=places, unnamed=unnamed)
+        return Outcome(
+            kind="committed",
+            key=name,
+            agree_anew=checkpoint.has_copies,
+            places=places,
+            unnamed=unnamed,
+            is_crowded=self._is_crowded,
+        )
+
+    def _write(self, reports: dict[int, Report]) -> tuple[Assembled, float | None]:
+        """Step 16: writes the documents of a save. Returns them, and the store's time of the last answer."""
+        made = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
+        if self._is_crowded:  # with a manifest, what a failed commit leaves would never be swept
+            self.check_room(next(iter(reports.values())))
+        at, _ = self._store.both(
+            partial(put_all_once, self._store, made.documents), partial(self._referred.refuse_lost, made.manifest)
+        )
+        return made, at
+
+    def _failed(self, error: Exception, reports: dict[int, Report]) -> Outcome:
+        """Returns what all ranks are told of a save that has failed."""
+        first = next(iter(reports.values()))
+        if is_lost := isinstance(error, ReferenceLostError):
+            logger.error(event(str(error), step=first.progress.step, run=self._store.uri))
+        forgets = isinstance(error, SaveFailedError) and any(report.references for report in reports.values())
+        return Outcome(
+            kind="failed",
+            key=first.checkpoint,
+            message=f"{type(error).__name__}: {error}",
+            forgets_references=forgets or is_lost,
+            is_cured_by_next=is_lost,
+            is_crowded=self._is_crowded,
+        )
 
     def past_outcome(self, report: Report) -> Outcome:
         """Step 15 after a take-over: answers for a save of which some ranks heard before the coordinator died.

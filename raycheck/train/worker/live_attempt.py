@@ -114,7 +114,9 @@ class LiveAttempt:
             partial=start.lineage,
             saved_step=counter.step if start.claim.memory is None else -1,
             began_at=start.began_at,
+            is_crowded=start.claim.is_crowded,
         )
+        self._queue.check_room()
         self._memory = self._queue.memory_saves() if settings.memory_every_steps is not None else None
         self._is_prepared = False
         self._metrics: dict[str, object] = {}  # of the newest step

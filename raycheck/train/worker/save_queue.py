@@ -16,7 +16,7 @@ from raycheck.bucket.assembly.replica_agreement import Agreement
 from raycheck.bucket.assembly.save_report import Report
 from raycheck.bucket.format.label import NO_LABEL, Label
 from raycheck.bucket.format.progress import Progress
-from raycheck.errors import RaycheckError, SaveFailedError, StoreError
+from raycheck.errors import ConfigError, RaycheckError, SaveFailedError, StoreError
 from raycheck.settings import SaveSettings
 from raycheck.shards.state.rank_buffers import advice_on
 from raycheck.shards.state.train_state import TrainState
@@ -104,8 +104,9 @@ class SaveQueue:
         partial: tuple[str, ...],
         saved_step: int,
         began_at: float,
+        is_crowded: bool = False,
     ) -> None:
-        """restored_from: name of the restored checkpoint. partial, began_at: see Manifest."""
+        """restored_from: name of the restored checkpoint. partial, began_at: see Manifest. is_crowded: see Claim."""
         self.saved_step = saved_step
         self.newest = restored_from
         self.save_s = 0.0
@@ -134,6 +135,7 @@ class SaveQueue:
             settings=settings.chosen,
             keeps_drift=settings.on_drift == "keep_first",
         )
+        self._is_crowded = is_crowded
         self._failures_in_a_row = 0
         self.is_cured_by_next = False  # the newest failure: see Outcome
         self._last_failure = ""
@@ -199,6 +201,8 @@ class SaveQueue:
         self.saved_step = progress.step
         must_agree = self._take_doubt(report.save) and self._group.world_size > 1
         try:
+            if self._is_crowded:
+                self._ask_for_room(report)
             if must_agree:
                 self._agree(report)
             staged = self._state.stage(progress)
@@ -274,6 +278,7 @@ class SaveQueue:
             except (SaveFailedError, StoreError) as error:
                 outcome, ended = Outcome(kind="failed", key="", message=str(error)), time.monotonic()
             self._pending.popleft()
+            self._is_crowded = outcome.is_crowded or (self._is_crowded and outcome.kind != "committed")
             if outcome.kind == "failed":
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
@@ -366,6 +371,18 @@ class SaveQueue:
         is given once. Of later saves some ranks may have heard and others not.
         """
         return self._must_agree_after.pop(number - self._settings.buffers, False) or not self._has_agreed
+
+    def check_room(self) -> None:
+        """Raise ConfigError, before the first step, when `latest` has no room for a commit."""
+        if self._is_crowded:
+            self._group.ask("check_room", self._report, timeout_s=self._settings.save_timeout_s, what="room in latest")
+
+    def _ask_for_room(self, report: Report) -> None:
+        """Raise SaveFailedError when `latest` has no room for this save: it may have some at the next one."""
+        try:
+            self._group.ask("check_room", report, timeout_s=self._settings.save_timeout_s, what="room in latest")
+        except ConfigError as error:
+            raise SaveFailedError(f"rank {report.rank}: step {report.progress.step}: {error}") from error
 
     def _agree(self, report: Report) -> None:
         """Have the ranks settle which of them writes each replica, and check that replicas are equal on all of them."""
