@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raycheck.bucket.document_reading import again_if_corrupt
 from raycheck.bucket.format.index import Index
 from raycheck.bucket.format.label import Label
-from raycheck.bucket.format.latest import Latest
+from raycheck.bucket.format.latest import Entry, Latest
 from raycheck.bucket.format.manifest import Manifest
 from raycheck.bucket.format.object_keys import LATEST_KEY, CheckpointName
 from raycheck.bucket.format.ray_pointer import MAX_BYTES as MAX_POINTER_BYTES
@@ -21,7 +21,7 @@ from raycheck.bucket.format.ray_pointer import Pointer, load_pointer
 from raycheck.bucket.protocol import name_and_score, pin_and_evict
 from raycheck.bucket.protocol.name_and_score import names_in
 from raycheck.bucket.protocol.prune_and_sweep import GRACE_S, Deletion, plan_prune, plan_sweep, prune, sweep
-from raycheck.bucket.protocol.rewind import rewind
+from raycheck.bucket.protocol.rewind import check_rewind, rewind
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import Checkpoint, read_latest_at
 from raycheck.bucket.store import Store, open_store
@@ -74,8 +74,8 @@ class CommittedCheckpoint(Checkpoint):
     def samples(self, first: int, end: int) -> "list[StepSamples]":
         """Returns which samples made the steps from `first` to before `end`, whatever the world size was.
 
-        Steps are counted from 0, so that those from 400 to before 500 lie between the checkpoints of steps 400 and 500.
-        It is known of steps before this checkpoint, of a run with raycheck.Batches in its state; this needs torch.
+        Steps count from 1, as in logs: those from 401 to before 501 lie between the checkpoints of steps 400 and 500.
+        It is known of steps up to this checkpoint's, of a run with raycheck.Batches in its state; this needs torch.
         Raises ConfigError when it is not known, CorruptError for a checkpoint with other values than Batches write.
         """
         from raycheck.shards.state.preview import saved_values
@@ -319,6 +319,12 @@ class Run:
     def unname_checkpoint(self, name: str) -> "Run":
         """Take a name off its checkpoint, which is left to retention again. Raises NotFoundError."""
         return Run(self.store, name_and_score.unname(self._register, name))
+
+    def plan_rewind(self, at: int | str) -> Entry:
+        """Return the entry of the checkpoint that `rewind` would make the head. Writes nothing, and raises alike."""
+        key = self._key(at)
+        check_rewind(self._register, key)
+        return self.at(key).entry
 
     def rewind(self, at: int | str) -> "Run":
         """Make an earlier checkpoint the head: the next start restores it. A training that still runs is ended.

@@ -81,11 +81,16 @@ class ResumeRecord(Document):
     def __str__(self) -> str:
         since = "" if self.since_commit_s is None else f", {self.since_commit_s:.1f} s since that commit"
         speed = self.restore_bytes / 1e6 / max(self.restore_s, 1e-9)
+        size = (
+            f"{self.restore_bytes / 1e6:.1f} MB" if self.restore_bytes >= 1e6 else f"{self.restore_bytes / 1e3:.1f} kB"
+        )
+        restored = f", {size} restored in {self.restore_s:.2f} s ({speed:.0f} MB/s); {self.what}"
+        place = f"at step {self.step}, as no checkpoint was there"
+        if self.restored is not None:
+            place = f"at step {self.step} of {self.restored}{' in memory' if self.is_from_memory else ''}"
         return (
-            f"after attempt {self.after} ({self.cause}): step {self.step} of {self.restored or 'nothing'}"
-            f"{' in memory' if self.is_from_memory else ''}, "
-            f"{self.world_size_before} -> {self.world_size} ranks, lost: {self.lost}{since}, "
-            f"{self.restore_bytes / 1e6:.1f} MB restored in {self.restore_s:.2f} s ({speed:.0f} MB/s); {self.what}"
+            f"after attempt {self.after} ({self.cause}): {place}, {self.world_size_before} -> {self.world_size} ranks, "
+            f"lost: {self.lost}{since}{restored if self.restored is not None else ''}"
             f"{'; no later memory checkpoint: ' + self.memory_problem if self.memory_problem else ''}"
         )
 

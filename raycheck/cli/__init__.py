@@ -19,7 +19,7 @@ of options.py, which make text from a bucket harmless for a terminal. Raise a Ra
 where its message says `name=`, the user reads `--name`.
 
 Exit codes: 0 all is well, 1 something is damaged (or a submitted training failed), 2 the command could not be carried
-out, and the message says why.
+out, and the message says why; 141 when the reader of the output has gone (closed_pipe.py).
 """
 
 import sys
@@ -32,6 +32,7 @@ from raycheck.cli import browse, data, demo, docs, export, manage, names, submit
 from raycheck.cli.bench import command as bench
 from raycheck.cli.catalog import archives, delete, fork, import_command, policy, runs
 from raycheck.cli.catalog import copy as copies
+from raycheck.cli.closed_pipe import end_with_the_reader
 from raycheck.cli.options import Text, out, with_flags
 from raycheck.cli.views import page, tensors, top
 from raycheck.errors import RaycheckError
@@ -71,8 +72,13 @@ for topic in (
 
 def main() -> None:
     """Run the command line. A RaycheckError or OSError becomes one line; no error exits with 1, which means damage."""
+    end_with_the_reader()
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except (RaycheckError, OSError) as error:
         print(f"raycheck: {printable_lines(str(error))}", file=sys.stderr)  # noqa: T201
         sys.exit(2)

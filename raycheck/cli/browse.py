@@ -75,7 +75,7 @@ def show(uri: Uri, step: Step = None, as_json: Json = False, storage: Storage = 
         print_json(facts)
         return
     out.print(Text(f"run {shown_uri(uri)}"))
-    out.print(Text(f"id {run.latest.run_id}, head {run.latest.head}, {len(run.checkpoints)} checkpoints"))
+    out.print(Text(f"id {run.latest.run_id}, head {run.latest.head or '-'}, {len(run.checkpoints)} checkpoints"))
     out.print(Text(f"{status.text}\n"))
     for way, names in run.borrowed.items():
         out.print(Text(f"uses {len(names)} checkpoint(s) of {way}: {', '.join(names[:3])}\n"))

@@ -16,7 +16,7 @@ Steps = Annotated[
     str,
     typer.Option(
         metavar="FIRST:END",
-        help="From step FIRST, counted from 0, to before step END: what lies between their checkpoints.",
+        help="From step FIRST to before step END, as logs count them: 401:501 lies between checkpoints 400 and 500.",
     ),
 ]
 AtStep = Annotated[
@@ -55,7 +55,7 @@ def data(uri: Uri, steps: Steps, at: AtStep = None, as_json: Json = False, stora
 def _range(steps: str) -> tuple[int, int]:
     first, _, end = steps.partition(":")
     if not (first.isdecimal() and end.isdecimal() and len(steps) <= 40 and int(first) < int(end)):
-        raise ConfigError(f"--steps {steps}: give FIRST:END, for example 400:500")
+        raise ConfigError(f"--steps {steps}: give FIRST:END, for example 401:501")
     return int(first), int(end)
 
 

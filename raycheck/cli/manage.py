@@ -16,6 +16,7 @@ from raycheck.bucket.protocol.repair import repair as repair_run
 from raycheck.bucket.protocol.retention import decide_retention
 from raycheck.bucket.protocol.swap import Register
 from raycheck.bucket.reading import read_latest
+from raycheck.bucket.run_status import read_status
 from raycheck.bucket.store import open_store
 from raycheck.bucket.store.address import join_uri, kind_of, shown_uri
 from raycheck.cli.options import At, Json, Storage, Text, Uri, out, print_json, settings_of
@@ -137,13 +138,25 @@ def sweep(
 def rewind(
     uri: Uri,
     step: At,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what the head would be.")] = False,
     storage: Storage = None,
 ) -> None:
     """Make an earlier checkpoint the head.
 
     The next start restores it. A training that still runs is stopped.
     """
-    head = open_run(uri, settings_of(storage)).rewind(step).latest.head
+    run = open_run(uri, settings_of(storage))
+    if dry_run:
+        entry = run.plan_rewind(step)
+        later = [item.step for item in run.latest.live[run.latest.live.index(entry) + 1 :]]
+        out.print(Text(f"{entry.key} would be the head, in the place of {run.latest.head}"))
+        if later:
+            out.print(Text(f"the later checkpoints, of steps {', '.join(map(str, later))}, would stay listed"))
+        status = read_status(run.store)
+        if status.state == "running":
+            out.print(Text(f"a training would be stopped: {status.text}"))
+        return
+    head = run.rewind(step).latest.head
     out.print(Text(f"head is {head}; later checkpoints stay listed until retention drops them"))
 
 

@@ -359,12 +359,12 @@ def test_the_checkpoint_says_which_samples_made_each_step(
             batches.end_epoch()
         saved = ranks[0].state_dict()
 
-    found = samples_of(saved, 0, len(trained), step=len(trained)) if trained else []
+    found = samples_of(saved, 1, len(trained) + 1, step=len(trained)) if trained else []
 
     told: dict[int, list[int]] = {}
     for item in found:
         told.setdefault(item.step, []).extend(item.indices)
-    assert {number: step for number, step in enumerate(trained) if step} == told
+    assert {number: step for number, step in enumerate(trained, start=1) if step} == told
 
 
 def test_skip_is_what_leaves_the_batches_of_these_steps_out():
@@ -373,7 +373,7 @@ def test_skip_is_what_leaves_the_batches_of_these_steps_out():
     one.end_epoch()
     whole += taken([one], 2)
 
-    skip = skip_of(samples_of(one.state_dict(), 4, 8, step=8))
+    skip = skip_of(samples_of(one.state_dict(), 5, 9, step=8))
 
     assert skip == [(0, 4, 6), (1, 0, 2)]
     (two,) = ranks_of(lambda: range(40), 1, skip=skip)
@@ -390,8 +390,8 @@ def test_a_history_without_any_pattern_stays_small_and_forgets_the_oldest_steps(
     assert len(history.entries) <= MAX_ENTRIES
     assert 10_000 < history.known_from < 20_000
     state = Batches(range(40), global_batch=4, rank=0, world_size=1).state_dict() | {"history": history.state()}
-    with pytest.raises(ConfigError, match=f"steps {history.known_from}:25000"):
-        samples_of(state, 0, 10, step=25_000)
+    with pytest.raises(ConfigError, match=f"steps {history.known_from + 1}:25001"):
+        samples_of(state, 1, 11, step=25_000)
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
@@ -401,7 +401,7 @@ def test_a_checkpoint_of_an_earlier_raycheck_tells_it_when_each_step_took_one_ba
     state = {name: value for name, value in one.state_dict().items() if name != "history"}
 
     if is_plain:
-        assert [list(item.indices) for item in samples_of(state, 2, 5, step=5)] == whole[2:]
+        assert [list(item.indices) for item in samples_of(state, 3, 6, step=5)] == whole[2:]
     else:
         with pytest.raises(ConfigError, match="earlier raycheck"):
-            samples_of(state, 2, 5, step=6)
+            samples_of(state, 3, 6, step=6)

@@ -43,14 +43,19 @@ def rewind(register: Register, key: str) -> Latest:
             attempts=(*body.attempts[1 - MAX_ATTEMPTS_LISTED :], mine),
         )
 
-    refuse_lost(register)
-    verified = _verified(register, key)
+    verified = check_rewind(register, key)
     body = register.edit(change, what=f"rewind to {key}")
     for ended, mine in pairwise(body.attempts):
         if mine.owner == owner:
             record_end(register.store, ended, by=mine, cause=f"the run was rewound to {key}")
             record_end(register.store, mine, by=mine, cause=f"rewound the run to {key}")
     return body
+
+
+def check_rewind(register: Register, key: str) -> str | None:
+    """Raise what `rewind` would raise. Return the mark of damage that no longer holds, None without one."""
+    refuse_lost(register)
+    return _verified(register, key)
 
 
 def _verified(register: Register, key: str) -> str | None:
@@ -60,7 +65,9 @@ def _verified(register: Register, key: str) -> str | None:
     """
     body, _ = register.read_existing()
     entry = body.entry(key)
-    if entry is None or not entry.damaged:
+    if entry is None:
+        raise NotFoundError(f"{register.store}: checkpoint {key} is no longer live")
+    if not entry.damaged:
         return None
     for finding in Checkpoint(register.store, entry).verify():
         if finding.problem:

@@ -31,14 +31,17 @@ def delete(  # noqa: PLR0917  typer makes options of them
     """Delete one checkpoint, also a pinned or named one. The head cannot be deleted. A running training goes on."""
     settings = settings_of(storage)
     entry = deletes.plan_delete_checkpoint(uri, step, storage=settings)
+    kept_by = f"{', pinned' if entry.pinned else ''}{f', named {entry.name}' if entry.name else ''}"
     if not dry_run:
-        _confirm(f"{entry.key} ({size(entry.size_bytes)})", entry.name or str(entry.step), yes=yes)
+        _confirm(f"{entry.key} ({size(entry.size_bytes)}{kept_by})", entry.name or str(entry.step), yes=yes)
         with progress_bar("objects") as progress:
             deletes.delete_checkpoint(uri, entry.key, grace_s=grace, storage=settings, progress=progress)
     if as_json:
-        print_json({"key": entry.key, "size_bytes": entry.size_bytes, "is_deleted": not dry_run})
+        facts = {"is_pinned": entry.pinned, "name": entry.name, "is_deleted": not dry_run}
+        print_json({"key": entry.key, "size_bytes": entry.size_bytes} | facts)
     else:
-        out.print(Text(f"{entry.key}: {'would be deleted' if dry_run else 'deleted'}"))
+        what = f"{entry.key} ({size(entry.size_bytes)}{kept_by})"
+        out.print(Text(f"{what}: {'would be deleted' if dry_run else 'deleted'}"))
 
 
 def delete_run(  # noqa: PLR0917  typer makes options of them

@@ -15,9 +15,9 @@ _KEYS = {"epoch", "consumed", "seed", "shuffle", "global_batch", "length"}
 class StepSamples:
     """Says what one step was trained on, over all ranks.
 
-    step: counted from 0, as `at.step` says which one comes next. epoch. batches: (first, last + 1) in the epoch.
-    positions: (first, last + 1) in the epoch's order, in samples. indices: the numbers of the samples in the dataset,
-    in that order; empty for a stream, whose samples have no numbers but their positions.
+    step: counted from 1, as in logs: the count of steps when its end_step had ended. epoch. batches: (first, last + 1)
+    in the epoch. positions: (first, last + 1) in the epoch's order, in samples. indices: the numbers of the samples in
+    the dataset, in that order; empty for a stream, whose samples have no numbers but their positions.
     """
 
     step: int
@@ -47,15 +47,15 @@ def samples_of(state: Mapping[str, Any], first: int, end: int, *, step: int) -> 
     not know of. ValueError, TypeError, KeyError: the state is not one that Batches have written.
     """
     size, history = int(state["global_batch"]), _history(state, step)
-    known_from = history.known_from + step - history.steps
-    if not known_from <= first < end <= step:
+    offset = step - history.steps + 1  # the history counts from 0, and may begin in a later step than the run
+    known_from = history.known_from + offset
+    if not known_from <= first < end <= step + 1:
         raise ConfigError(
-            f"steps {first}:{end}: this checkpoint knows the samples of steps {known_from}:{step}; give a range "
-            "inside, or --at with a later checkpoint"
+            f"steps {first}:{end}: this checkpoint knows the samples of steps {known_from}:{step + 1}; give a range "
+            "inside, or --at with a later checkpoint. Steps count from 1, as in logs"
         )
     length, orders = state["length"], dict[int, list[int]]()
     found = []
-    offset = step - history.steps
     for number, epoch, batches in history.batches(first - offset, end - offset):
         if length is not None and epoch not in orders:
             orders = {

@@ -372,8 +372,9 @@ class Checkpointer:
 
         metrics: as for end_step; None: those of the newest end_step. is_rolling: keep it only as one of the newest
         `rolling_keep_last` rolling saves. export: write the model as a Hugging Face directory too, as
-        `SaveSettings.exports` says. validate: have Ray run the trainer's validation function (ValidationConfig) on this step's checkpoint once it is committed. name: by
-        which it can be restored, and under which retention keeps it. Where a checkpoint of another step has the name
+        `SaveSettings.exports` says. validate: have Ray run the trainer's validation function (ValidationConfig) on this
+        step's checkpoint once it is committed. name: by which it can be restored, and under which retention keeps it.
+        Where a checkpoint of another step has the name
         already, this one is committed without it, and pinned; an error in the log and `save_status.unnamed` say so.
         overwrite: take the name from that one. note: a few facts to keep with it (text, int, float, bool by name, 4 KiB
         at most). expire_after_s: this many seconds after the commit nothing keeps it any longer; None: as the settings
