@@ -28,7 +28,7 @@ NoKey = Annotated[bool, typer.Option("--no-key", help="Ask for no key: every pro
 AllowHost = Annotated[
     list[str] | None, typer.Option(help="Another name under which clients reach the server. Repeatable.")
 ]
-MaxModels = Annotated[int, typer.Option(help="How many models may be loaded; each has a process of 100 MB.", min=1)]
+MaxModels = Annotated[int, typer.Option(help="How many models may be loaded; each has a process of 130 MB.", min=1)]
 State = Annotated[Path, typer.Option(help="The server's own state: sessions and requests. It must survive restarts.")]
 RayAddress = Annotated[str | None, typer.Option(help="Of a running Ray, such as auto. By default one is started here.")]
 Dtype = Annotated[str, typer.Option(help="The type of the base model's weights: float32, bfloat16 or float16.")]
@@ -78,7 +78,8 @@ def tinker(  # noqa: PLR0917  typer makes options of them
     def on_start(address: str, made_key: str) -> None:
         out.print(Text(f"Serving {model_name or base_model} at {address}  (Ctrl-C ends it)"))
         if made_key:
-            out.print(Text(f"Its clients need this key:\n  export TINKER_API_KEY={made_key}"))
+            out.print(Text("Its clients need this key:"))
+            out.print(Text(f"  export TINKER_API_KEY={made_key}"))
 
     run_server(
         TinkerOptions(

@@ -53,7 +53,6 @@ class ModelQueue:
         self._on_result = on_result
         self._on_replaced = on_replaced
         self._came = asyncio.Event()
-        self._open_in: int | None = None  # the engine's life in which the model is open
         self._over = ""  # why the model will never be open again
         self._deadlines: dict[int, float] = {}  # until when a request waits for those before it, by its number
         self._at = 0  # the number of the last request whose effect the open model has
@@ -95,7 +94,7 @@ class ModelQueue:
             self._on_replaced()
 
     def _must_wait_for_save(self, request: LoggedRequest) -> bool:
-        is_gone = self._open_in != self._context.engine.life  # the save comes first when the model is rebuilt
+        is_gone = self._context.life != self._context.engine.life  # the save comes first when the model is rebuilt
         return is_gone or request.kind in (*SAVES, "unload_model")
 
     async def _begin_save(self, request: LoggedRequest) -> None:
@@ -153,14 +152,13 @@ class ModelQueue:
         self, request: LoggedRequest, *, on_staged: Callable[[], None] = lambda: None
     ) -> Result | None:
         """Returns the result of a request; None when the engine died, and the request is to be run again."""
-        context = replace(self._context, on_staged=on_staged)
+        context = self._context
         if self._over:
             return failure(self._over, "server")
         try:
-            if self._open_in != context.engine.life:
+            if context.life != context.engine.life:
                 await self._open()
-            assert self._open_in is not None, "it is open now"
-            context = replace(context, life=self._open_in)
+            context = replace(self._context, on_staged=on_staged)
             await self._catch_up(context, request)
             self._at = request.seq
             if request.seq == 0:
@@ -168,7 +166,7 @@ class ModelQueue:
             return await OPERATIONS[request.kind](context, request)
         except EngineGoneError as error:
             logger.warning("the engine died, and is started again: %s model=%s", error, context.run)
-            self._open_in = None
+            self._context = replace(self._context, life=-1)
             self._deaths[request.seq] = self._deaths.get(request.seq, 0) + error.was_running
             if self._deaths[request.seq] < MAX_DEATHS:
                 return None
@@ -189,12 +187,12 @@ class ModelQueue:
 
     async def _open(self) -> None:
         """Bring the model to its newest checkpoint, or to how it began."""
-        context, life = self._context, self._context.engine.life
+        context = replace(self._context, life=self._context.engine.life)
         self._journal.check_current()  # else this claim would fence the server that has taken over
         uri = context.checkpoints.uri_of(context.run)
-        note = await replace(context, life=life).call("open", context.facts.shape, uri, context.facts.source)
+        note = await context.call("open", context.facts.shape, uri, context.facts.source)
         found = note.get("covered", 0)
-        self._at, self._open_in = found if isinstance(found, int) else 0, life
+        self._at, self._context = found if isinstance(found, int) else 0, context
 
     async def _catch_up(self, context: Context, request: LoggedRequest) -> None:
         """Run again what was run before this request, and the open model does not have."""

@@ -46,7 +46,8 @@ Result = tuple[str, bytes]
 class Context:
     """Holds what operations work with: one model's id and facts, and the server's parts.
 
-    life: the engine's life in which the model is open. on_staged: called by a save when the model may be changed again.
+    life: the engine's life in which the model is open; -1 while it is not. on_staged: called by a save when the model
+    may be changed again.
     """
 
     run: str
@@ -55,7 +56,7 @@ class Context:
     engine: Engine
     journal: Journal
     checkpoints: CheckpointStore
-    life: int = 0
+    life: int = -1
     on_staged: Callable[[], None] = lambda: None
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -92,8 +93,11 @@ async def run_pass(context: Context, request: LoggedRequest) -> Result:
 
 async def optim_step(context: Context, request: LoggedRequest) -> Result:
     """Make a step, unless the client sent it together with a pass that has failed."""
-    failed = context.journal.untold_failure(context.run, request.seq)
-    if failed is not None:
+    if request.form == "no_step" and request.result is not None:  # it is replayed
+        await context.call("drop_gradients")
+        return request.form, request.result
+    is_new = request.status == "pending"
+    if is_new and (failed := context.journal.untold_failure(context.run, request.seq)) is not None:
         await context.call("drop_gradients")
         return no_step(failed)
     params = adam_params_in(body_of(request))

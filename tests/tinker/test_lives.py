@@ -145,6 +145,41 @@ def test_a_step_is_not_made_when_a_request_before_it_never_came(base, connect, t
         assert result_of(server.url, third["request_id"])["metrics"] == {"grad_norm": 0.0}
 
 
+def test_a_model_is_saved_for_a_recovery_in_every_life(base, connect, tmp_path) -> None:
+    with tinker_server(
+        base, f"memory://{uuid4().hex}", tmp_path / "s.sqlite", settings={"recovery_steps": 2}
+    ) as server:
+        client = connect(server)
+        model, undisturbed = new_model(client, base), new_model(client, base)
+        losses = []
+        for life in range(3):
+            saves = server.engine.calls.count("save")
+            losses += train(model, range(3 * life, 3 * life + 3))
+            assert server.engine.calls.count("save") > saves
+            server.engine.kill()
+
+        assert losses == train(undisturbed, range(9))
+
+
+def test_a_step_that_an_older_server_made_after_a_failed_pass_is_made_again(base, connect, tmp_path) -> None:
+    """It did not note what the client knew. What was done is replayed as it was done."""
+    state = tmp_path / "s.sqlite"
+    with tinker_server(base, f"memory://{uuid4().hex}", state) as server:
+        client = connect(server)
+        model, undisturbed = new_model(client, base), new_model(client, base)
+        expected = train(undisturbed, range(2))
+        server.engine.dies_before = failing(3, "run_pass")
+        with pytest.raises(tinker.RequestFailedError):
+            model.forward_backward([datum(30)], "cross_entropy").result(TIMEOUT_S)
+        losses = train(model, range(1))
+        with closing(sqlite3.connect(state)) as db:
+            db.execute("UPDATE requests SET told = NULL")
+            db.commit()
+        server.engine.kill()
+
+        assert losses + train(model, range(1, 2)) == expected
+
+
 def test_a_state_file_of_an_older_server_is_read(tmp_path) -> None:
     path = tmp_path / "s.sqlite"
     Journal(str(path)).close()

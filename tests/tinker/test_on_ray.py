@@ -73,7 +73,10 @@ def pid_of_engine(engine: RayEngine) -> int:
 
 @contextmanager
 def command(base: str, folder: Path, port: int) -> Iterator[subprocess.Popen]:
-    """`raycheck tinker`, from its address on. It is killed in the end."""
+    """`raycheck tinker`, from its address on. It is killed in the end.
+
+    Another Ray is said to be there, where none answers: the command starts one of its own all the same.
+    """
     words = ["tinker", "--base-model", base, "--checkpoints", f"file://{folder}/bucket", "--port", str(port)]
     words += ["--state", str(folder / "s.sqlite")]
     log = folder / "server.log"
@@ -82,7 +85,12 @@ def command(base: str, folder: Path, port: int) -> Iterator[subprocess.Popen]:
             [sys.executable, "-m", "raycheck", *words],
             stdout=file,
             stderr=file,
-            env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAYCHECK_TINKER_API_KEY": KEY},
+            env={
+                **os.environ,
+                "RAY_AUTH_MODE": "disabled",
+                "RAY_ADDRESS": f"127.0.0.1:{free_ports(1)[0]}",
+                "RAYCHECK_TINKER_API_KEY": KEY,
+            },
         )
         try:
             wait_until(lambda: "Serving" in log.read_text() or process.poll() is not None, COMMAND_S)
