@@ -23,6 +23,7 @@ FIRST = (
     "huggingface",
     "accelerate",
     "torchtitan",
+    "torchrun",
     "failures",
     "preemption",
     "actors",

@@ -21,9 +21,9 @@ from raycheck.bucket.protocol.preflight import probe_node
 from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
 from raycheck.bucket.store import Store, open_store
 from raycheck.bucket.store.address import shown_uri
-from raycheck.errors import ConfigError, NotFoundError, RaycheckError, StoreError
+from raycheck.errors import ConfigError, FencedError, NotFoundError, RaycheckError, StoreError, SupersededError
 from raycheck.train.coordinator.actor import Coordinator
-from raycheck.train.coordinator.messages import Pending
+from raycheck.train.coordinator.messages import Pending, RankFailure
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.calls import call, this_node
 from raycheck.train.ray_api.controller_callbacks import guard_from_fit, guard_this_run
@@ -146,6 +146,17 @@ class Group:
         with suppress(ray.exceptions.RayError):
             return ray.get(told, timeout=0) if ray.wait([told], timeout=0)[0] else None
         return None
+
+    def tell_failure(self, error: Exception, *, saves: int = 0) -> None:
+        """Tells the other ranks that this one fails with `error`, so that they need not wait for it. Never raises.
+
+        saves: how many saves this rank has begun. FencedError and SupersededError come to all ranks anyway.
+        """
+        if self.world_size == 1 or isinstance(error, FencedError | SupersededError):
+            return
+        known = error if isinstance(error, RaycheckError) else StoreError(f"{type(error).__name__}: {error}")
+        with suppress(Exception):
+            self.tell("rank_failed", RankFailure(group=self.id, rank=self.rank, error=known, saves=saves))
 
     def ask(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
         """Calls the coordinator until it answers; it may be restarted meanwhile. Raises StoreError at the deadline.

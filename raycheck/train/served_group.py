@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.managers import BaseManager
@@ -21,10 +22,18 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from raycheck.bucket.protocol.resume import Fork, Resume, parse_resume
-from raycheck.errors import ConfigError, StoreError
+from raycheck.errors import ConfigError, FencedError, RaycheckError, StoreError, SupersededError
 from raycheck.train.coordinator.actor import Coordinator
 from raycheck.train.group import Group, same
+from raycheck.train.log import event, logger
 
+LAST_WORDS_S = 5.0
+"""How long rank 0's process stays, when that rank fails, until the other ranks have heard of it."""
+OLD_ADDRESSES = (
+    "after a restart by torchrun the ranks may not meet (connectFullMesh ... Connection refused), since its store has "
+    "the addresses of the ranks before: start it by TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone, or "
+    "--rdzv-backend=c10d on several nodes"
+)
 CALLS = 8
 """How many calls of one rank's may be under way at a time."""
 
@@ -45,6 +54,8 @@ def torchrun_group(uri: str, *, resume: str | int = "auto") -> Group:
     if isinstance(wish, Fork):
         raise ConfigError(f"torchrun_group(resume={resume!r}): only fit and ActorCheckpointer begin from another run")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0 and _meets_by_old_addresses():
+        logger.warning(event(OLD_ADDRESSES, run=uri))
     broadcast = _broadcast() if world_size > 1 else same
     id_, served = broadcast((uuid4().hex[:16], serve(uri, wish)) if rank == 0 else None)
     return ServedGroup(
@@ -56,6 +67,12 @@ def torchrun_group(uri: str, *, resume: str | int = "auto") -> Group:
         broadcast=broadcast,
         is_first_on_node=int(os.environ.get("LOCAL_RANK", rank)) == 0,
     )
+
+
+def _meets_by_old_addresses() -> bool:
+    """Returns whether torchrun would start the ranks again with the store that the ranks before have used."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +108,26 @@ class ServedGroup(Group):
         """Calls the coordinator. Raises StoreError when rank 0 is gone, or does not answer within timeout_s."""
         try:
             return self.tell(method, *args).result(timeout_s)
-        except (OSError, EOFError) as error:  # TimeoutError is an OSError
+        except RaycheckError:
+            if self.rank:
+                with suppress(Exception):
+                    self._threads.submit(lambda: self._caller.heard(self.rank)).result(LAST_WORDS_S)
+            raise
+        except (OSError, EOFError) as error:
+            why = "that process has ended, and its own output says why"
+            if isinstance(error, TimeoutError):
+                why = f"no answer within {timeout_s:.0f} s"
             raise StoreError(
-                f"rank {self.rank}: {what}: the coordinator in rank 0's process does not answer ({error!r}); start the "
+                f"rank {self.rank}: {what}: the coordinator in rank 0's process does not answer: {why}. Start the "
                 "training again"
             ) from error
+
+    def tell_failure(self, error: Exception, *, saves: int = 0) -> None:
+        """Tells the other ranks, and on rank 0 waits a while until they have heard: the coordinator ends with it."""
+        super().tell_failure(error, saves=saves)
+        if self.rank == 0 and self.world_size > 1 and not isinstance(error, FencedError | SupersededError):
+            with suppress(Exception):
+                self._caller.wait_until_heard(self.world_size - 1, LAST_WORDS_S)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -120,7 +152,7 @@ def serve(uri: str, resume: Resume) -> Served:
     class Serving(BaseManager):
         """Is a class of its own for each coordinator: what is registered belongs to the class."""
 
-    Serving.register("caller", callable=lambda: caller, exposed=("call",))
+    Serving.register("caller", callable=lambda: caller, exposed=("call", "heard", "wait_until_heard"))
     key = secrets.token_bytes(32)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # under torchrun: where rank 0 is reached
     server: Any = Serving(address=(_own(host), 0), authkey=key).get_server()
@@ -151,9 +183,22 @@ class _Caller:
     def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
         self._coordinator = coordinator
         self._loop = loop
+        self._heard: set[int] = set()
+        self._change = threading.Condition()
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop).result()
+
+    def heard(self, rank: int) -> None:
+        """Takes that a rank has got an error of raycheck's as its answer."""
+        with self._change:
+            self._heard.add(rank)
+            self._change.notify_all()
+
+    def wait_until_heard(self, count: int, timeout_s: float) -> None:
+        """Waits until so many ranks have got an error, for timeout_s seconds at most."""
+        with self._change:
+            self._change.wait_for(lambda: len(self._heard) >= count, timeout_s)
 
 
 def _broadcast() -> Callable[[Any], Any]:

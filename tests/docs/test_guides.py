@@ -41,6 +41,7 @@ from tests.support.documents import (
     prose,
     spans,
 )
+from tests.support.ports import free_ports
 from tests.support.save_without_ray import save_state
 
 BUCKET = "s3://bucket"
@@ -66,6 +67,7 @@ NOT_OURS = {
 OTHER_FLAGS = {"--preemption-notice-duration", "--all", "--quick", "--json", "--clear-soft-delete", "--write-readme"}
 OTHER_FLAGS |= {"--search", "--newest"}  # of tests/run.sh
 OTHER_FLAGS |= {"--install-completion", "--show-completion"}  # of raycheck itself
+OTHER_FLAGS |= {"--standalone", "--rdzv-backend"}  # torchrun's
 each_text = pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 each_guide = pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 
@@ -128,6 +130,15 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that torchrun gives to a world of one rank."""
+    (port,) = free_ports(1)
+    given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture
 def exported(bucket: str) -> str:
     """The run of the guides, with a LoRA model in it."""
     uri = f"{bucket}/runs/my-run"
@@ -148,6 +159,8 @@ def test_the_python_of_a_guide_runs(path: Path, bucket: str, request: pytest.Fix
     """Its blocks one after the other, as a reader would type them."""
     if path.stem in ("huggingface", "command-line", "page"):
         request.getfixturevalue("exported")
+    if path.stem == "torchrun":  # as torchrun starts a single rank
+        request.getfixturevalue("one_rank")
     Path("storage.yaml").write_text("endpoint: https://s3.example.org\nregion: eu-west-1\n")
     names: dict[str, Any] = {"__name__": "__main__"}
 

@@ -3,6 +3,7 @@
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -40,6 +41,28 @@ def test_two_ranks_save_and_one_goes_on(pair: Ranks, tmp_path: Path) -> None:
     assert assert_invariants(open_store(uri)).attempt.number == 3
 
 
+def fail_on(rank: int, world_size: int, uri: str, failing: int) -> str:
+    """Returns the error of this rank when one rank's state cannot be saved."""
+    group = raycheck.torchrun_group(uri)
+    state = {"own": object() if rank == failing else torch.nn.Linear(1, 1)}
+    try:
+        with raycheck.Checkpointer(state, group=group) as ckpt:
+            ckpt.restore()
+    except ConfigError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_when_one_rank_fails_the_other_names_it_also_when_it_is_the_one_with_the_coordinator(
+    pair: Ranks, failing: int
+) -> None:
+    found = pair.run(fail_on, 2, f"memory://{uuid4().hex}", failing)
+
+    assert found[failing].startswith("state['own'] is a object without state_dict")
+    assert found[1 - failing] == f"rank {failing}: {found[failing]}"
+
+
 def test_without_a_process_group_it_says_what_to_call() -> None:
     with pytest.raises(ConfigError, match=r"init_process_group first, and start the script by torchrun"):
         raycheck.torchrun_group("memory://run")
@@ -50,7 +73,9 @@ def place(served: Served) -> ServedGroup:
 
 
 def test_a_rank_whose_coordinator_is_gone_is_told_so() -> None:
-    with pytest.raises(StoreError, match="rank 1: claim: the coordinator in rank 0's process does not answer"):
+    with pytest.raises(
+        StoreError, match="rank 1: claim: the coordinator in rank 0's process does not answer: that process has "
+    ):
         place(Served(address=("127.0.0.1", 9), key=b"x")).ask("claim", "group", 2, timeout_s=20, what="claim")
 
 

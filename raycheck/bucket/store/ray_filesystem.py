@@ -127,8 +127,9 @@ def _is_sayable(uri: str, at: Address) -> bool:
     is_pyarrows_scheme = at.kind != "az" or (uri.startswith("abfs") and "?" not in uri)
     has_own_environment = any(name.startswith("RAYCHECK_STORAGE_") for name in os.environ)
     has_own_ca = at.kind == "s3" and not at.settings.is_plain_http and bool(os.environ.get("AWS_CA_BUNDLE"))
+    has_own_endpoint = at.kind == "s3" and at.settings.endpoint is not None  # see client_options.py
     has_emulator = at.kind == "gs" and bool(os.environ.get("STORAGE_EMULATOR_HOST"))  # pyarrow does not look at it
-    has_own = has_own_environment or has_own_ca or has_emulator
+    has_own = has_own_environment or has_own_ca or has_own_endpoint or has_emulator
     return is_pyarrows_scheme and said <= SAYABLE_TO_PYARROW[at.kind] and not has_own
 
 

@@ -37,6 +37,7 @@ from raycheck.train.coordinator.messages import (
     Outcome,
     Pending,
     PlanWanted,
+    RankFailure,
     RankRestore,
     RestoreDecision,
 )
@@ -74,6 +75,7 @@ class Coordinator:
         self._restores: dict[tuple[str, str, bool], Rendezvous[Arrival, RestoreDecision]] = {}
         self._ends: dict[str, Rendezvous[None, None]] = {}
         self._starts: dict[str, Rendezvous[None, None]] = {}  # of groups before this start's first claim
+        self._failures: dict[str, RankFailure] = {}  # the first one of each group
         self._requested = RequestedSaves()
         self._next_save: asyncio.Task[bool] | None = None  # the wait for one that is to come soon
         self._run_log = RunLog(self._store)
@@ -112,6 +114,8 @@ class Coordinator:
         rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have come, those
         that check their node first among them. `Pending` says that some have not. None: claim without the others.
         """
+        if failure := self._failures.get(group):
+            raise failure.told
         if rank is not None and not (self._claims or self._adopted):
             rendezvous = self._starts.setdefault(group, Rendezvous(world_size, awaited="claimed"))
             rendezvous.arrive(rank, None)
@@ -134,9 +138,21 @@ class Coordinator:
                 self._restores.clear()
                 self._ends.clear()
                 self._starts.clear()
+                self._failures.clear()
                 self._base.forget()
                 self._deletes.claimed()
             return self._claims[group]
+
+    async def rank_failed(self, failure: RankFailure) -> None:
+        """Takes that a rank has failed, and tells its error to all ranks that wait for it, now or later."""
+        self._failures.setdefault(failure.group, failure)
+        group = failure.group
+        waits: list[Rendezvous[Any, Any]] = [table[group] for table in (self._starts, self._ends) if group in table]
+        waits += [found for at, found in self._restores.items() if at[0] == group]
+        waits += [found for at, found in self._agreements.items() if at[0] == group]
+        waits += [found for at, found in self._saves.items() if at[0] == group and at[1] > failure.saves]
+        for rendezvous in (*waits, *self._base.waits(group)):
+            self._fail_if_lost(rendezvous, group)
 
     async def restored(self, rank_restore: RankRestore, patience_s: float = WAIT_S) -> RestoreDecision | Pending:
         """Takes how a rank's restore, or its peek, ended, and waits a while for the decision on all ranks."""
@@ -148,6 +164,7 @@ class Coordinator:
             return RestoreDecision(kind="again", claim=claim, message="found damaged before")
         awaited = "peeked at it" if rank_restore.is_peek else "restored it"
         rendezvous = self._restores.setdefault(at, Rendezvous(rank_restore.world_size, awaited=awaited))
+        self._fail_if_lost(rendezvous, rank_restore.group)
         self._judge(rank_restore, rendezvous)
         self._refuse_mixed(rank_restore)
         return await rendezvous.answer(min(WAIT_S, patience_s))
@@ -173,6 +190,7 @@ class Coordinator:
         """
         await self._adopt(report.group)
         rendezvous = self._agreement_of(report)
+        self._fail_if_lost(rendezvous, report.group)
         if (report.group, report.save) in self._saves:  # a rank got its agreement from an earlier start of this actor
             rendezvous.fail(_save_failed(report, NOT_COMPARED))
         if rendezvous.is_open:
@@ -201,6 +219,7 @@ class Coordinator:
         elif at in self._agreements:
             self._agreements[at].fail(_save_failed(report, NOT_COMPARED))
         rendezvous = self._saves.setdefault(at, Rendezvous(report.world_size, awaited="reported"))
+        self._fail_if_lost(rendezvous, report.group, save=report.save)
         rendezvous.arrive(report.rank, report)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
@@ -247,6 +266,7 @@ class Coordinator:
         await self._adopt(group)
         awaited = "come to the end of training"
         rendezvous = self._ends.setdefault(group, Rendezvous(world_size, awaited=awaited))
+        self._fail_if_lost(rendezvous, group)
         rendezvous.arrive(rank, None)
         if rendezvous.is_open and rendezvous.is_complete:
             rendezvous.decide_later(asyncio.to_thread(self._protocol.finish, group))
@@ -341,6 +361,15 @@ class Coordinator:
         self._memory.forget(f"{rank_restore.key} cannot be restored from memory: {problem}")
         claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
         return RestoreDecision(kind="again", claim=claim, message=problem)
+
+    def _fail_if_lost(self, rendezvous: Rendezvous[Any, Any], group: str, *, save: int | None = None) -> None:
+        """Fails a rendezvous to which a rank of the group will not come, since it has failed.
+
+        save: the number of the save that it is for.
+        """
+        failure = self._failures.get(group)
+        if failure is not None and rendezvous.is_open and (save is None or save > failure.saves):
+            rendezvous.fail(failure.told)
 
     def _refuse_mixed(self, rank_restore: RankRestore) -> None:
         """Fails both rendezvous where some ranks peek and others restore: they would wait for each other."""

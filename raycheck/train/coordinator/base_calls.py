@@ -6,6 +6,7 @@ upload what they have.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol.base_run import BaseOffer, offer, reserve, way_to_base
@@ -48,6 +49,10 @@ class BaseCalls:
             matches = [rendezvous.arrivals[rank] for rank in sorted(rendezvous.arrivals)]
             rendezvous.decide_later(asyncio.to_thread(self._reserve, matches))
         return await rendezvous.answer(patience_s)
+
+    def waits(self, group: str) -> list[Rendezvous[Any, BaseAnswer]]:
+        """Returns where ranks of the group may wait for each other."""
+        return [table[group] for table in (self._wishes, self._matches) if group in table]
 
     def forget(self) -> None:
         """Forgets what groups before have asked."""

@@ -165,6 +165,26 @@ class RestoreDecision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """Tells the coordinator that a rank has failed and will ask for nothing more.
+
+    error: of any other class than raycheck's, it is a StoreError that names the class. saves: how many saves the rank
+    had begun; they may still end well.
+    """
+
+    group: str
+    rank: int
+    error: RaycheckError
+    saves: int = 0
+
+    @property
+    def told(self) -> RaycheckError:
+        """Returns the error that the other ranks are told: it names the rank."""
+        name, text = f"rank {self.rank}: ", str(self.error)
+        return type(self.error)(text if text.startswith(name) else name + text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BaseWish:
     """Asks, for one rank, what the run at `uri` has of the frozen components that its group is about to save.
 

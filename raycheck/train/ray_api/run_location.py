@@ -74,11 +74,17 @@ def check_ray_storage(config: Any, uri: str, store: Store) -> None:
         if not problem and not _holds(store, target, token.encode()):
             problem = "write there: raycheck does not find what it has written, so it is another place"
         if problem:
+            cure = "Give its credentials and endpoint in a way that pyarrow knows, too, or give"
+            if "411" in problem or "MissingContentLength" in problem:
+                cure = (
+                    "A current pyarrow uploads without the length, which this store does not take: set "
+                    "AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment of the driver and of all of "
+                    "Ray's nodes. Or give"
+                )
             raise ConfigError(
                 f"{store}: raycheck reaches this place, and Ray's own file system ({kind}) cannot {problem}. Ray "
-                "would hang or fail once workers are there. Give its credentials and endpoint in a way that pyarrow "
-                "knows, too, or give storage_path as a URI, without storage_filesystem, and the settings by "
-                "raycheck.fit(trainer, storage=raycheck.StorageSettings(...))"
+                f"would hang or fail once workers are there. {cure} storage_path as a URI, without storage_filesystem, "
+                "and the settings by raycheck.fit(trainer, storage=raycheck.StorageSettings(...))"
             )
     finally:
         for key in (source, target):

@@ -11,7 +11,7 @@ from raycheck.train.log import event, logger
 
 
 def refuse_unsupported(trainer: Any) -> None:
-    """Raises ConfigError for ways to use Ray in which nothing could be restored."""
+    """Raises ConfigError for ways to use Ray in which nothing could be trained or restored."""
     if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
         raise ConfigError(
             "this driver is connected through Ray Client (ray://), whose death nobody in the cluster would notice. "
@@ -19,6 +19,12 @@ def refuse_unsupported(trainer: Any) -> None:
         )
     if trainer.scaling_config.num_workers == 0:
         raise ConfigError("ScalingConfig(num_workers=0) runs without workers; use num_workers=1 to save and restore")
+    name = trainer.run_config.name or ""
+    if not name.isascii():
+        raise ConfigError(
+            f"RunConfig(name={name!r}): Ray Train's own metrics take names of ASCII alone, so its controller would "
+            "fail. Other letters may be in storage_path"
+        )
 
 
 def keep_collectives_whole(failures: Any) -> bool:

@@ -5,7 +5,8 @@ is in live_attempt.py, when to save in save_triggers.py, and what a save does in
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import MappingProxyType, TracebackType
 from typing import Self, get_args
@@ -80,7 +81,9 @@ class Checkpointer:
         self._given = ChainedState()
         self._state: TrainState | None = None
         self._counter = position or ProgressCounter(())
-        self._take(state or {})
+        self._attempt: LiveAttempt | None = None  # from restore() on
+        with self._told_to_others():
+            self._take(state or {})
         self._watch = FencingWatch(self._group)
         self._triggers = SaveTriggers(
             self.settings if self._counter.decides else self.settings.without_triggers, self._group
@@ -88,7 +91,6 @@ class Checkpointer:
         self._is_restored = False
         self._claim: Claim | None = None
         self._preview: Preview | None = None
-        self._attempt: LiveAttempt | None = None  # from restore() on
         self._furthest = -1  # the last step that earlier attempts are known to have completed
         if self._is_off:
             logger.warning(event("raycheck is turned off: nothing is saved, and nothing is restored", rank=group.rank))
@@ -221,16 +223,32 @@ class Checkpointer:
             self._counter.start_at(self._counter.progress)
             start_alone(self._periodics, lambda: self._counter.progress, world_size=self._group.world_size)
             return RestoreResult(**asdict(self._counter.progress), attempt=1)
-        state, export_wait = self._checked_state()
-        claim = self._claim_run()
-        if self._preview is not None:
-            self._preview.check(selection)
-        if claim.entry is None:
-            result = self._start_fresh(state, claim, selection, export_wait)
-        else:
-            result = self._fill(state, claim, selection, export_wait, strict=strict, on_corrupt=on_corrupt, cast=cast)
-        self._live().save_at_start()
+        with self._told_to_others():
+            state, export_wait = self._checked_state()
+            claim = self._claim_run()
+            if self._preview is not None:
+                self._preview.check(selection)
+            if claim.entry is None:
+                result = self._start_fresh(state, claim, selection, export_wait)
+            else:
+                result = self._fill(
+                    state, claim, selection, export_wait, strict=strict, on_corrupt=on_corrupt, cast=cast
+                )
+            self._live().save_at_start()
         return result
+
+    @contextmanager
+    def _told_to_others(self) -> Iterator[None]:
+        """Tell an error of the block to the other ranks, which would else wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: Exception) -> None:
+        if not self._is_off:
+            self._group.tell_failure(error, saves=self._attempt.saves if self._attempt is not None else 0)
 
     def _checked_state(self) -> tuple[TrainState, ExportWait]:
         """Check the whole state before the run is claimed. Raises ConfigError if it could not be saved or exported."""
@@ -428,7 +446,8 @@ class Checkpointer:
             return
         try:
             if self._attempt is not None:
-                self._attempt.finish()
+                with self._told_to_others():
+                    self._attempt.finish()
         finally:
             self._stop()
 
@@ -444,6 +463,8 @@ class Checkpointer:
         try:
             if self._attempt is not None:
                 self._attempt.abandon()
+            if isinstance(error, Exception):
+                self._tell_others(error)
         finally:
             self._stop()
 

@@ -129,6 +129,11 @@ class LiveAttempt:
         self._clock.go(start.trained_s)
 
     @property
+    def saves(self) -> int:
+        """Returns how many saves were begun in this attempt."""
+        return self._queue.saves
+
+    @property
     def save_status(self) -> SaveStatus:
         status = self._queue.status(self._blocked_s)
         return status if self._memory is None else replace(status, memory_step=self._memory.newest_step)

@@ -206,8 +206,9 @@ class SaveQueue:
             if must_agree:
                 self._agree(report)
             staged = self._state.stage(progress)
-        except RaycheckError as error:
-            self._group.tell("report", replace(report, failure=str(error)))  # the others must not wait for this rank
+        except Exception as error:
+            text = str(error) if isinstance(error, RaycheckError) else f"{type(error).__name__}: {error}"
+            self._group.tell("report", replace(report, failure=text))  # the others must not wait for this rank
             if not isinstance(error, SaveFailedError | StoreError):
                 raise
             self._note_failure(report.save, str(error))

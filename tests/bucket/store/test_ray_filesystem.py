@@ -30,7 +30,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "/runs",
         "file:///runs",
         "s3://bucket/runs",
-        "s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1",
+        "s3://bucket/runs?region=us-east-1",
         "gs://bucket/runs",
         "abfss://container@me.dfs.core.windows.net/runs",
     ],

@@ -3,6 +3,7 @@
 Real file systems before real servers; no Ray is started, for the check comes before that.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,13 +15,12 @@ from ray.train.torch import TorchTrainer
 
 import raycheck
 from raycheck.bucket.store import open_store
-from raycheck.bucket.store.address import join_uri, shown_uri
+from raycheck.bucket.store.address import join_uri, parse_uri, shown_uri
 from raycheck.errors import ConfigError, StoreError
 from raycheck.train.ray_api import run_location as ray_storage_module
-from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage
-from tests.support.http_fault_proxy import FaultProxy
+from raycheck.train.ray_api.run_location import check_ray_storage, ray_storage, storage_uri
+from tests.support.http_fault_proxy import FaultProxy, of_s3
 
-SETTINGS = {"plain": "", "as fsspec": "&requester_pays=true"}
 HANGS_S = 6.0
 
 
@@ -30,6 +30,16 @@ def config(storage_path: str, **more: object) -> RunConfig:
 
 def check(where: str) -> None:
     check_ray_storage(config(where), where, open_store(join_uri(where, "my-run")))
+
+
+def check_by_pyarrow(where: str) -> None:
+    """Checks the same place where the user has given Ray a file system of pyarrow's."""
+    own = fs.S3FileSystem(endpoint_override=parse_uri(where).settings.endpoint, region="us-east-1")
+    mine = config(where.removeprefix("s3://").partition("?")[0], storage_filesystem=own)
+    check_ray_storage(mine, storage_uri(mine), open_store(join_uri(storage_uri(mine), "my-run")))
+
+
+both_ways = pytest.mark.parametrize("check_it", [check_by_pyarrow, check], ids=["pyarrow", "fsspec"])
 
 
 def left_in(where: str) -> list[str]:
@@ -45,11 +55,11 @@ def test_a_folder_is_reached_and_nothing_is_left_there(tmp_path: Path, form: str
     assert left_in(where) == []
 
 
-@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
-def test_a_bucket_is_reached_and_nothing_is_left_there(s3: str, more: str):
-    where = join_uri(s3, uuid4().hex) + more
+@both_ways
+def test_a_bucket_is_reached_and_nothing_is_left_there(s3: str, check_it: Callable[[str], None]):
+    where = join_uri(s3, uuid4().hex)
 
-    check(where)
+    check_it(where)
 
     assert left_in(where) == []
 
@@ -71,33 +81,35 @@ def test_azure_is_reached_and_nothing_is_left_there(azure: str):
     assert left_in(where) == []
 
 
-@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
-def test_a_file_system_that_hangs_is_given_up_and_named(wire: FaultProxy, more: str, monkeypatch: pytest.MonkeyPatch):
+@both_ways
+def test_a_file_system_that_hangs_is_given_up_and_named(
+    wire: FaultProxy, check_it: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(ray_storage_module, "PROBE_S", HANGS_S)
-    where = join_uri(wire.uri, uuid4().hex) + more
+    where = join_uri(wire.uri, uuid4().hex)
     wire.rule("hold", "GET|HEAD", "probes", times=99)
 
     with pytest.raises(ConfigError, match=r"Ray's own file system .* cannot read there .*: no answer in 6 s") as caught:
-        check(where)
+        check_it(where)
 
     assert str(caught.value).startswith(shown_uri(join_uri(where, "my-run")))
     assert "StorageSettings" in str(caught.value)
 
 
-@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
-def test_a_file_system_that_may_not_read_is_named_with_its_reason(wire: FaultProxy, more: str):
+@both_ways
+def test_a_file_system_that_may_not_read_is_named_with_its_reason(wire: FaultProxy, check_it: Callable[[str], None]):
     wire.rule("deny", "GET|HEAD", "probes", times=99)
 
     with pytest.raises(ConfigError, match="cannot read there what raycheck has written: "):
-        check(join_uri(wire.uri, uuid4().hex) + more)
+        check_it(join_uri(wire.uri, uuid4().hex))
 
 
-@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS)
-def test_a_file_system_that_may_not_write_is_named_with_its_reason(wire: FaultProxy, more: str):
+@both_ways
+def test_a_file_system_that_may_not_write_is_named_with_its_reason(wire: FaultProxy, check_it: Callable[[str], None]):
     wire.rule("deny", "PUT|POST", "probes/.*-ray", times=99)
 
     with pytest.raises(ConfigError, match="cannot write there: "):
-        check(join_uri(wire.uri, uuid4().hex) + more)
+        check_it(join_uri(wire.uri, uuid4().hex))
 
 
 def test_another_place_is_told_from_this_one(tmp_path: Path):
@@ -118,7 +130,7 @@ def test_a_failure_of_raychecks_own_side_is_its_own_error(wire: FaultProxy):
 
 
 def test_the_config_is_as_before_after_the_check(s3: str):
-    where = join_uri(s3, uuid4().hex) + SETTINGS["as fsspec"]
+    where = join_uri(s3, uuid4().hex)
     mine = config(where)
 
     check_ray_storage(mine, where, open_store(join_uri(where, "my-run")))
@@ -142,3 +154,35 @@ def test_fit_refuses_before_it_starts_a_ray(gcs: str, monkeypatch: pytest.Monkey
         raycheck.fit(trainer)
 
     assert not ray.is_initialized()
+
+
+def test_a_store_that_takes_no_upload_without_its_length_is_written_by_ray_too(wire: FaultProxy) -> None:
+    """Ceph answers 411 to what a current pyarrow sends: an upload in chunks, whose checksum comes last."""
+    check(join_uri(wire.uri, uuid4().hex))
+
+    sent = [head for head in wire.heads if head.method == "PUT"]
+    assert any("-ray" in head.target for head in sent)
+    for head in sent:
+        assert "content-length" in head.headers
+        assert "aws-chunked" not in head.headers.get("content-encoding", "")
+
+
+def test_where_the_users_own_file_system_is_answered_411_the_error_names_the_cure(wire: FaultProxy) -> None:
+    wire.rule("answer", "PUT|POST", "-ray", times=99, answer=of_s3("411 Length Required", "MissingContentLength"))
+
+    with pytest.raises(ConfigError, match="set AWS_REQUEST_CHECKSUM_CALCULATION=when_required in the environment"):
+        check_by_pyarrow(join_uri(wire.uri, uuid4().hex))
+
+
+def test_a_name_with_which_rays_controller_would_fail_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        print,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(name="größe", storage_path=str(tmp_path / "runs")),
+    )
+
+    with pytest.raises(ConfigError, match=r"name=.größe.*names of ASCII alone.*may be in storage_path"):
+        raycheck.fit(trainer)
+
+    assert not ray.is_initialized()
+    assert not (tmp_path / "runs").exists()
