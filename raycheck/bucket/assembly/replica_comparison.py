@@ -25,8 +25,7 @@ Cure = Literal["", "RankZero", "RankZero or PerRank"]
 """The wrappers that an entry of the state may be given in, where ranks are meant to hold different things."""
 CAUSES = "The replicas have drifted apart: an all-reduce is missing, or the ranks draw other random numbers"
 CURES: dict[Cure, str] = {
-    "": f"{CAUSES}. State that belongs to one rank alone is kept as a DTensor, or beside the optimizer in "
-    "raycheck.PerRank",
+    "": CAUSES,
     "RankZero": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every rank",
     "RankZero or PerRank": f"{CAUSES}. If only rank 0 updates this entry, give it as raycheck.RankZero(entry) on every "
     "rank; if each rank has its own, as raycheck.PerRank(entry)",

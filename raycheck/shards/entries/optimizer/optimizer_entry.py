@@ -6,10 +6,10 @@ exact_loading.py gives the result to the optimizer, and slot_locations.py finds 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -21,6 +21,14 @@ from raycheck.shards.entries.module.parameter_names import NamedParameters, Para
 from raycheck.shards.entries.object_entry import HELD
 from raycheck.shards.entries.optimizer.exact_loading import load_exactly, loads_as_torch
 from raycheck.shards.entries.optimizer.parameter_groups import ParameterGroups, join_ranks
+from raycheck.shards.entries.optimizer.sharded_slots import (
+    cut_of,
+    cuts_in,
+    is_of_cut,
+    new_slot,
+    other_cut,
+    with_placed,
+)
 from raycheck.shards.entries.optimizer.slot_allocation import inner_tensor, slot_tensor
 from raycheck.shards.entries.optimizer.slot_locations import SlotLocations, is_plain
 from raycheck.shards.entries.saved_entry import Named, SavedEntry, empty_like
@@ -32,6 +40,8 @@ from raycheck.shards.transfer.stock_torch_names import StockNames
 VALUE_KEYS = frozenset({"slots", "state", "other"})
 """Keys of the values that every saved optimizer has: the slots' names in order, by parameter; the slots that are no
 tensors, by parameter; and what state_dict() has beside "state". Newer ones also have `own`."""
+_NO_SLOTS: Mapping[Any, Any] = {}
+Value = TypeVar("Value")
 OWN = "own_state"
 """The key in the tree for what an optimizer keeps as a whole and not for one parameter."""
 
@@ -115,10 +125,25 @@ class OptimizerEntry(StateEntry):
     def _live_slots(self) -> dict[str, tuple[torch.Tensor, Any]]:
         """Returns the parameter and the key of every slot, by the slot's name."""
         return {
-            self._slot_name(name, slot): (parameter, slot)
+            self._live_name(name, slot, value): (parameter, slot)
             for name, parameter in self._groups.parameters.items()
-            for slot in self.optimizer.state.get(parameter, ())
+            for slot, value in self.optimizer.state.get(parameter, _NO_SLOTS).items()
         }
+
+    def gather_tree(self, tree: dict[str, Any]) -> GatheredEntry:
+        found = super().gather_tree(tree)
+        new = {
+            self._slot_name(name, slot): self._live_name(name, slot, value)
+            for name, slots in tree.get("state", {}).items()
+            for slot, value in slots.items()
+            if is_of_cut(value, self._groups.parameters[name])
+        }
+        if not new:
+            return found
+        tensors = {new.get(name, name): tensor for name, tensor in found.tensors.items()}
+        paths = {new.get(name, name): path for name, path in found.paths.items()}
+        also = {name: (*paths[name][:-1], name.rpartition(".")[2]) for name in new.values()}
+        return replace(found, tensors=tensors, paths=paths | also)
 
     def tree(self) -> dict[str, Any]:
         with calling(self.name, "state_dict"):
@@ -139,7 +164,7 @@ class OptimizerEntry(StateEntry):
         state = tree.get("state", {})
         other = {key: value for key, value in tree.items() if key not in ("state", OWN)}
         own = tree.get(OWN, {})
-        return {
+        values = {
             "slots": {name: list(slots) for name, slots in state.items()},
             "state": {
                 name: encoded
@@ -149,6 +174,7 @@ class OptimizerEntry(StateEntry):
             "other": self.encode(other, self.name, tensors),
             "own": self.encode(own, f"{self.name}.{OWN}", tensors) if own else None,
         }
+        return with_placed(values, state, self._groups.parameters)
 
     def match(self, saved: SavedEntry) -> Named:
         self._refresh_groups()
@@ -182,16 +208,27 @@ class OptimizerEntry(StateEntry):
         live, slots = self.optimizer.state.get(parameter, {}), values["slots"].get(name, ())
         not_tensors = decode(values["state"].get(name, {}), lambda _name: None)
         wanted: Named = {}
+        placed = values.get("placed", {}).get(name, {})
         for slot in slots:
-            tensor = saved.tensors.get(self._slot_name(name, slot))
+            path = self._slot_name(name, slot)
+            tensor = self._find(saved.tensors, name, slot)
             if tensor is not None:
                 here = live.get(slot)
                 if isinstance(here, torch.Tensor) and tuple(here.shape) != tensor.shape:
                     saved.reshaped.append(tensor.name)
                     saved.mismatched.append(f"{tensor.name}: {list(here.shape)} here, {list(tensor.shape)} saved")
-                wanted[tensor.name] = slot_tensor(saved, tensor, slot, live=here, parameter=parameter, named=in_modules)
+                try:
+                    live_or_new = new_slot(tensor, placed.get(slot), parameter, path=path) if here is None else here
+                except ValueError as error:
+                    saved.mismatched.append(f"{tensor.name}: {error}")
+                    continue
+                wanted[tensor.name] = slot_tensor(
+                    saved, tensor, slot, live=live_or_new, parameter=parameter, named=in_modules
+                )
+            elif cuts := cuts_in(saved.tensors, path):
+                saved.mismatched.append(f"{path}: {other_cut(cuts, parameter)}")
             elif slot not in not_tensors:
-                saved.missing.append(self._slot_name(name, slot))
+                saved.missing.append(path)
         saved.missing += [self._slot_name(name, slot) for slot in sorted(set(live) - set(slots), key=str)]
         return wanted
 
@@ -252,7 +289,7 @@ class OptimizerEntry(StateEntry):
         values = dict(found)
         found.clear()
         for slot in slots:
-            tensor = tensors.get(self._slot_name(name, slot))
+            tensor = self._find(tensors, name, slot)
             if slot in values:
                 found[slot] = values[slot]
             elif tensor is not None:
@@ -275,7 +312,7 @@ class OptimizerEntry(StateEntry):
     def not_held(self, tensors: Named) -> list[str]:
         tree = self.tree()
         live = {
-            self._slot_name(name, slot): value
+            self._live_name(name, slot, value): value
             for name, slots in tree["state"].items()
             for slot, value in slots.items()
             if isinstance(value, torch.Tensor)
@@ -290,6 +327,17 @@ class OptimizerEntry(StateEntry):
 
     def _slot_name(self, parameter: str, slot: Any) -> str:
         return f"{self.name}.state.{parameter}.{slot}"
+
+    def _live_name(self, name: str, slot: Any, value: object) -> str:
+        """Returns the name under which a live slot of a parameter is saved."""
+        parameter = self._groups.parameters[name]
+        return self._slot_name(name, slot) + (cut_of(parameter) if is_of_cut(value, parameter) else "")
+
+    def _find(self, tensors: Mapping[str, Value], name: str, slot: Any) -> Value | None:
+        """Returns a parameter's slot among tensors by name: this rank's own part of it, or the whole."""
+        path = self._slot_name(name, slot)
+        own = path + cut_of(self._groups.parameters[name])
+        return tensors[own] if own in tensors else tensors.get(path)
 
 
 def _refuse_odd_slots(path: str, slots: Any) -> None:

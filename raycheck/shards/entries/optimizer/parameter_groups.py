@@ -84,12 +84,15 @@ class ParameterGroups:
 def join_ranks(saved: SavedEntry) -> Any:
     """Returns the values of all ranks as those of one optimizer: the ranks of a pipeline hold different parameters."""
     slots, state = dict(saved.values["slots"]), dict(saved.values["state"])
+    placed = dict(saved.values.get("placed", {}))
     groups = list(saved.values["other"]["param_groups"])
     for values in saved.rank_values:
         slots = values["slots"] | slots
         state = values["state"] | state
+        placed = values.get("placed", {}) | placed
         groups = _join_groups(groups, values["other"]["param_groups"])
-    return {**saved.values, "slots": slots, "state": state, "other": {**saved.values["other"], "param_groups": groups}}
+    found = {"slots": slots, "state": state, "placed": placed}
+    return {**saved.values, **found, "other": {**saved.values["other"], "param_groups": groups}}
 
 
 def _join_groups(groups: list[Any], more: list[Any]) -> list[Any]:
