@@ -20,6 +20,7 @@ from raycheck.train.data.batch_source import BatchSource, RankShare
 from raycheck.train.data.data_stream import SampleStream
 from raycheck.train.data.epoch_order import Skips, kept_batches
 from raycheck.train.data.numbered_samples import NumberedSamples
+from raycheck.train.data.source_proof import SourceProof
 from raycheck.train.data.stream_position import StreamPosition
 from raycheck.train.data.streamed_samples import StreamedSamples, is_stream
 from raycheck.train.log import event, logger
@@ -43,6 +44,7 @@ class Batches(SampleStream):
     of shuffle, and of the dataset's length in what is said above. rank, world_size: this rank and the number of ranks;
     by default those of Ray Train, else of torch.distributed, else 0 and 1. skip: batches that are left out, as (epoch,
     first batch, last batch + 1), counted from 0; it may change at a restart, and nothing else moves.
+    prove: whether Checkpointer.restore reads some samples on trial first, see `prove`.
 
     Every rank reads all of an IterableDataset and takes its part. batches_per_epoch, for an IterableDataset only: an
     epoch has that many batches, and the data begins anew whenever it ends. The ranks then share the shards of a dataset
@@ -69,6 +71,7 @@ class Batches(SampleStream):
         world_size: int | None = None,
         skip: Iterable[Sequence[int]] = (),
         batches_per_epoch: int | None = None,
+        prove: bool = True,
     ) -> None:
         here = rank_and_world_size()
         self._rank = here[0] if rank is None else rank
@@ -90,6 +93,8 @@ class Batches(SampleStream):
                 f"dataset's length ({self._source.samples}): each rank needs a sample in each batch"
             )
         self._position = StreamPosition(global_batch=self._global_batch, batches_left=self._batches_left)
+        self._is_proving = prove
+        self._proof: SourceProof | None = None  # what all ranks have agreed on
         self._has_warned: set[str] = set()
         self._saved_elsewhere: set[int] = set()  # ids of the generators that the state saves by itself
 
@@ -197,6 +202,29 @@ class Batches(SampleStream):
         end = self._source.batches_per_epoch
         return None if end is None else len(kept_batches(self._skips, epoch, batch, end))
 
+    def prove(self) -> SourceProof | None:
+        """Read some samples on trial: in a process of its own, so that the dataset is afterwards as it was.
+
+        Returns what the ranks compare; None with Batches(prove=False).
+        """
+        if not self._is_proving:
+            return None
+        order = {"seed": self._seed, "shuffle": self._shuffle, "global_batch": self._global_batch}
+        return self._source.prove(order)
+
+    def take_proof(self, proof: SourceProof) -> None:
+        """Take what the proofs of all ranks came to: from now on states keep the checksums of the samples, and a stream
+        whose state does not lead back is read again from its beginning after a restart."""
+        self._proof = proof
+        self._source.take_proof(proof)
+        for text in proof.said:
+            logger.debug(event(f"Batches of {proof.kind}: {text}", rank=self._rank))
+        if proof.reason:
+            then = "After a restart the samples before the position are read again and dropped"
+            if proof.is_exact is None:
+                then = "A restart trusts its state, which is not proven"
+            self._warn(f"Batches of {proof.kind}: {proof.reason}. {then}")
+
     def end_step(self) -> None:
         self._position.end_step()
         self._source.end_step()
@@ -223,6 +251,7 @@ class Batches(SampleStream):
             "global_batch": self._global_batch,
             **self._source.state(),
             "history": self._position.history.state(),
+            **({"checksums": self._proof.state()} if self._proof is not None else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -257,6 +286,12 @@ class Batches(SampleStream):
         if len({(state["epoch"], state["consumed"]) for state in states}) > 1:
             other.append("the ranks' positions differ")
         other += self._source.differences(states)
+        if self._proof is not None and (unlike := self._proof.differing(states[0].get("checksums", ()))):
+            other.append(
+                f"{len(unlike)} of {len(states[0]['checksums'])} samples that were compared have other content "
+                f"({', '.join(map(str, unlike[:4]))}). Was the dataset exchanged? restore(skip=[...]) with this "
+                "entry's name begins the new one; Batches(prove=False) goes on in it at the saved position"
+            )
         if other:
             raise StateMismatchError(
                 "the data stream differs from the checkpoint's, so its position would mean other samples: "

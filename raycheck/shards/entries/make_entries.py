@@ -175,6 +175,11 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
         return PlainValueEntry(name, value, rank=rank)
     if isinstance(value, Optimizer) and _has_torchs_form(name, value):
         return OptimizerEntry(name, value, named)
+    if isinstance(value, PerRank | RankZero) and _is_loader_inside(name, value):
+        raise ConfigError(
+            f"state[{name!r}] is {type(value).__name__} of a loader, whose position means other samples at another "
+            "world size. Give the loader itself: each rank's position is saved, and another number of ranks is refused"
+        )
     if isinstance(value, PerRank):
         return PerRankEntry(name, value, rank=rank)
     if isinstance(value, RankZero):
@@ -195,6 +200,10 @@ def _make_entry(name: str, value: Any, named: NamedParameters, rank: int, world_
         f"state[{name!r}] is a {type(value).__qualname__} without state_dict and load_state_dict. Plain values go into "
         "a dict, which a restore fills in place"
     )
+
+
+def _is_loader_inside(name: str, value: PerRank | RankZero) -> bool:
+    return is_loader(name, value.value if isinstance(value, PerRank) else value.obj)
 
 
 def _has_torchs_form(name: str, optimizer: Optimizer) -> bool:

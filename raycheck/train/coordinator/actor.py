@@ -38,6 +38,7 @@ from raycheck.train.coordinator.messages import (
     Pending,
     PlanWanted,
     RankFailure,
+    RankProof,
     RankRestore,
     RestoreDecision,
 )
@@ -46,6 +47,7 @@ from raycheck.train.coordinator.protocol_calls import ProtocolCalls
 from raycheck.train.coordinator.rendezvous import Rendezvous
 from raycheck.train.coordinator.requested_saves import RequestedSaves
 from raycheck.train.coordinator.run_log import RunLog
+from raycheck.train.data.source_proof import SourceProof, agreed_proof
 from raycheck.train.log import event, logger, show_log
 
 WAIT_S = 10.0
@@ -73,6 +75,7 @@ class Coordinator:
         self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}
         self._agreements: dict[tuple[str, int], Rendezvous[tuple[Report, Holdings], Agreement]] = {}
         self._restores: dict[tuple[str, str, bool], Rendezvous[Arrival, RestoreDecision]] = {}
+        self._proofs: dict[str, Rendezvous[SourceProof | None, list[SourceProof | None]]] = {}  # by group
         self._ends: dict[str, Rendezvous[None, None]] = {}
         self._starts: dict[str, Rendezvous[None, None]] = {}  # of groups before this start's first claim
         self._failures: dict[str, RankFailure] = {}  # the first one of each group
@@ -136,6 +139,7 @@ class Coordinator:
                 self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
                 self._agreements.clear()
                 self._restores.clear()
+                self._proofs.clear()
                 self._ends.clear()
                 self._starts.clear()
                 self._failures.clear()
@@ -167,6 +171,21 @@ class Coordinator:
         self._fail_if_lost(rendezvous, rank_restore.group)
         self._judge(rank_restore, rendezvous)
         self._refuse_mixed(rank_restore)
+        return await rendezvous.answer(min(WAIT_S, patience_s))
+
+    async def compare_data(self, mine: RankProof, patience_s: float = WAIT_S) -> list[SourceProof | None] | Pending:
+        """Takes what a rank knows of its data source, and waits a while for what holds for all ranks.
+
+        All ranks get one answer, in a list, or one ConfigError that names the ranks whose data differ.
+        """
+        await self._adopt(mine.group)
+        if mine.group in self._adopted:  # ranks that had an answer will not ask again
+            raise SupersededError("the coordinator was started again while the ranks compared their data; start again")
+        rendezvous = self._proofs.setdefault(mine.group, Rendezvous(mine.world_size, awaited="read their samples"))
+        if rendezvous.is_open:
+            rendezvous.arrive(mine.rank, mine.proof)
+            if rendezvous.is_complete:
+                rendezvous.decide(lambda proofs: [agreed_proof(proofs)])
         return await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def offer_base(self, wish: BaseWish, patience_s: float = WAIT_S) -> BaseAnswer | Pending:

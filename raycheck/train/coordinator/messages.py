@@ -14,6 +14,7 @@ from raycheck.bucket.format.manifest import Component
 from raycheck.bucket.protocol.base_run import BaseOffer, Wanted
 from raycheck.errors import RaycheckError
 from raycheck.shards.transfer.shared_memory import MemoryPlace
+from raycheck.train.data.source_proof import SourceProof
 
 OnCorrupt = Literal["previous", "raise"]
 NodeCheck = Literal["before the claim", "beside the claim", "done"]
@@ -148,6 +149,16 @@ class RankRestore:
     arrival: Arrival = Arrival()
     on_corrupt: OnCorrupt = "previous"
     is_peek: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProof:
+    """Tells the coordinator what one rank has found out about its data source; None when it proves nothing."""
+
+    group: str
+    rank: int
+    world_size: int
+    proof: SourceProof | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

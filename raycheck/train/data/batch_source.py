@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raycheck.train.data.epoch_order import Skips
+from raycheck.train.data.source_proof import SourceProof
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -46,6 +47,14 @@ class BatchSource(ABC):
         first: the number of the first one, counted from 0. skips: batches that are left out. options: torch's
         DataLoader's. is_mid_epoch: whether a part of the stream's current epoch is consumed.
         """
+
+    @abstractmethod
+    def prove(self, order: Mapping[str, Any]) -> SourceProof:
+        """Read some samples on trial. order: what else the order of samples depends on."""
+
+    def take_proof(self, proof: SourceProof) -> None:
+        """Take what the ranks have found out together."""
+        del proof
 
     def take(self) -> None:
         """Note that the training loop has got the next batch."""

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from raycheck.train.data.source_proof import SourceProof
+
 
 class DataStream(ABC):
     """Knows a position in the training data, which all ranks share, and which moves when a step or an epoch ends.
@@ -52,6 +54,14 @@ class DataStream(ABC):
         Run it where the run that saved the position was then: what it had drawn by then to fetch batches is drawn anew
         before, and what it had not, after. Checkpointer.restore calls this after load_state_dict.
         """
+
+    def prove(self) -> SourceProof | None:
+        """Read some samples on trial. Checkpointer.restore calls this before the first step. None: nothing to prove."""
+        return None
+
+    def take_proof(self, proof: SourceProof) -> None:
+        """Take what the proofs of all ranks came to."""
+        del proof
 
     def leave_to_state(self, entries: Iterable[object]) -> None:
         """Learn which objects the state saves by itself: all entries of it."""

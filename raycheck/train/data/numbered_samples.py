@@ -10,6 +10,7 @@ from raycheck.errors import ConfigError
 from raycheck.train.data.batch_source import BatchSource, RankShare
 from raycheck.train.data.epoch_order import Skips, epoch_order, kept_batches, order_digest, own_order, rank_share
 from raycheck.train.data.sample_seeding import SeededPerSample
+from raycheck.train.data.source_proof import SourceProof, numbered_proof
 
 
 class NumberedSamples(BatchSource):
@@ -31,6 +32,7 @@ class NumberedSamples(BatchSource):
     ) -> None:
         length = _length_of(dataset)
         self._dataset = dataset
+        self._length = length
         self._share = share
         self._seed = seed
         self._shuffle = shuffle
@@ -39,6 +41,9 @@ class NumberedSamples(BatchSource):
         self._digest = {} if first is None else {"order": order_digest(first)}  # of the first epoch, which is enough
         self.samples: int = length if first is None else len(first)
         self.batches_per_epoch: int = self.samples // share.global_batch
+
+    def prove(self, order: Mapping[str, Any]) -> SourceProof:
+        return numbered_proof(self._dataset, self._length, {**order, "length": self._length, **self._digest})
 
     def open(
         self, epoch: int, first: int, skips: Skips, options: Mapping[str, Any], *, is_mid_epoch: bool

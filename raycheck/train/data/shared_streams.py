@@ -9,6 +9,7 @@ more and dropped.
 """
 
 import copy
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,32 +85,72 @@ def plan_streams(
     )
 
 
+_RIGHT_DATASETS = (5, 1)
+"""The first release of Hugging Face's datasets in which the state of every kind of stream that has one is exact."""
+_RIGHT_BEFORE_5 = {
+    "ArrowExamplesIterable",
+    "ExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+    "SkipExamplesIterable",
+    "TakeExamplesIterable",
+    "RepeatExamplesIterable",
+}
+"""What streams are made of whose state the releases before 5.0 restore exactly. 5.0 itself restores none twice."""
+
+
 def has_exact_state(dataset: Any) -> bool:
     """Returns whether a dataset goes on exactly where its `state_dict` was taken.
 
-    Hugging Face's shuffle buffer does not: it drops what it holds.
+    Hugging Face's shuffle buffer does not: it drops what it holds. source_proof.py tries what seems to be exact.
     """
+    return has_state(dataset) and not known_fault(dataset)
+
+
+def has_state(dataset: Any) -> bool:
+    """Returns whether a dataset has a `state_dict`, and nothing in it is known to drop samples by design."""
     if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
-    todo = [getattr(dataset, "_ex_iterable", None)]
+    return not any("Shuffled" in name or "Randomly" in name for name in _stages_of(dataset))
+
+
+def known_fault(dataset: Any) -> str:
+    """Returns why the state of this dataset of Hugging Face's is known to lead elsewhere; "" where it is not."""
+    stages = _stages_of(dataset)
+    if not stages:
+        return ""
+    version = str(sys.modules["datasets"].__version__)
+    parts = tuple(int(part) if part.isdecimal() else 0 for part in version.split(".")[:2])
+    if parts >= _RIGHT_DATASETS or (parts < (5, 0) and {*stages} <= _RIGHT_BEFORE_5):
+        return ""
+    return (
+        f"datasets {version} does not restore a stream's state exactly after a map, filter, batch or interleave; "
+        f"{'.'.join(map(str, _RIGHT_DATASETS))} does"
+    )
+
+
+def _stages_of(dataset: Any) -> list[str]:
+    """Returns the classes of what a stream of Hugging Face's is made of; nothing for another dataset."""
+    found, todo = [], [getattr(dataset, "_ex_iterable", None)]
     while todo:
         inner = todo.pop()
-        if "Shuffled" in type(inner).__name__ or "Randomly" in type(inner).__name__:
-            return False
         if inner is not None:
+            found.append(type(inner).__name__)
             todo += [getattr(inner, "ex_iterable", None), *getattr(inner, "ex_iterables", ())]
-    return True
+    return found
 
 
 class OneStream:
     """Reads one stream, sample by sample."""
 
-    def __init__(self, dataset: Any, plan: StreamPlan, number: int, at: StreamState) -> None:
+    def __init__(
+        self, dataset: Any, plan: StreamPlan, number: int, at: StreamState, *, is_exact: bool | None = None
+    ) -> None:
+        """is_exact: whether the dataset's own state leads to where it was taken; None to judge by its kind alone."""
         self._dataset = dataset if plan.streams == 1 else dataset.shard(num_shards=plan.streams, index=number)
         self._plan = plan
-        self._is_exact = has_exact_state(self._dataset)
+        self._is_exact = has_exact_state(self._dataset) if is_exact is None else is_exact
         self._at = replace(at, source=None)
-        self._source = at.source
+        self._source = at.source if self._is_exact else None
         self._rows: Iterator[Any] | None = None
 
     def read(self) -> Any:
@@ -170,6 +211,7 @@ class ShareOfStreams(IterableDataset[Any]):
 
     states: of the streams that were begun before, by number. left_out: says for the number of a batch of the epoch
     whether it is read and not given. last: the number of the epoch's last batch and one; None when nobody knows it.
+    is_exact: see OneStream.
     """
 
     def __init__(
@@ -182,6 +224,7 @@ class ShareOfStreams(IterableDataset[Any]):
         last: int | None,
         left_out: Callable[[int], bool],
         turn: int,
+        is_exact: bool | None = None,
     ) -> None:
         self._dataset = dataset
         self._plan = plan
@@ -190,12 +233,17 @@ class ShareOfStreams(IterableDataset[Any]):
         self._last = last
         self._left_out = left_out
         self._turn = turn
+        self._is_exact = is_exact
 
     def __iter__(self) -> Iterator[tuple[list[Any], list[StreamState]]]:
         plan, slots = self._plan, self._plan.slots()
         streams = [
             OneStream(
-                self._dataset, plan, number, self._states.get(number, StreamState(number=number, turn=self._turn))
+                self._dataset,
+                plan,
+                number,
+                self._states.get(number, StreamState(number=number, turn=self._turn)),
+                is_exact=self._is_exact,
             )
             for number in plan.mine()
         ]

@@ -10,7 +10,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from raycheck.errors import StateMismatchError
 from raycheck.train.data.batch_source import BatchSource, RankShare
 from raycheck.train.data.epoch_order import Skips, is_left_out
-from raycheck.train.data.shared_streams import Positions, ShareOfStreams, StreamState, plan_streams, stream_loader
+from raycheck.train.data.shared_streams import (
+    Positions,
+    ShareOfStreams,
+    StreamState,
+    has_state,
+    plan_streams,
+    stream_loader,
+)
+from raycheck.train.data.source_proof import SourceProof, stream_proof
 
 
 def is_stream(dataset: object) -> bool:
@@ -44,6 +52,14 @@ class StreamedSamples(BatchSource):
         self._given: list[StreamState] = []
         self._saved_workers: bool | None = None  # whether a worker read the stream that was restored
         self._has_worker = False
+        self._is_exact: bool | None = None
+
+    def prove(self, order: Mapping[str, Any]) -> SourceProof:
+        depends = {"batches_per_epoch": self.batches_per_epoch, "streams": self.streams}
+        return stream_proof(self._dataset, self._plan, {**order, **depends}, has_state=has_state(self._dataset))
+
+    def take_proof(self, proof: SourceProof) -> None:
+        self._is_exact = proof.is_exact
 
     def open(
         self, epoch: int, first: int, skips: Skips, options: Mapping[str, Any], *, is_mid_epoch: bool
@@ -63,6 +79,7 @@ class StreamedSamples(BatchSource):
             last=self.batches_per_epoch,
             left_out={batch for at, low, high in skips if at == epoch for batch in range(low, high)}.__contains__,
             turn=0 if self._plan.is_endless else epoch,
+            is_exact=self._is_exact,
         )
         generator = torch.Generator().manual_seed(self._seed)
         loader = stream_loader(share, self._fetched, {**options, "generator": generator})

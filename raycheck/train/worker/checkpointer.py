@@ -20,11 +20,13 @@ from raycheck.shards.state.preview import Preview
 from raycheck.shards.state.restore_selection import EVERYTHING, Selection
 from raycheck.shards.state.train_state import TrainState
 from raycheck.train.coordinator.messages import Claim, OnCorrupt
+from raycheck.train.data.loader_checks import check_loaders
 from raycheck.train.group import Group
 from raycheck.train.log import event, logger, show_log
 from raycheck.train.ray_api import train_context
 from raycheck.train.ray_api.controller_callbacks import is_turned_off
 from raycheck.train.worker.base_run import refer_to_base
+from raycheck.train.worker.data_proof import prove_together
 from raycheck.train.worker.export_wait import ExportWait
 from raycheck.train.worker.group_restore import (
     RestoreResult,
@@ -225,7 +227,10 @@ class Checkpointer:
             return RestoreResult(**asdict(self._counter.progress), attempt=1)
         with self._told_to_others():
             state, export_wait = self._checked_state()
+            proofs = [(stream, stream.prove()) for stream in self._counter.data]
             claim = self._claim_run()
+            for stream, proof in proofs:
+                prove_together(self._group, stream, proof)
             if self._preview is not None:
                 self._preview.check(selection)
             if claim.entry is None:
@@ -256,6 +261,7 @@ class Checkpointer:
             raise ConfigError("the state is empty; give at least the model and the optimizer")
         export_wait = ExportWait(self.settings.exports, self._group, self._state.models, self._watch)
         self._state.check(is_before_restore=True)
+        check_loaders(self._state.objects, rank=self._group.rank)
         return self._state, export_wait
 
     def _claim_run(self) -> Claim:

@@ -1,0 +1,119 @@
+"""Runs a function in a forked child of this process, so that it changes nothing here.
+
+A data source is read on trial there. It may draw random numbers, count, open files on first use, or be a generator that
+cannot be read twice: the training process has none of that. A child that takes too long is killed.
+"""
+
+import gc
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+T = TypeVar("T")
+_CHUNK = 1 << 16
+_LENGTH = struct.Struct("<Q")
+"""What comes before an answer: processes that the function has started may keep the pipe open after it."""
+
+
+class TrialError(Exception):
+    """Says why a function gave no result in a child.
+
+    has_failed: the function raised; otherwise the child was late, died, or could not be forked, which says nothing.
+    """
+
+    def __init__(self, why: str, *, has_failed: bool = False) -> None:
+        super().__init__(why)
+        self.has_failed = has_failed
+
+
+def can_isolate() -> bool:
+    """Returns whether a child can be forked. Elsewhere than on Linux, libraries do not expect it."""
+    return sys.platform == "linux"
+
+
+def isolated(function: Callable[[], T], *, within_s: float) -> T:
+    """Call a function in a forked child and return its result, which is pickled.
+
+    Raises TrialError when the function raises, when its result cannot be pickled, and when the child ends or takes
+    longer than within_s.
+    """
+    if not can_isolate():
+        raise TrialError(f"no process can be forked on {sys.platform}")
+    receive, send = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads; torch's loaders fork likewise
+        child = os.fork()
+    if child == 0:
+        _run(function, send)
+    os.close(send)
+    try:
+        answer = _read_all(receive, time.monotonic() + within_s)
+    finally:
+        os.close(receive)
+        _kill_group(child)
+        os.waitpid(child, 0)
+    if answer is None:
+        raise TrialError(f"it took longer than {within_s:.0f} s")
+    if not answer:
+        raise TrialError("its process died")
+    result, error = pickle.loads(answer)  # noqa: S301  our own child's
+    if error is not None:
+        raise TrialError(error, has_failed=True)
+    found: T = result
+    return found
+
+
+def _run(function: Callable[[], Any], send: int) -> NoReturn:
+    """Be the child: call the function, send what came of it, and end without any clean-up of the parent's objects."""
+    try:
+        os.setpgid(0, 0)  # so that processes that the function starts end with this one
+        gc.disable()  # an object of the parent's must not be finalized here
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for output in (1, 2):  # progress bars and warnings come again when training reads the source
+            os.dup2(null, output)
+        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork
+        try:
+            answer = pickle.dumps((function(), None))
+        except BaseException as error:  # noqa: BLE001  the parent is told
+            answer = pickle.dumps((None, f"{type(error).__name__}: {error}"))
+        left = memoryview(_LENGTH.pack(len(answer)) + answer)
+        while left:
+            left = left[os.write(send, left) :]
+    finally:
+        os._exit(0)
+
+
+def _read_all(pipe: int, deadline: float) -> bytes | None:
+    """Returns the child's answer, empty when it ended without one; None at the deadline."""
+    found = bytearray()
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while len(found) < _LENGTH.size or len(found) < _LENGTH.size + _LENGTH.unpack_from(found)[0]:
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            return None
+        chunk = os.read(pipe, _CHUNK)
+        if not chunk:
+            return b""
+        found += chunk
+    return bytes(found[_LENGTH.size :])
+
+
+def _kill_group(child: int) -> None:
+    for kill in (os.killpg, os.kill):  # the child may not have its own group yet
+        try:
+            kill(child, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue

@@ -1,0 +1,278 @@
+"""Proves a data source before the first step: reads some samples on trial and compares them.
+
+Compared are the samples of the ranks, which Batches expect to be equal; those of this start and of the checkpoint; and
+those of a stream that was read through with those after its state was put back. All reading is done in forked children,
+so that the source is afterwards as it was.
+
+Before each sample the random generators are seeded by its number. A sample that then differs from itself (by the
+system's randomness, by the time) is not compared. One that differs under another seed, by random augmentation, is compared among
+the ranks alone: another release of a library may augment in another way.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from raycheck.errors import ConfigError
+from raycheck.shards.entries.random_generators import generators_in, seed_generator
+from raycheck.train.data.isolated_call import TrialError, isolated
+from raycheck.train.data.sample_seeding import seed_worker
+from raycheck.train.data.shared_streams import OneStream, StreamPlan, StreamState, checksum, known_fault
+
+MAX_SAMPLES = 16
+"""How many samples of a source are compared among the ranks and with the checkpoint."""
+READ_FOR_S = 2.0
+"""For how long samples are read; at least one is."""
+MAX_ROWS = 64
+"""How many samples of a stream are read to try its state."""
+ROWS_FOR_S = 0.5
+"""For how long a stream is read through once."""
+TRY_FOR_S = 2.0
+"""After this time no other life of a stream is begun."""
+CALL_WITHIN_S = 10.0
+"""How long one child may take."""
+STRIDES = (1, 5, 13)
+"""After how many samples a stream's state is taken and put back, in each of three lives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceProof:
+    """Says what is known of one rank's data source.
+
+    kind: the dataset's class. order: what the order of samples depends on, which all ranks must have alike. samples:
+    the checksum of each sample that was compared, by number. lasting: the numbers of those that do not depend on random
+    augmentation. is_exact: whether a stream goes on exactly where its state was taken; None where nobody could tell, or
+    where there is nothing to tell. reason: why it does not, or why nobody could tell. said: what else people may want
+    to know.
+    """
+
+    kind: str
+    order: Mapping[str, Any]
+    samples: Mapping[int, int] = field(default_factory=dict)
+    lasting: frozenset[int] = frozenset()
+    is_exact: bool | None = None
+    reason: str = ""
+    said: tuple[str, ...] = ()
+
+    def state(self) -> list[tuple[int, int]]:
+        """Returns what a checkpoint keeps: the number and the checksum of each sample that lasts."""
+        return [(number, self.samples[number]) for number in sorted(self.lasting)]
+
+    def differing(self, saved: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the numbers of the samples that are other ones than a checkpoint says."""
+        return [number for number, crc in saved if number in self.lasting and self.samples[number] != crc]
+
+
+def numbered_proof(dataset: Any, length: int, order: Mapping[str, Any]) -> SourceProof:
+    """Read some samples of a map-style dataset on trial, three times each."""
+    proof = SourceProof(kind=type(dataset).__qualname__, order=order)
+    try:
+        read = isolated(partial(_read_numbered, dataset, _spread(length)), within_s=CALL_WITHIN_S)
+    except TrialError as error:
+        return replace(proof, said=(f"its samples could not be compared: {error}",))
+    return _with_samples(proof, read, wanted=min(length, MAX_SAMPLES))
+
+
+def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, has_state: bool) -> SourceProof:
+    """Read the beginning of a stream on trial, and try whether its state leads back to where it was taken.
+
+    has_state: it has a state that seems to be exact.
+    """
+    proof = SourceProof(kind=type(dataset).__qualname__, order=order)
+    whole = replace(plan, streams=1)  # what the ranks compare is the stream from its beginning, unsharded
+    try:
+        first, again, other = (_life(dataset, whole, MAX_SAMPLES, salt=salt).rows for salt in (0, 0, 1))
+    except TrialError as error:
+        said = f"it could not be read on trial: {error}"
+        fault = known_fault(dataset) if has_state else ""
+        reason = (fault or said) if has_state else ""
+        return replace(proof, is_exact=False if fault else None, reason=reason, said=(said,))
+    length = min(map(len, (first, again, other)))
+    proof = _with_samples(proof, dict(enumerate(zip(first, again, other, strict=False))), wanted=length)
+    if not has_state:
+        return proof
+    if fault := known_fault(dataset):
+        return replace(proof, is_exact=False, reason=fault)
+    if len(proof.samples) < length:
+        return replace(proof, reason="it gives other samples each time that it is read, so its state cannot be tried")
+    is_exact, reason = _tried_state(dataset, plan)
+    return replace(proof, is_exact=is_exact, reason=reason)
+
+
+def agreed_proof(proofs: Sequence[SourceProof | None]) -> SourceProof | None:
+    """Compare what the ranks know of their sources, in order of rank. Returns what holds for all of them.
+
+    None: of a rank that proves nothing. Raises ConfigError, which names the ranks and what differs between them.
+    """
+    known = [proof for proof in proofs if proof is not None]
+    if not known:
+        return None
+    if len(known) < len(proofs):
+        raise ConfigError("Batches(prove=False) is on some of the ranks only: give all ranks the same")
+    first = known[0]
+    for rank, proof in enumerate(known):
+        _compare(first, proof, rank)
+    common = set(first.samples).intersection(*(proof.samples for proof in known))
+    worst = min(known, key=lambda proof: {False: 0, None: 1, True: 2}[proof.is_exact])
+    return replace(
+        first,
+        samples={number: first.samples[number] for number in common},
+        lasting=frozenset(common.intersection(*(proof.lasting for proof in known))),
+        is_exact=worst.is_exact,
+        reason=worst.reason,
+    )
+
+
+def _compare(first: SourceProof, other: SourceProof, rank: int) -> None:
+    """Raise ConfigError where another rank's source is not that of the first rank."""
+    for name in sorted({*first.order, *other.order}):
+        mine, theirs = first.order.get(name), other.order.get(name)
+        if mine != theirs:
+            cure = _SPLIT_ALREADY if name == "length" else "Give all ranks the same"
+            raise ConfigError(
+                f"Batches of {first.kind}: {name} is {mine!r} on rank 0 and {theirs!r} on rank {rank}. {cure}"
+            )
+    common = sorted(first.samples.keys() & other.samples.keys())
+    if unlike := [number for number in common if first.samples[number] != other.samples[number]]:
+        raise ConfigError(
+            f"Batches of {first.kind}: {len(unlike)} of {len(common)} samples that were compared are not the same on "
+            f"ranks 0 and {rank} ({_named(unlike)}). {_SPLIT_ALREADY}"
+        )
+
+
+_SPLIT_ALREADY = (
+    "Batches share each batch among the ranks: give every rank the whole dataset, without a Subset, shard or "
+    "split_dataset_by_node of its own, or samples are left out. For ranks that each train on data of their own, give "
+    "their own torchdata StatefulDataLoader to the state. Batches(prove=False) compares nothing"
+)
+
+
+def _with_samples(proof: SourceProof, read: Mapping[int, tuple[int, int, int]], *, wanted: int) -> SourceProof:
+    """Returns the proof with the samples that may be compared. read: checksums of each sample: twice under one seed,
+    and once under another one."""
+    alike = {number: first for number, (first, again, _) in read.items() if first == again}
+    said = []
+    if len(read) < wanted:
+        said.append(f"the proof was cut short: {len(read)} of {wanted} samples were read in {READ_FOR_S:.0f} s")
+    if len(alike) < len(read):
+        unlike = _named([number for number in read if number not in alike])
+        said.append(f"{unlike} differs from itself when it is read twice with one seed, and is not compared")
+    return replace(
+        proof,
+        samples=alike,
+        lasting=frozenset(number for number in alike if read[number][2] == alike[number]),
+        said=tuple(said),
+    )
+
+
+def _spread(length: int) -> list[int]:
+    """Returns the numbers of the samples to compare: the outer ones first, in case that time is short."""
+    last = length - 1
+    even = [last * part // (MAX_SAMPLES - 1) for part in range(MAX_SAMPLES)]
+    return [*dict.fromkeys([0, last, 1 % length, *even[::2], *even])][:MAX_SAMPLES]
+
+
+def _read_numbered(dataset: Any, numbers: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+    """Be the child that reads samples by number."""
+    generators = [generator for _, generator in generators_in(dataset, "dataset")]
+    began = time.monotonic()
+    found: dict[int, tuple[int, int, int]] = {}
+    for number in numbers:
+        if found and time.monotonic() - began > READ_FOR_S:
+            break
+        crcs = []
+        for salt in (0, 0, 1):
+            seed_worker(2 * number + salt)
+            for generator in generators:
+                seed_generator(generator, 2 * number + salt)
+            crcs.append(checksum(dataset[number]))
+        found[number] = (crcs[0], crcs[1], crcs[2])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Holds what a child has read of a stream.
+
+    rows: the checksums of its samples. states: by the number of samples read in this life, the state after these.
+    """
+
+    rows: list[int]
+    states: dict[int, StreamState]
+
+
+class _SeededStream(OneStream):
+    """Reads a stream as a training will, with random generators that are seeded before each sample."""
+
+    salt = 0
+
+    def _next(self, rows: Any) -> Any:
+        seed_worker(2 * self._at.rows + self.salt)  # not what the stream holds, on which its order may depend
+        return next(rows)
+
+
+def _life(
+    dataset: Any,
+    plan: StreamPlan,
+    rows: int,
+    *,
+    salt: int = 0,
+    at: StreamState | None = None,
+    states_after: Sequence[int] = (),
+    for_s: float = READ_FOR_S,
+) -> _Life:
+    """Read a stream in a child. at: the state to which it is put first. for_s: after this time reading ends."""
+    call = partial(_read_stream, dataset, plan, rows, salt=salt, at=at, states_after=states_after, for_s=for_s)
+    return isolated(call, within_s=CALL_WITHIN_S)
+
+
+def _read_stream(
+    dataset: Any,
+    plan: StreamPlan,
+    rows: int,
+    *,
+    salt: int,
+    at: StreamState | None,
+    states_after: Sequence[int],
+    for_s: float,
+) -> _Life:
+    """Be the child that reads a stream."""
+    number = plan.mine()[0]
+    is_exact = at is not None or bool(states_after)
+    stream = _SeededStream(dataset, plan, number, at or StreamState(number=number), is_exact=is_exact)
+    stream.salt = salt
+    life, began = _Life([], {}), time.monotonic()
+    while len(life.rows) < rows and (not life.rows or time.monotonic() - began < for_s):
+        try:
+            life.rows.append(checksum(stream.read()))
+        except (StopIteration, ConfigError):  # the end of a stream, or one without samples, which training will report
+            break
+        if len(life.rows) in states_after:
+            life.states[len(life.rows)] = stream.state()
+    return life
+
+
+def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str]:
+    """Returns whether a stream goes on where its state was taken, over three lives each, and why not."""
+    began, has_compared = time.monotonic(), False
+    try:
+        whole = _life(dataset, plan, MAX_ROWS, states_after=STRIDES, for_s=ROWS_FOR_S)
+        for stride in STRIDES:
+            state, at = whole.states.get(stride), stride
+            while state is not None and at < min(len(whole.rows), 4 * stride) and time.monotonic() - began < TRY_FOR_S:
+                life = _life(dataset, plan, len(whole.rows) - at, at=state, states_after=(stride,), for_s=CALL_WITHIN_S)
+                if life.rows != whole.rows[at:]:
+                    return False, f"its state, taken after {at} samples and put back, does not lead to the next one"
+                has_compared, state, at = True, life.states.get(stride), at + stride
+    except TrialError as error:
+        return False if error.has_failed else None, f"its state could not be tried: {error}"
+    if not has_compared:
+        return None, f"too few samples came within {ROWS_FOR_S} s to try its state"
+    return True, ""
+
+
+def _named(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4]))
+    return f"sample {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
