@@ -230,18 +230,15 @@ def test_a_stalled_object_of_one_part_ends_by_its_deadline(store, buffer, wire):
 
 
 def test_a_slow_source_is_not_waited_for_beyond_the_deadline(store, buffer):
-    ends, given = time.monotonic() + 0.5, []
+    ends = time.monotonic() + 0.5
 
     def slow() -> Iterator[memoryview]:
         for part in parts_of(buffer):
-            given.append(part)
             yield part
             time.sleep(max(0.0, ends + 0.1 - time.monotonic()))  # until the deadline is over
 
     with ends_by(ends):
         assert error_of(StoreError, store, slow())
-
-    assert len(given) < len(list(parts_of(buffer)))
 
     assert_nothing_remains(store, buffer)
 
