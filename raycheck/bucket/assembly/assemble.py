@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raycheck.bucket.assembly.plan_cache import PlanCache
-from raycheck.bucket.assembly.replica_comparison import described, differences, labels, refusal
+from raycheck.bucket.assembly.replica_comparison import (
+    Difference,
+    described,
+    differences,
+    labels,
+    refusal,
+    with_copies,
+)
 from raycheck.bucket.assembly.save_report import SAVE_ALIKE, Report
 from raycheck.bucket.format import object_keys
 from raycheck.bucket.format.checksum import crc32
@@ -57,12 +64,12 @@ def _assemble(store: Store, reports: Sequence[Report], plans: PlanCache) -> Asse
     _refuse_other_saves(reports)
     sections = [report.section for report in reports if report.section is not None]
     assert len(sections) == len(reports), "a report without a failure has a section"
-    found = differences(plans.replicas(sections))
-    if found and not all(report.keeps_drift for report in reports):
-        raise SaveFailedError(f"{name}: {refusal(found)}")
+    replicas = plans.replicas(sections)
     references = _references(reports)
     written = {shard.component for report in reports for shard in report.shards}
     merged = plans.merge(sections, sorted(written | references.keys()))
+    found = with_copies(differences(replicas), merged.differing_copies(sections), replicas)
+    _refuse_drift(reports, found)
     _refuse_holes(name, merged.holes)
     components = [
         references.get(component) or _component(store, reports, component, blob, plans)
@@ -125,6 +132,12 @@ def _refuse_other_saves(reports: Sequence[Report]) -> None:
                 f"{name}: rank 0 called save with {first.label} and rank {report.rank} with {report.label}: give name, "
                 "note, expire_after_s and overwrite alike on every rank"
             )
+
+
+def _refuse_drift(reports: Sequence[Report], found: Sequence[Difference]) -> None:
+    """Keep ranks that differ out of one checkpoint (I11), unless all of them want the first holder's."""
+    if found and not all(report.keeps_drift for report in reports):
+        raise SaveFailedError(f"{reports[0].checkpoint}: {refusal(found)}")
 
 
 def _refuse_holes(name: str, holes: Sequence[str]) -> None:

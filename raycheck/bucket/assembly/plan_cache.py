@@ -7,7 +7,7 @@ of the newest commit's components, with and without a cache.
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -81,6 +81,16 @@ class CachedPlan:
     plan_bytes: bytes
     holes: tuple[str, ...]
     metadata: Mapping[str, tuple[bytes, Blob]]
+
+    def differing_copies(self, sections: Sequence[Section]) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield the name of each tensor of which two ranks wrote the same box with other bytes, and these ranks."""
+        for copy in self.plan.copies:
+            kept, other = (
+                sections[rank].checksums[CRC_BYTES * own.start : CRC_BYTES * own.stop]
+                for rank, own in zip(copy.ranks, copy.crcs, strict=True)
+            )
+            if kept != other:
+                yield copy.tensor, copy.ranks
 
     def index_bytes(self, sections: Sequence[Section]) -> bytes:
         """Return the bytes of the index. sections: those of all ranks, in order of rank.

@@ -7,8 +7,8 @@ were cut along several dimensions.
 
 import math
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise, repeat
 
@@ -22,17 +22,32 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Describes a box of a tensor that two ranks wrote. ranks: the one whose bytes are kept, and the other. crcs: where
+    the box's checksums are among those of each of them."""
+
+    tensor: str
+    ranks: tuple[int, int]
+    crcs: tuple[slice, slice]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MergedPlan:
     """Holds the plan of a whole checkpoint.
 
     num_crcs: the number of each rank's checksums. cuts: the slices of each rank's checksums that the index keeps.
-    has_copies: several ranks wrote one box.
+    copies: what several ranks wrote.
     """
 
     plan: Plan
     num_crcs: tuple[int, ...]
     cuts: tuple[tuple[slice, ...], ...]
-    has_copies: bool
+    copies: tuple[Copy, ...]
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether several ranks wrote one box."""
+        return bool(self.copies)
 
 
 def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
@@ -46,8 +61,9 @@ def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     rows = _with_columns(_concatenated(plans, dims), _taken(runs))
     starts = list(accumulate((sum(map(len, own)) for own in runs), initial=0))
-    copies = _copies(rows, starts)
-    has_copies = any(rows.payload_size[row] for row in copies)
+    originals = _copies(rows, starts)
+    copies = list(originals)
+    described = _described(rows, originals, tensors, starts, plans)
     num_crcs = tuple(sum(item.num_crcs for item in plan.objects) for plan in plans)
     cuts = [[slice(0, count)] for count in num_crcs]
     if copies:
@@ -66,7 +82,7 @@ def merge_plans(plans: Sequence[Plan]) -> MergedPlan:
         starts=array("q", starts),
         **{item.name: getattr(rows, item.name) for item in fields(rows)},
     )
-    return MergedPlan(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), has_copies=has_copies)
+    return MergedPlan(plan=whole, num_crcs=num_crcs, cuts=tuple(map(tuple, cuts)), copies=described)
 
 
 def _with_columns(rows: Rows, change: Callable[["Column[int]"], "Column[int]"]) -> Rows:
@@ -161,19 +177,43 @@ def _concatenated(plans: Sequence[Plan], dims: int) -> Rows:
     )
 
 
-def _copies(rows: Rows, starts: Sequence[int]) -> list[int]:
-    """Return the rows whose box an earlier row of that tensor has."""
-    copies: list[int] = []
+def _copies(rows: Rows, starts: Sequence[int]) -> dict[int, int]:
+    """Return the rows whose box an earlier row of that tensor has, in order, each with that row."""
+    copies: dict[int, int] = {}
     for first, end in pairwise(starts):
         if end - first < 2 or any(len(set(column[first:end])) == end - first for column in rows.offsets):
             continue
-        seen: set[tuple[int, ...]] = set()
+        seen: dict[tuple[int, ...], int] = {}
         for row in range(first, end):
             box = tuple(column[row] for column in (*rows.offsets, *rows.sizes))
-            if box in seen:
-                copies.append(row)
-            seen.add(box)
+            if seen.setdefault(box, row) != row:
+                copies[row] = seen[box]
     return copies
+
+
+def _described(
+    rows: Rows, copies: Mapping[int, int], tensors: Sequence[Tensor], starts: Sequence[int], plans: Sequence[Plan]
+) -> tuple[Copy, ...]:
+    """Describe the copies that have bytes. copies: as found among the rows of all ranks."""
+    places = [
+        (rank, base)
+        for rank, plan in enumerate(plans if copies else ())
+        for base in accumulate((item.num_crcs for item in plan.objects[:-1]), initial=0)
+        if plan.objects
+    ]
+
+    def crcs(row: int) -> tuple[int, slice]:
+        rank, base = places[rows.object[row]]
+        first = base + rows.crc_at[row]
+        return rank, slice(first, first - -rows.payload_size[row] // SUB_BLOCK)
+
+    found = []
+    for row, original in copies.items():
+        if rows.payload_size[row]:
+            (kept_by, kept), (other, own) = crcs(original), crcs(row)
+            name = tensors[bisect_right(starts, row) - 1].name
+            found.append(Copy(tensor=name, ranks=(kept_by, other), crcs=(kept, own)))
+    return tuple(found)
 
 
 def _without_crcs_of_copies(

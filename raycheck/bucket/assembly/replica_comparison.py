@@ -111,6 +111,24 @@ def _difference(replica: Replica, holders: list[list[int]]) -> Difference:
     return Difference(label=replica.label, cure=replica.cure, ranks=ranks)
 
 
+def with_copies(
+    found: Sequence[Difference], copies: Iterable[tuple[str, tuple[int, int]]], ranks: Sequence[RankDigests]
+) -> list[Difference]:
+    """Add tensors of which two ranks wrote the same box with other bytes: one on the host and one on a device have no
+    digests that could be compared. What no rank wants compared may differ, and is not added."""
+    known = {item.label for item in found}
+    differing = {f"tensor {name}": own for name, own in copies}
+    compared = (
+        {item.label: item for own in {own.names for own in ranks} for item in load_names(own)} if differing else {}
+    )
+    more = [
+        Difference(label=label, cure=compared[label].cure, ranks=own)
+        for label, own in differing.items()
+        if label in compared and label not in known
+    ]
+    return [*found, *more]
+
+
 def described(found: Sequence[Difference]) -> str:
     """Say what differs, and on which ranks. found: at least one difference."""
     first, others = found[0], [item.label for item in found[1:]]

@@ -55,6 +55,6 @@ def test_a_missing_rank_is_refused(memory: Store) -> None:
 
 
 def test_the_same_reports_give_the_same_files(memory: Store) -> None:
-    pair = reports(memory, {"m": torch.nn.Linear(2, 2)}, {"m": torch.nn.Linear(2, 2)})
+    pair = reports(memory, *[{"m": torch.nn.Linear(2, 2)}] * 2)
 
     assert assemble(memory, pair) == assemble(memory, pair)

@@ -4,7 +4,7 @@ The ranks are threads of this process, with a coordinator in one more.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -22,11 +22,20 @@ from tests.support.save_without_ray import Own
 
 WIDE = 600  # a float32 matrix of this width is large enough to be spread over the ranks
 State = dict[str, Any]
+_begun: list["Run"] = []
 
 
 @pytest.fixture
 def uri() -> str:
     return f"memory://{uuid4().hex}"
+
+
+@pytest.fixture(autouse=True)
+def all_runs_end() -> Iterator[None]:
+    """Stops what still runs of each start, as the end of a process does."""
+    yield
+    while _begun:
+        _begun.pop().fail()
 
 
 def model_of() -> nn.Module:
@@ -57,6 +66,7 @@ class Run:
         self.ranks = [
             raycheck.Checkpointer(own, chosen, group=place) for own, place in zip(states, places, strict=True)
         ]
+        _begun.append(self)
 
     def on_all(self, method: str) -> list[Any]:
         return [told.join() for told in [InThread(getattr(rank, method)) for rank in self.ranks]]
