@@ -4,11 +4,14 @@ The nested state is put together from the paths that DCP's planner keeps. DCP ha
 """
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from raycheck.bucket.format.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
+from raycheck.bucket.format.manifest import load_manifest
 from raycheck.catalog.importing.dcp_metadata_reading import DcpContents, ValuePlace, read_dcp_metadata
 from raycheck.catalog.importing.source_files import BLOCK_BYTES, SourceFiles
 from raycheck.catalog.importing.source_tensors import Box, SourceTensor, SourceTensors, with_ties
@@ -17,19 +20,21 @@ from raycheck.catalog.importing.torch_file import MAX_DEPTH, load_restricted, re
 from raycheck.errors import ConfigError, CorruptError
 
 METADATA = ".metadata"
+MANIFEST = "manifest.json"
+"""What `raycheck download` writes beside the directories of the components."""
 MAX_METADATA_BYTES = 1 << 30
 MAX_VALUE_BYTES = 256 * 1024 * 1024
 MAX_HOLES = 10_000
 
 
 def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceState:
-    """Read the state in a DCP directory.
+    """Read the state in a DCP directory, or in those of a folder that `raycheck download` wrote.
 
     Raises ConfigError for a value that only pickle could make, unless settings.skip_values, and CorruptError for
     metadata that does not fit the files.
     """
     what = files.what(METADATA)
-    contents = read_dcp_metadata(files.read(METADATA, MAX_METADATA_BYTES), what)
+    contents = _contents(files, what)
     tensors = SourceTensors()
     found: dict[tuple[str | int, ...], Any] = {}
     left_out: list[str] = []
@@ -63,6 +68,38 @@ def read_dcp_directory(files: SourceFiles, settings: ReadSettings) -> SourceStat
         left_out=tuple(left_out),
         notes=tuple(f"{hole}: nothing was saved at this place of a list; an empty dict is taken" for hole in holes),
     )
+
+
+def _contents(files: SourceFiles, what: str) -> DcpContents:
+    """Read what the directory holds; of a download, what all its directories hold, with their names before the files'.
+
+    Raises ConfigError for a download of some components only: nobody would see which part of the state is missing.
+    """
+    if METADATA in files.sizes:
+        return read_dcp_metadata(files.read(METADATA, MAX_METADATA_BYTES), what)
+    manifest = load_manifest(files.read(MANIFEST, MAX_MANIFEST_BYTES), what=files.what(MANIFEST))
+    whole = DcpContents(tensors={}, values={}, paths={})
+    for component in manifest.components:
+        name = f"{component.name}/{METADATA}"
+        if name not in files.sizes:
+            raise ConfigError(
+                f"{files} has no component {component.name}, so it is a part of {manifest.key}: download the rest, "
+                "or name one component's folder to import it alone"
+            )
+        one = read_dcp_metadata(files.read(name, MAX_METADATA_BYTES), files.what(name))
+        names = whole.tensors.keys() | whole.values.keys()
+        if twice := names & (one.tensors.keys() | one.values.keys()):
+            raise CorruptError(f"{files}: {min(twice)} is in two components")
+        for key, about in one.tensors.items():
+            chunks = ((offsets, sizes, _below(component.name, place)) for offsets, sizes, place in about.chunks)
+            whole.tensors[key] = replace(about, chunks=tuple(chunks))
+        whole.values.update((key, _below(component.name, place)) for key, place in one.values.items())
+        whole.paths.update(one.paths)
+    return whole
+
+
+def _below(folder: str, place: ValuePlace) -> ValuePlace:
+    return replace(place, file=f"{folder}/{place.file}")
 
 
 def _tensor(files: SourceFiles, contents: DcpContents, name: str, settings: ReadSettings) -> SourceTensor:

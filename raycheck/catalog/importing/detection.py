@@ -6,7 +6,8 @@ A folder that only leads to another one, such as an experiment of Ray Train, is 
 from collections.abc import Callable
 from dataclasses import replace
 
-from raycheck.catalog.importing.dcp_directory import METADATA, read_dcp_directory
+from raycheck.catalog.download_safetensors import RECORD
+from raycheck.catalog.importing.dcp_directory import MANIFEST, METADATA, read_dcp_directory
 from raycheck.catalog.importing.hugging_face import BINARY, SAFETENSORS, read_hugging_face
 from raycheck.catalog.importing.rank_files import RANK_FILE, read_rank_files
 from raycheck.catalog.importing.ray_train import has_checkpoints, latest_checkpoint
@@ -57,7 +58,7 @@ def kind_of_source(files: SourceFiles) -> str:
         return _kind_of_file(files)
     top = {name for name in files.sizes if "/" not in name}
     _refuse_others(files, top)
-    if METADATA in top:
+    if METADATA in top or (MANIFEST in top and any(f"{name}/{METADATA}" in files.sizes for name in files.folders())):
         return "dcp"
     if any(RANK_FILE.fullmatch(name) for name in top):
         return "fsdp"
@@ -86,6 +87,12 @@ def _refuse_others(files: SourceFiles, top: set[str]) -> None:
     if "latest" in top and any(name.startswith("checkpoints/step-") for name in names):
         raise ConfigError(
             f"{files} is a run of raycheck already: begin from it with fit(resume=), which takes its address"
+        )
+    if RECORD in top:
+        raise ConfigError(
+            f"{files} was written by raycheck download in the format safetensors, which is for other programs: what is "
+            "in values.json has lost its types. Download the checkpoint in the format dcp, and import that; or name "
+            "one file, to import its tensors alone"
         )
     ends = ("_optim_states.pt", "zero_to_fp32.py", "mp_rank_00_model_states.pt")
     is_model = bool({*SAFETENSORS, *BINARY} & top)
