@@ -19,7 +19,7 @@ from tests.support.coordinator_in_thread import InProcess, group_of
 from tests.support.http_fault_proxy import FaultProxy, Head, fault_proxy
 from tests.support.invariants import assert_invariants
 
-DELAY_S = 1.2
+DELAY_S = 2.5
 """How late each answer comes: far longer than it takes to send the requests that wait for none."""
 EVERYTHING = 10**6
 
