@@ -5,8 +5,8 @@ those of a stream that was read through with those after its state was put back.
 so that the source is afterwards as it was.
 
 Before each sample the random generators are seeded by its number. A sample that then differs from itself (by the
-system's randomness, by the time) is not compared. One that differs under another seed, by random augmentation, is compared among
-the ranks alone: another release of a library may augment in another way.
+system's randomness, by the time) is not compared. One that differs under another seed, by random augmentation, is
+compared among the ranks alone: another release of a library may augment in another way.
 """
 
 import time
@@ -29,12 +29,14 @@ MAX_ROWS = 64
 """How many samples of a stream are read to try its state."""
 ROWS_FOR_S = 0.5
 """For how long a stream is read through once."""
-TRY_FOR_S = 2.0
-"""After this time no other life of a stream is begun."""
+TRY_FOR_S = 4.0
+"""After this time no other life of a stream is begun; the second lives come before the third ones."""
 CALL_WITHIN_S = 10.0
 """How long one child may take."""
 STRIDES = (1, 5, 13)
-"""After how many samples a stream's state is taken and put back, in each of three lives."""
+"""After how many samples a stream's state is taken and put back, in each of its lives."""
+LIVES = 4
+"""How many lives a stream is tried over: one that reads it through, and those that begin with a state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +99,10 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
         return replace(proof, is_exact=False, reason=fault)
     if len(proof.samples) < length:
         return replace(proof, reason="it gives other samples each time that it is read, so its state cannot be tried")
-    is_exact, reason = _tried_state(dataset, plan)
+    is_exact, reason, lives = _tried_state(dataset, plan)
+    if is_exact and lives < LIVES - 1:
+        text = f"the proof was cut short: its state was put back in {lives} of {LIVES - 1} lives in {TRY_FOR_S:.0f} s"
+        proof = replace(proof, said=(*proof.said, text))
     return replace(proof, is_exact=is_exact, reason=reason)
 
 
@@ -254,23 +259,31 @@ def _read_stream(
     return life
 
 
-def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str]:
-    """Returns whether a stream goes on where its state was taken, over three lives each, and why not."""
-    began, has_compared = time.monotonic(), False
+def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str, int]:
+    """Returns whether a stream goes on where its state was taken, why not, and over how many lives it was tried."""
+    began, lives, has_compared = time.monotonic(), 0, False
     try:
         whole = _life(dataset, plan, MAX_ROWS, states_after=STRIDES, for_s=ROWS_FOR_S)
-        for stride in STRIDES:
-            state, at = whole.states.get(stride), stride
-            while state is not None and at < min(len(whole.rows), 4 * stride) and time.monotonic() - began < TRY_FOR_S:
+        states = dict(whole.states)  # by stride, the newest
+        for number in range(1, LIVES):
+            for stride, state in list(states.items()):
+                at = number * stride
+                if at >= len(whole.rows):
+                    continue
+                if time.monotonic() - began > TRY_FOR_S:
+                    return (True, "", lives) if has_compared else (None, "there was no time to try its state", 0)
                 life = _life(dataset, plan, len(whole.rows) - at, at=state, states_after=(stride,), for_s=CALL_WITHIN_S)
                 if life.rows != whole.rows[at:]:
-                    return False, f"its state, taken after {at} samples and put back, does not lead to the next one"
-                has_compared, state, at = True, life.states.get(stride), at + stride
+                    why = f"its state, taken after {at} samples and put back, does not lead to the next one"
+                    return False, why, lives
+                states[stride] = life.states.get(stride, state)
+                has_compared = True
+            lives = number
     except TrialError as error:
-        return False if error.has_failed else None, f"its state could not be tried: {error}"
+        return False if error.has_failed else None, f"its state could not be tried: {error}", lives
     if not has_compared:
-        return None, f"too few samples came within {ROWS_FOR_S} s to try its state"
-    return True, ""
+        return None, f"too few samples came within {ROWS_FOR_S} s to try its state", 0
+    return True, "", lives
 
 
 def _named(numbers: Sequence[int]) -> str:
