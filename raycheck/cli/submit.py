@@ -10,6 +10,7 @@ is enough to submit the same script once more. That stops as soon as another try
 """
 
 import asyncio
+import os
 import shlex
 import sys
 import time
@@ -296,6 +297,8 @@ def _client(address: str | None) -> Any:
         return JobSubmissionClient(address)
     except RayError as error:  # authentication failed: the cluster asks for a token, and none or another one was sent
         why = str(error).partition("\n")[0]
+        if os.environ.get("RAY_AUTH_MODE") == "token":
+            raise ConfigError(f"no right token for the job server at {at}: {why}") from error
         raise ConfigError(f"the job server at {at} wants a token, set RAY_AUTH_MODE=token: {why}") from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no job server at {at}: {error}") from error
