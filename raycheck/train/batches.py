@@ -20,7 +20,7 @@ from raycheck.train.data.batch_source import BatchSource, RankShare
 from raycheck.train.data.data_stream import SampleStream
 from raycheck.train.data.epoch_order import Skips, kept_batches
 from raycheck.train.data.numbered_samples import NumberedSamples
-from raycheck.train.data.source_proof import SourceProof
+from raycheck.train.data.proof_agreement import SourceProof
 from raycheck.train.data.stream_position import StreamPosition
 from raycheck.train.data.streamed_samples import StreamedSamples, is_stream
 from raycheck.train.log import event, logger

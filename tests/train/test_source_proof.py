@@ -25,7 +25,8 @@ from raycheck.errors import ConfigError, StateMismatchError
 from raycheck.shards.state.train_state import TrainState
 from raycheck.train.batches import Batches
 from raycheck.train.data.loader_checks import check_loaders
-from raycheck.train.data.source_proof import MAX_SAMPLES, SourceProof, agreed_proof
+from raycheck.train.data.proof_agreement import SourceProof, agreed_proof
+from raycheck.train.data.source_proof import MAX_SAMPLES
 from raycheck.train.worker.training_progress import ProgressCounter
 from tests.support.coordinator_in_thread import group_of
 

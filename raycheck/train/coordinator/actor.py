@@ -47,7 +47,7 @@ from raycheck.train.coordinator.protocol_calls import ProtocolCalls
 from raycheck.train.coordinator.rendezvous import Rendezvous
 from raycheck.train.coordinator.requested_saves import RequestedSaves
 from raycheck.train.coordinator.run_log import RunLog
-from raycheck.train.data.source_proof import SourceProof, agreed_proof
+from raycheck.train.data.proof_agreement import SourceProof, agreed_proof
 from raycheck.train.log import event, logger, show_log
 
 WAIT_S = 10.0

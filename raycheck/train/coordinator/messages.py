@@ -14,7 +14,7 @@ from raycheck.bucket.format.manifest import Component
 from raycheck.bucket.protocol.base_run import BaseOffer, Wanted
 from raycheck.errors import RaycheckError
 from raycheck.shards.transfer.shared_memory import MemoryPlace
-from raycheck.train.data.source_proof import SourceProof
+from raycheck.train.data.proof_agreement import SourceProof
 
 OnCorrupt = Literal["previous", "raise"]
 NodeCheck = Literal["before the claim", "beside the claim", "done"]

@@ -9,7 +9,8 @@ batch_source      what Batches need of the data behind them
 numbered_samples  samples that can be asked for by number, in an order of seed and epoch
 streamed_samples  samples that come in an order of their own
 shared_streams    streams: which rank reads which shards of them, and from where
-source_proof      reads some samples on trial: are they the ranks' and the checkpoint's, does a state lead back
+source_proof      reads some samples on trial: are they the checkpoint's, does a state lead back
+proof_agreement   compares what the ranks have read
 isolated_call     runs such a trial in a forked child, which changes nothing here
 loader_checks     refuses loaders of torchdata that would not go on where they were
 step_history      which batches each step took

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raycheck.train.data.epoch_order import Skips
-from raycheck.train.data.source_proof import SourceProof
+from raycheck.train.data.proof_agreement import SourceProof
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from raycheck.train.data.source_proof import SourceProof
+from raycheck.train.data.proof_agreement import SourceProof
 
 
 class DataStream(ABC):

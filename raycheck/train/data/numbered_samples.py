@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader, Dataset
 from raycheck.errors import ConfigError
 from raycheck.train.data.batch_source import BatchSource, RankShare
 from raycheck.train.data.epoch_order import Skips, epoch_order, kept_batches, order_digest, own_order, rank_share
+from raycheck.train.data.proof_agreement import SourceProof
 from raycheck.train.data.sample_seeding import SeededPerSample
-from raycheck.train.data.source_proof import SourceProof, numbered_proof
+from raycheck.train.data.source_proof import numbered_proof
 
 
 class NumberedSamples(BatchSource):

@@ -11,13 +11,14 @@ compared among the ranks alone: another release of a library may augment in anot
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from raycheck.errors import ConfigError
 from raycheck.shards.entries.random_generators import generators_in, seed_generator
 from raycheck.train.data.isolated_call import TrialError, isolated
+from raycheck.train.data.proof_agreement import SourceProof, shown_numbers
 from raycheck.train.data.sample_seeding import seed_worker
 from raycheck.train.data.shared_streams import OneStream, StreamPlan, StreamState, checksum, known_fault
 
@@ -37,34 +38,6 @@ STRIDES = (1, 5, 13)
 """After how many samples a stream's state is taken and put back, in each of its lives."""
 LIVES = 4
 """How many lives a stream is tried over: one that reads it through, and those that begin with a state."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceProof:
-    """Says what is known of one rank's data source.
-
-    kind: the dataset's class. order: what the order of samples depends on, which all ranks must have alike. samples:
-    the checksum of each sample that was compared, by number. lasting: the numbers of those that do not depend on random
-    augmentation. is_exact: whether a stream goes on exactly where its state was taken; None where nobody could tell, or
-    where there is nothing to tell. reason: why it does not, or why nobody could tell. said: what else people may want
-    to know.
-    """
-
-    kind: str
-    order: Mapping[str, Any]
-    samples: Mapping[int, int] = field(default_factory=dict)
-    lasting: frozenset[int] = frozenset()
-    is_exact: bool | None = None
-    reason: str = ""
-    said: tuple[str, ...] = ()
-
-    def state(self) -> list[tuple[int, int]]:
-        """Returns what a checkpoint keeps: the number and the checksum of each sample that lasts."""
-        return [(number, self.samples[number]) for number in sorted(self.lasting)]
-
-    def differing(self, saved: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the numbers of the samples that are other ones than a checkpoint says."""
-        return [number for number, crc in saved if number in self.lasting and self.samples[number] != crc]
 
 
 def numbered_proof(dataset: Any, length: int, order: Mapping[str, Any]) -> SourceProof:
@@ -106,54 +79,6 @@ def stream_proof(dataset: Any, plan: StreamPlan, order: Mapping[str, Any], *, ha
     return replace(proof, is_exact=is_exact, reason=reason)
 
 
-def agreed_proof(proofs: Sequence[SourceProof | None]) -> SourceProof | None:
-    """Compare what the ranks know of their sources, in order of rank. Returns what holds for all of them.
-
-    None: of a rank that proves nothing. Raises ConfigError, which names the ranks and what differs between them.
-    """
-    known = [proof for proof in proofs if proof is not None]
-    if not known:
-        return None
-    if len(known) < len(proofs):
-        raise ConfigError("Batches(prove=False) is on some of the ranks only: give all ranks the same")
-    first = known[0]
-    for rank, proof in enumerate(known):
-        _compare(first, proof, rank)
-    common = set(first.samples).intersection(*(proof.samples for proof in known))
-    worst = min(known, key=lambda proof: {False: 0, None: 1, True: 2}[proof.is_exact])
-    return replace(
-        first,
-        samples={number: first.samples[number] for number in common},
-        lasting=frozenset(common.intersection(*(proof.lasting for proof in known))),
-        is_exact=worst.is_exact,
-        reason=worst.reason,
-    )
-
-
-def _compare(first: SourceProof, other: SourceProof, rank: int) -> None:
-    """Raise ConfigError where another rank's source is not that of the first rank."""
-    for name in sorted({*first.order, *other.order}):
-        mine, theirs = first.order.get(name), other.order.get(name)
-        if mine != theirs:
-            cure = _SPLIT_ALREADY if name == "length" else "Give all ranks the same"
-            raise ConfigError(
-                f"Batches of {first.kind}: {name} is {mine!r} on rank 0 and {theirs!r} on rank {rank}. {cure}"
-            )
-    common = sorted(first.samples.keys() & other.samples.keys())
-    if unlike := [number for number in common if first.samples[number] != other.samples[number]]:
-        raise ConfigError(
-            f"Batches of {first.kind}: {len(unlike)} of {len(common)} samples that were compared are not the same on "
-            f"ranks 0 and {rank} ({_named(unlike)}). {_SPLIT_ALREADY}"
-        )
-
-
-_SPLIT_ALREADY = (
-    "Batches share each batch among the ranks: give every rank the whole dataset, without a Subset, shard or "
-    "split_dataset_by_node of its own, or samples are left out. For ranks that each train on data of their own, give "
-    "their own torchdata StatefulDataLoader to the state. Batches(prove=False) compares nothing"
-)
-
-
 def _with_samples(proof: SourceProof, read: Mapping[int, tuple[int, int, int]], *, wanted: int) -> SourceProof:
     """Returns the proof with the samples that may be compared. read: checksums of each sample: twice under one seed,
     and once under another one."""
@@ -162,7 +87,7 @@ def _with_samples(proof: SourceProof, read: Mapping[int, tuple[int, int, int]], 
     if len(read) < wanted:
         said.append(f"the proof was cut short: {len(read)} of {wanted} samples were read in {READ_FOR_S:.0f} s")
     if len(alike) < len(read):
-        unlike = _named([number for number in read if number not in alike])
+        unlike = shown_numbers([number for number in read if number not in alike])
         said.append(f"{unlike} differs from itself when it is read twice with one seed, and is not compared")
     return replace(
         proof,
@@ -284,8 +209,3 @@ def _tried_state(dataset: Any, plan: StreamPlan) -> tuple[bool | None, str, int]
     if not has_compared:
         return None, f"too few samples came within {ROWS_FOR_S} s to try its state", 0
     return True, "", lives
-
-
-def _named(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4]))
-    return f"sample {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")

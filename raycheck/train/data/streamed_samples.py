@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from raycheck.errors import StateMismatchError
 from raycheck.train.data.batch_source import BatchSource, RankShare
 from raycheck.train.data.epoch_order import Skips, is_left_out
+from raycheck.train.data.proof_agreement import SourceProof
 from raycheck.train.data.shared_streams import (
     Positions,
     ShareOfStreams,
@@ -18,7 +19,7 @@ from raycheck.train.data.shared_streams import (
     plan_streams,
     stream_loader,
 )
-from raycheck.train.data.source_proof import SourceProof, stream_proof
+from raycheck.train.data.source_proof import stream_proof
 
 
 def is_stream(dataset: object) -> bool:

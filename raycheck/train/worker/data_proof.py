@@ -5,7 +5,7 @@ import time
 from raycheck.errors import RaycheckError, StoreError
 from raycheck.train.coordinator.messages import RankProof
 from raycheck.train.data.data_stream import DataStream
-from raycheck.train.data.source_proof import SourceProof, agreed_proof
+from raycheck.train.data.proof_agreement import SourceProof, agreed_proof
 from raycheck.train.group import Group, ask_until_decided
 
 PROOF_TIMEOUT_S = 600.0

@@ -218,6 +218,7 @@ def test_10_no_code_comes_out_of_a_checkpoint(memory: Store) -> None:
         f"{node.value.id}.{node.attr}"
         for path in PACKAGE.rglob("*.py")
         if path != PACKAGE / "bucket/store/ray_filesystem.py"  # a process gets it from the one that starts it
+        and path != PACKAGE / "train/data/isolated_call.py"  # from its own child
         and path != PACKAGE / "catalog/importing/torch_file.py"  # tests/catalog/test_import.py holds it to weights_only
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

@@ -1,0 +1,88 @@
+"""Compares what the ranks know of their data sources. The coordinator does it, which starts without torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raycheck.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceProof:
+    """Says what is known of one rank's data source.
+
+    kind: the dataset's class. order: what the order of samples depends on, which all ranks must have alike. samples:
+    the checksum of each sample that was compared, by number. lasting: the numbers of those that do not depend on random
+    augmentation. is_exact: whether a stream goes on exactly where its state was taken; None where nobody could tell, or
+    where there is nothing to tell. reason: why it does not, or why nobody could tell. said: what else people may want
+    to know.
+    """
+
+    kind: str
+    order: Mapping[str, Any]
+    samples: Mapping[int, int] = field(default_factory=dict)
+    lasting: frozenset[int] = frozenset()
+    is_exact: bool | None = None
+    reason: str = ""
+    said: tuple[str, ...] = ()
+
+    def state(self) -> list[tuple[int, int]]:
+        """Returns what a checkpoint keeps: the number and the checksum of each sample that lasts."""
+        return [(number, self.samples[number]) for number in sorted(self.lasting)]
+
+    def differing(self, saved: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the numbers of the samples that are other ones than a checkpoint says."""
+        return [number for number, crc in saved if number in self.lasting and self.samples[number] != crc]
+
+
+def agreed_proof(proofs: Sequence[SourceProof | None]) -> SourceProof | None:
+    """Compare what the ranks know of their sources, in order of rank. Returns what holds for all of them.
+
+    None: of a rank that proves nothing. Raises ConfigError, which names the ranks and what differs between them.
+    """
+    known = [proof for proof in proofs if proof is not None]
+    if not known:
+        return None
+    if len(known) < len(proofs):
+        raise ConfigError("Batches(prove=False) is on some of the ranks only: give all ranks the same")
+    first = known[0]
+    for rank, proof in enumerate(known):
+        _compare(first, proof, rank)
+    common = set(first.samples).intersection(*(proof.samples for proof in known))
+    worst = min(known, key=lambda proof: {False: 0, None: 1, True: 2}[proof.is_exact])
+    return replace(
+        first,
+        samples={number: first.samples[number] for number in common},
+        lasting=frozenset(common.intersection(*(proof.lasting for proof in known))),
+        is_exact=worst.is_exact,
+        reason=worst.reason,
+    )
+
+
+def _compare(first: SourceProof, other: SourceProof, rank: int) -> None:
+    """Raise ConfigError where another rank's source is not that of the first rank."""
+    for name in sorted({*first.order, *other.order}):
+        mine, theirs = first.order.get(name), other.order.get(name)
+        if mine != theirs:
+            cure = _SPLIT_ALREADY if name == "length" else "Give all ranks the same"
+            raise ConfigError(
+                f"Batches of {first.kind}: {name} is {mine!r} on rank 0 and {theirs!r} on rank {rank}. {cure}"
+            )
+    common = sorted(first.samples.keys() & other.samples.keys())
+    if unlike := [number for number in common if first.samples[number] != other.samples[number]]:
+        raise ConfigError(
+            f"Batches of {first.kind}: {len(unlike)} of {len(common)} samples that were compared are not the same on "
+            f"ranks 0 and {rank} ({shown_numbers(unlike)}). {_SPLIT_ALREADY}"
+        )
+
+
+_SPLIT_ALREADY = (
+    "Batches share each batch among the ranks: give every rank the whole dataset, without a Subset, shard or "
+    "split_dataset_by_node of its own, or samples are left out. For ranks that each train on data of their own, give "
+    "their own torchdata StatefulDataLoader to the state. Batches(prove=False) compares nothing"
+)
+
+
+def shown_numbers(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4]))
+    return f"sample {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
