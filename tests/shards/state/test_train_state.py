@@ -486,13 +486,13 @@ def draws() -> tuple[Any, ...]:
 
 def save_two_ranks(store: Store) -> tuple[Checkpoint, list[tuple[Any, ...]]]:
     """Saves two ranks with random state of their own. Returns the checkpoint, and what each rank would draw next."""
-    staged, expected = [], []
+    model, staged, expected = nn.Linear(1, 1), [], []
     for rank in range(2):
         random.seed(rank)
         np.random.seed(rank)  # noqa: NPY002
         torch.manual_seed(rank)
         draws()
-        staged.append(TrainState({"model": nn.Linear(1, 1)}, rank=rank, world_size=2).stage(Progress(step=1)))
+        staged.append(TrainState({"model": model}, rank=rank, world_size=2).stage(Progress(step=1)))
         expected.append(draws())
     return save(store, staged), expected
 
