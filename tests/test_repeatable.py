@@ -23,6 +23,7 @@ UNSEEDED = {
     "train/test_batches.py": "compares the generator of all code of a process with itself",
     "train/test_cluster.py": "asks that forks draw different numbers",
     "train/test_data_and_random.py": "compares the generator that a restore has put back",
+    "train/test_source_proof.py": "its augmentation is what is tested, and a SystemRandom must be noticed",
     "train/test_streams.py": "gives other samples at each reading, which must be noticed",
     "shards/entries/test_generators.py": "a SystemRandom, which has no state, must be refused",
     "shards/state/test_bit_exact.py": "draws from the generators that it has seeded",

@@ -45,7 +45,7 @@ CALLS: dict[str, list[Callable[..., object]]] = {
     "start_coordinator": [raycheck.start_coordinator],
     "wait": [raycheck.Checkpointer.wait, raycheck.ActorCheckpointer.wait],
 }
-ELSEWHERE = {"--lr", "--follow"}
+ELSEWHERE = {"--lr", "--follow", "--standalone"}
 """Flags of other programs."""
 
 
