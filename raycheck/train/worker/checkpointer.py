@@ -227,10 +227,11 @@ class Checkpointer:
             return RestoreResult(**asdict(self._counter.progress), attempt=1)
         with self._told_to_others():
             state, export_wait = self._checked_state()
-            proofs = [(stream, stream.prove()) for stream in self._counter.data]
+            stream = next(iter(self._counter.data), None)
+            name = next((name for name, value in state.objects.items() if value is stream is not None), None)
+            proof = None if stream is None else stream.prove()
             claim = self._claim_run()
-            for stream, proof in proofs:
-                prove_together(self._group, stream, proof)
+            prove_together(self._group, name, stream, proof)
             if self._preview is not None:
                 self._preview.check(selection)
             if claim.entry is None:
