@@ -130,7 +130,9 @@ class Coordinator:
                 claim = await asyncio.to_thread(self._protocol.claim, group, world_size)
                 claim = replace(claim, memory=await self._memory.claimed(claim.attempt, claim.restore))
                 if claim.entry is None:
-                    claim = replace(claim, resume=self._run_log.resumed(None, []))
+                    claim = replace(
+                        claim, resume=self._run_log.resumed(None, [], memory_problem=self._memory.take_problem())
+                    )
                 self._claims = {group: claim}
                 self._table.claimed(group)
                 self._deletes.claimed()
@@ -239,10 +241,13 @@ class Coordinator:
             self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
         return outcome
 
-    async def check_room(self, report: Report) -> None:
-        """Raises ConfigError when `latest` has no room for the save of this report. Asked before an upload."""
+    async def check_room(self, report: Report, is_first: bool) -> None:
+        """Raises ConfigError when `latest` has no room for the save of this report. Asked before an upload.
+
+        is_first: asked before the first save of the attempt.
+        """
         await self._adopt(report.group)
-        await asyncio.to_thread(self._protocol.check_room, report)
+        await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
 
     async def node_agent(self, kind: type, node: str) -> Any:
         """Returns the actor, of this class, that uploads for the ranks on `node`; None where there is no Ray."""
