@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from threading import Event
 from typing import Any
 from uuid import uuid4
@@ -116,3 +117,20 @@ def test_ranks_that_peek_while_others_restore_are_named(peeks: int) -> None:
     for call in asked:
         with pytest.raises(ConfigError, match=rf"ranks \[{peeks}\] call peek\(\), and ranks \[{1 - peeks}\] restore"):
             call.join(WITHIN_S)
+
+
+@pytest.mark.parametrize("method", ["add", "peek"])
+def test_the_others_hear_of_a_rank_whose_state_or_peek_is_refused(method: str) -> None:
+    group = group_of(f"memory://{uuid4().hex}", world_size=2)
+    ranks = [raycheck.Checkpointer({"weights": torch.ones(1)}, group=place) for place in group]
+    waiting = InThread(ranks[0].restore)
+
+    refused: Callable[[], Any]
+    refused = partial(ranks[1].add, "own", object()) if method == "add" else partial(ranks[1].peek, on_corrupt="wrong")
+
+    with pytest.raises(ConfigError) as error:
+        refused()
+
+    with pytest.raises(ConfigError) as told:
+        waiting.join(WITHIN_S)
+    assert str(told.value) == f"rank 1: {error.value}"
