@@ -7,8 +7,10 @@ what was read. The other modules of this folder implement the contract for each 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -33,9 +35,28 @@ OWN_ENTRIES = ("progress", "rng")
 """Entries that raycheck adds to every state."""
 ASSETS = "assets"
 """The entry that an export needs beside the tensors; a restore has no use for it."""
-_CURABLE = (OSError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
-_CURABLE_TEXT = re.compile(r"(?i)connect|timed? ?out|peer|socket|nccl|gloo|cuda error|out of memory")
-"""What a restart may cure: gloo and devices raise a RuntimeError that only its text tells from a mistake."""
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    PickleError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a mistake of the program raises. All else may come from outside of it, and a restart may cure that."""
+_CURABLE = (OSError, MemoryError, BrokenExecutor, torch.OutOfMemoryError, torch.distributed.DistError)
+_CURABLE_TEXT = re.compile(
+    r"(?i)\bconnection (reset|closed|refused|aborted|lost|timed out)\b|\bfailed to connect\b|\bconnectFullMesh\b"
+    r"|\b(broken pipe|no route to host|network is unreachable)\b"
+    r"|\btimed out\b|\b(socket|operation|wait) timeout\b|\btimeout (waiting|after|caused)\b"
+    r"|\bnccl \w*error\b|\bnccl\w+error\b|\bNCCL communicator\b"
+    r"|\b(cuda|hip|xpu|cudnn|cublas) error\b|\bout of memory\b|\bDataLoader worker \(pid"
+)
+"""What a RuntimeError says that a restart may cure: gloo, devices and loaders have no class of their own for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +215,14 @@ class StateEntry(ABC):
 def calling(name: str, method: str) -> Iterator[None]:
     """Raise ConfigError, naming the entry, for an error that the user's own method raises in the block.
 
-    The same program would raise it again, so it is not retried. What a restart may cure is raised as it is: a lost
-    connection to another rank, a full device or disk.
+    The same program would raise a mistake again, so it is not retried. What a restart may cure is raised as it is: a
+    lost connection to another rank, a full device or disk, an error class of the libraries that the method uses.
     """
     try:
         yield
     except (RaycheckError, *_CURABLE):
         raise
-    except Exception as error:
+    except _MISTAKES as error:
         is_rays = any(base.__module__ == "ray.exceptions" for base in type(error).__mro__)  # an actor was asked
         if is_rays or (isinstance(error, RuntimeError) and _CURABLE_TEXT.search(str(error))):
             raise

@@ -44,10 +44,10 @@ from raycheck.train.coordinator.messages import (
 )
 from raycheck.train.coordinator.node_agents import NodeAgents
 from raycheck.train.coordinator.protocol_calls import ProtocolCalls
-from raycheck.train.coordinator.rendezvous import Rendezvous
+from raycheck.train.coordinator.rendezvous import Kind, Rendezvous, RendezvousTable
 from raycheck.train.coordinator.requested_saves import RequestedSaves
 from raycheck.train.coordinator.run_log import RunLog
-from raycheck.train.data.proof_agreement import SourceProof, agreed_proof
+from raycheck.train.data.proof_agreement import SourceProof, agreed_data
 from raycheck.train.log import event, logger, show_log
 
 WAIT_S = 10.0
@@ -72,15 +72,11 @@ class Coordinator:
         self._claims: dict[str, Claim] = {}
         self._checked_nodes: set[str] = set()
         self._adopted: dict[str, int] = {}  # each group that was taken over -> its last save committed before
-        self._saves: dict[tuple[str, int], Rendezvous[Report, Outcome]] = {}
-        self._agreements: dict[tuple[str, int], Rendezvous[tuple[Report, Holdings], Agreement]] = {}
-        self._restores: dict[tuple[str, str, bool], Rendezvous[Arrival, RestoreDecision]] = {}
-        self._proofs: dict[str, Rendezvous[SourceProof | None, list[SourceProof | None]]] = {}  # by group
-        self._ends: dict[str, Rendezvous[None, None]] = {}
-        self._starts: dict[str, Rendezvous[None, None]] = {}  # of groups before this start's first claim
-        self._failures: dict[str, RankFailure] = {}  # the first one of each group
+        self._table = RendezvousTable()
         self._requested = RequestedSaves()
-        self._next_save: asyncio.Task[bool] | None = None  # the wait for one that is to come soon
+        self._next_save: asyncio.Task[bool] | None = (
+            None  # asks for the save that cures a lost object; held here, since asyncio does not
+        )
         self._run_log = RunLog(self._store)
         self._plans = PlanCache()
         self._exports = ExportJobs(self._store, uri)
@@ -94,7 +90,7 @@ class Coordinator:
             deletes=self._deletes,
             run_log=self._run_log,
         )
-        self._base = BaseCalls(register, self._protocol.me)
+        self._base = BaseCalls(register, self._protocol.me, self._table)
         self._node_agents = NodeAgents()
         self._memory = MemoryCheckpoints(self._store, self._node_agents, self._run_log)
         self._last_uploads: dict[str, asyncio.Task[None]] = {}  # the wait for them, by the group that claims
@@ -117,10 +113,10 @@ class Coordinator:
         rank: who calls. A driver's first claim may fence another driver, so it waits until all ranks have come, those
         that check their node first among them. `Pending` says that some have not. None: claim without the others.
         """
-        if failure := self._failures.get(group):
-            raise failure.told
+        self._table.raise_if_failed(group)
         if rank is not None and not (self._claims or self._adopted):
-            rendezvous = self._starts.setdefault(group, Rendezvous(world_size, awaited="claimed"))
+            rendezvous: Rendezvous[None, None]
+            rendezvous = self._table.meet(group, "claim", world_size=world_size, awaited="claimed")
             rendezvous.arrive(rank, None)
             if rendezvous.is_open and rendezvous.is_complete:
                 rendezvous.decide(lambda _: None)
@@ -134,43 +130,31 @@ class Coordinator:
                 claim = await asyncio.to_thread(self._protocol.claim, group, world_size)
                 claim = replace(claim, memory=await self._memory.claimed(claim.attempt, claim.restore))
                 if claim.entry is None:
-                    claim = replace(claim, resume=self._run_log.resumed(None, []))
+                    claim = replace(
+                        claim, resume=self._run_log.resumed(None, [], memory_problem=self._memory.take_problem())
+                    )
                 self._claims = {group: claim}
-                self._saves = {key: save for key, save in self._saves.items() if key[0] == group}
-                self._agreements.clear()
-                self._restores.clear()
-                self._proofs.clear()
-                self._ends.clear()
-                self._starts.clear()
-                self._failures.clear()
-                self._base.forget()
+                self._table.claimed(group)
                 self._deletes.claimed()
             return self._claims[group]
 
     async def rank_failed(self, failure: RankFailure) -> None:
         """Takes that a rank has failed, and tells its error to all ranks that wait for it, now or later."""
-        self._failures.setdefault(failure.group, failure)
-        group = failure.group
-        waits: list[Rendezvous[Any, Any]] = [table[group] for table in (self._starts, self._ends) if group in table]
-        waits += [found for at, found in self._restores.items() if at[0] == group]
-        waits += [found for at, found in self._agreements.items() if at[0] == group]
-        waits += [found for at, found in self._saves.items() if at[0] == group and at[1] > failure.saves]
-        for rendezvous in (*waits, *self._base.waits(group)):
-            self._fail_if_lost(rendezvous, group)
+        self._table.rank_failed(failure)
 
     async def restored(self, rank_restore: RankRestore, patience_s: float = WAIT_S) -> RestoreDecision | Pending:
         """Takes how a rank's restore, or its peek, ended, and waits a while for the decision on all ranks."""
         await self._adopt(rank_restore.group)
         if rank_restore.group in self._adopted:  # a restarted coordinator no longer knows which ranks have a decision
             raise SupersededError("the coordinator was started again while the ranks restored; start the workers again")
-        claim, at = self._claims[rank_restore.group], (rank_restore.group, rank_restore.key, rank_restore.is_peek)
-        if at not in self._restores and claim.entry and claim.entry.key != rank_restore.key:
+        claim, group, key = self._claims[rank_restore.group], rank_restore.group, rank_restore.key
+        kind: Kind = "peek" if rank_restore.is_peek else "restore"
+        if not self._table.find(group, kind, key) and claim.entry and claim.entry.key != key:
             return RestoreDecision(kind="again", claim=claim, message="found damaged before")
         awaited = "peeked at it" if rank_restore.is_peek else "restored it"
-        rendezvous = self._restores.setdefault(at, Rendezvous(rank_restore.world_size, awaited=awaited))
-        self._fail_if_lost(rendezvous, rank_restore.group)
+        rendezvous = self._table.meet(group, kind, key, world_size=rank_restore.world_size, awaited=awaited)
         self._judge(rank_restore, rendezvous)
-        self._refuse_mixed(rank_restore)
+        self._refuse_mixed(group)
         return await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def compare_data(self, mine: RankProof, patience_s: float = WAIT_S) -> list[SourceProof | None] | Pending:
@@ -180,12 +164,17 @@ class Coordinator:
         """
         await self._adopt(mine.group)
         if mine.group in self._adopted:  # ranks that had an answer will not ask again
+            if mine.stream is None:
+                return [None]
             raise SupersededError("the coordinator was started again while the ranks compared their data; start again")
-        rendezvous = self._proofs.setdefault(mine.group, Rendezvous(mine.world_size, awaited="read their samples"))
+        rendezvous: Rendezvous[RankProof, list[SourceProof | None]]
+        awaited = "read their samples"
+        rendezvous = self._table.meet(mine.group, "data", world_size=mine.world_size, awaited=awaited)
         if rendezvous.is_open:
-            rendezvous.arrive(mine.rank, mine.proof)
+            rendezvous.arrive(mine.rank, mine)
             if rendezvous.is_complete:
-                rendezvous.decide(lambda proofs: [agreed_proof(proofs)])
+                rendezvous.decide(lambda ranks: [agreed_data([(rank.stream, rank.proof) for rank in ranks])])
+        self._refuse_mixed(mine.group)
         return await rendezvous.answer(min(WAIT_S, patience_s))
 
     async def offer_base(self, wish: BaseWish, patience_s: float = WAIT_S) -> BaseAnswer | Pending:
@@ -209,8 +198,9 @@ class Coordinator:
         """
         await self._adopt(report.group)
         rendezvous = self._agreement_of(report)
-        self._fail_if_lost(rendezvous, report.group)
-        if (report.group, report.save) in self._saves:  # a rank got its agreement from an earlier start of this actor
+        if self._table.find(
+            report.group, "save", report.save
+        ):  # a rank got its agreement from an earlier start of this actor
             rendezvous.fail(_save_failed(report, NOT_COMPARED))
         if rendezvous.is_open:
             self._compare(report, holdings, rendezvous)
@@ -232,29 +222,32 @@ class Coordinator:
         if (claim := self._claims.get(report.group)) and claim.documents:
             # The restore is long over: a rank that still asks reads the documents itself.
             self._claims[report.group] = replace(claim, documents=[])
-        at = (report.group, report.save)
+        at: tuple[str, Kind, int] = (report.group, "save", report.save)
         if report.failure:
             self._agreement_of(report).fail(_save_failed(report, report.failure))
-        elif at in self._agreements:
-            self._agreements[at].fail(_save_failed(report, NOT_COMPARED))
-        rendezvous = self._saves.setdefault(at, Rendezvous(report.world_size, awaited="reported"))
-        self._fail_if_lost(rendezvous, report.group, save=report.save)
+        elif agreement := self._table.find(report.group, "agreement", report.save):
+            agreement.fail(_save_failed(report, NOT_COMPARED))
+        rendezvous: Rendezvous[Report, Outcome]
+        rendezvous = self._table.meet(*at, world_size=report.world_size, awaited="reported")
         rendezvous.arrive(report.rank, report)
         if rendezvous.is_open and (report.failure or rendezvous.is_complete):
             rendezvous.decide_later(self._conclude(dict(rendezvous.arrivals)))
         outcome = await rendezvous.answer(min(WAIT_S, patience_s))
         if rendezvous.is_decided:
-            self._node_agents.ended(at)
-            self._forget_before(report)
+            self._node_agents.ended((report.group, report.save))
+            self._table.forget_saves_before(report.group, report.save - 2)
         if isinstance(outcome, Outcome) and outcome.kind == "committed":
             # Not the sum: an upload in slices is part of the time for which training is blocked.
             self._requested.committed(report.progress.step, save_s=max(report.blocked_s, report.upload_s))
         return outcome
 
-    async def check_room(self, report: Report) -> None:
-        """Raises ConfigError when `latest` has no room for the save of this report. Asked before an upload."""
+    async def check_room(self, report: Report, is_first: bool) -> None:
+        """Raises ConfigError when `latest` has no room for the save of this report. Asked before an upload.
+
+        is_first: asked before the first save of the attempt.
+        """
         await self._adopt(report.group)
-        await asyncio.to_thread(self._protocol.check_room, report)
+        await asyncio.to_thread(self._protocol.check_room, report, is_first=is_first)
 
     async def node_agent(self, kind: type, node: str) -> Any:
         """Returns the actor, of this class, that uploads for the ranks on `node`; None where there is no Ray."""
@@ -283,9 +276,8 @@ class Coordinator:
         Rank 0 waits a while until all ranks have and `latest` says so (step 33). The others are answered at once.
         """
         await self._adopt(group)
-        awaited = "come to the end of training"
-        rendezvous = self._ends.setdefault(group, Rendezvous(world_size, awaited=awaited))
-        self._fail_if_lost(rendezvous, group)
+        rendezvous: Rendezvous[None, None]
+        rendezvous = self._table.meet(group, "end", world_size=world_size, awaited="come to the end of training")
         rendezvous.arrive(rank, None)
         if rendezvous.is_open and rendezvous.is_complete:
             rendezvous.decide_later(asyncio.to_thread(self._protocol.finish, group))
@@ -381,33 +373,25 @@ class Coordinator:
         claim = self._claims[rank_restore.group] = replace(self._claims[rank_restore.group], memory=None)
         return RestoreDecision(kind="again", claim=claim, message=problem)
 
-    def _fail_if_lost(self, rendezvous: Rendezvous[Any, Any], group: str, *, save: int | None = None) -> None:
-        """Fails a rendezvous to which a rank of the group will not come, since it has failed.
-
-        save: the number of the save that it is for.
-        """
-        failure = self._failures.get(group)
-        if failure is not None and rendezvous.is_open and (save is None or save > failure.saves):
-            rendezvous.fail(failure.told)
-
-    def _refuse_mixed(self, rank_restore: RankRestore) -> None:
-        """Fails both rendezvous where some ranks peek and others restore: they would wait for each other."""
-        peek, restore = (
-            self._restores.get((rank_restore.group, rank_restore.key, is_peek)) for is_peek in (True, False)
-        )
-        if peek is None or restore is None or peek.is_decided:
-            return
-        if ahead := sorted(set(restore.came) - set(peek.came)):
-            error = ConfigError(
-                f"ranks {peek.came} call peek(), and ranks {ahead} restore(): all ranks must call peek(), or none"
-            )
-            for rendezvous in (peek, restore):
-                rendezvous.fail(error)
+    def _refuse_mixed(self, group: str) -> None:
+        """Fails every rendezvous where some ranks peek and others restore: they would wait for each other."""
+        restores = [*self._table.of_kind("data", group), *self._table.of_kind("restore", group)]
+        restoring = {rank for rendezvous in restores for rank in rendezvous.came}
+        for peek in self._table.of_kind("peek", group):
+            if not peek.is_decided and (ahead := sorted(restoring.difference(peek.came))):
+                error = ConfigError(
+                    f"ranks {peek.came} call peek(), and ranks {ahead} restore(): all ranks must call peek(), or none"
+                )
+                for rendezvous in (peek, *restores):
+                    rendezvous.fail(error)
 
     def _agreement_of(self, report: Report) -> Rendezvous[tuple[Report, Holdings], Agreement]:
-        return self._agreements.setdefault(
-            (report.group, -report.progress.step if report.is_in_memory else report.save),
-            Rendezvous(report.world_size, awaited="brought their replicas' checksums"),
+        return self._table.meet(
+            report.group,
+            "agreement",
+            -report.progress.step if report.is_in_memory else report.save,
+            world_size=report.world_size,
+            awaited="brought their replicas' checksums",
         )
 
     def _compare(
@@ -467,7 +451,7 @@ class Coordinator:
         """Returns what has been handed over, but not reported yet, of each undecided save that is whole so."""
         found = []
         for save, handed in sorted(self._node_agents.undecided(group).items()):
-            rendezvous = self._saves.get((group, save))
+            rendezvous = self._table.find(group, "save", save)
             if rendezvous is not None and not rendezvous.is_open:
                 continue  # a rank has failed, or all have reported
             came = rendezvous.came if rendezvous is not None else []
@@ -478,12 +462,8 @@ class Coordinator:
 
     async def _finish_commits(self) -> None:
         """Step 7: before a new claim, waits a while until the saves that all ranks have reported are committed."""
-        running = [save.answer(LAST_COMMITS_S) for save in self._saves.values() if save.is_deciding]
+        running = [save.answer(LAST_COMMITS_S) for save in self._table.of_kind("save") if save.is_deciding]
         await asyncio.gather(*running, return_exceptions=True)
-
-    def _forget_before(self, report: Report) -> None:
-        for key in [key for key in self._saves if key[0] == report.group and key[1] < report.save - 2]:
-            del self._saves[key]
 
 
 def _save_failed(report: Report, why: str) -> SaveFailedError:

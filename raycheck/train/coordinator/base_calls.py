@@ -6,7 +6,6 @@ upload what they have.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from raycheck.bucket.format.latest import Latest
 from raycheck.bucket.protocol.base_run import BaseOffer, offer, reserve, way_to_base
@@ -17,7 +16,7 @@ from raycheck.bucket.store.address import kind_of, parse_uri, shown_uri, with_se
 from raycheck.bucket.store.retry import retry
 from raycheck.errors import ConfigError, ConflictError, RaycheckError, StoreError
 from raycheck.train.coordinator.messages import BaseAnswer, BaseMatch, BaseWish, Pending
-from raycheck.train.coordinator.rendezvous import Rendezvous
+from raycheck.train.coordinator.rendezvous import Rendezvous, RendezvousTable
 
 RETRIES_S = (5.0, 10.0, 20.0, 40.0)
 """The pauses after which a hold is tried again: many runs may begin on one base at the same time."""
@@ -26,15 +25,16 @@ RETRIES_S = (5.0, 10.0, 20.0, 40.0)
 class BaseCalls:
     """Makes one coordinator's calls about the base of its run."""
 
-    def __init__(self, register: Register, me: Identity) -> None:
+    def __init__(self, register: Register, me: Identity, table: RendezvousTable) -> None:
         self._register = register
         self._me = me
-        self._wishes: dict[str, Rendezvous[BaseWish, BaseAnswer]] = {}
-        self._matches: dict[str, Rendezvous[BaseMatch, BaseAnswer]] = {}
+        self._table = table
 
     async def offer(self, wish: BaseWish, patience_s: float) -> BaseAnswer | Pending:
         """Takes what a rank wants of the base, and waits a while for what the base offers to all of them."""
-        rendezvous = self._wishes.setdefault(wish.group, Rendezvous(wish.world_size, awaited="asked for the base"))
+        rendezvous: Rendezvous[BaseWish, BaseAnswer]
+        awaited = "asked for the base"
+        rendezvous = self._table.meet(wish.group, "base offer", world_size=wish.world_size, awaited=awaited)
         rendezvous.arrive(wish.rank, wish)
         if rendezvous.is_open and rendezvous.is_complete:
             wishes = [rendezvous.arrivals[rank] for rank in sorted(rendezvous.arrivals)]
@@ -43,21 +43,14 @@ class BaseCalls:
 
     async def match(self, match: BaseMatch, patience_s: float) -> BaseAnswer | Pending:
         """Takes what a rank's comparison came to, and waits a while for what the run refers to."""
-        rendezvous = self._matches.setdefault(match.group, Rendezvous(match.world_size, awaited="compared the base"))
+        rendezvous: Rendezvous[BaseMatch, BaseAnswer]
+        awaited = "compared the base"
+        rendezvous = self._table.meet(match.group, "base match", world_size=match.world_size, awaited=awaited)
         rendezvous.arrive(match.rank, match)
         if rendezvous.is_open and rendezvous.is_complete:
             matches = [rendezvous.arrivals[rank] for rank in sorted(rendezvous.arrivals)]
             rendezvous.decide_later(asyncio.to_thread(self._reserve, matches))
         return await rendezvous.answer(patience_s)
-
-    def waits(self, group: str) -> list[Rendezvous[Any, BaseAnswer]]:
-        """Returns where ranks of the group may wait for each other."""
-        return [table[group] for table in (self._wishes, self._matches) if group in table]
-
-    def forget(self) -> None:
-        """Forgets what groups before have asked."""
-        self._wishes.clear()
-        self._matches.clear()
 
     def _offer(self, wishes: Sequence[BaseWish]) -> BaseAnswer:
         wish = wishes[0]

@@ -65,6 +65,7 @@ class MemoryCheckpoints:
         self._attempt = self._last_step = 0
         self._is_used = self._is_warned = False
         self.problem = ""
+        self._problem_step: int | None = None  # None: it holds for all steps to come
 
     async def report(self, report: Report, up_to_s: float) -> Outcome | Pending:
         """Takes that a rank's shard is sealed in its node's memory, or why not, and waits a while for the outcome."""
@@ -88,6 +89,8 @@ class MemoryCheckpoints:
         self.note_head(key, step)
         if self._newest is not None and self._newest.entry.step <= step:
             self._newest = None
+        if self._problem_step is not None and self._problem_step <= step:
+            self.problem = ""
         if self._is_used:
             self._agents.keep(self._newest_key, (self._attempt, step))
 
@@ -95,9 +98,13 @@ class MemoryCheckpoints:
         """Takes which checkpoint is the bucket's newest one."""
         self._head = key, step
 
-    def note_problem(self, why: str) -> None:
-        """Takes why there is no memory checkpoint, and warns of it, once while it is the same."""
+    def note_problem(self, why: str, *, step: int | None = None) -> None:
+        """Takes why there is no memory checkpoint, and warns of it, once while it is the same.
+
+        step: the only one that has none; None: no later one will have any either.
+        """
         self._is_used = True
+        self._problem_step = step
         if why != self.problem:
             self.problem = why
             logger.warning(event(f"no memory checkpoint: {why}", run=self._store.uri))
@@ -161,7 +168,7 @@ class MemoryCheckpoints:
         """Lists a save, or notes why not."""
         outcome = await self._outcome_of(reports)
         if outcome.kind == "failed":
-            self.note_problem(outcome.message)
+            self.note_problem(outcome.message, step=next(iter(reports.values())).progress.step)
         return outcome
 
     async def _outcome_of(self, reports: dict[int, Report]) -> Outcome:

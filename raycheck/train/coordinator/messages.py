@@ -153,11 +153,16 @@ class RankRestore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProof:
-    """Tells the coordinator what one rank has found out about its data source; None when it proves nothing."""
+    """What one rank has found out about its data source.
+
+    stream: the name of the state's entry that is the stream of data; None when the state has none. proof: None when the
+    rank proves nothing.
+    """
 
     group: str
     rank: int
     world_size: int
+    stream: str | None
     proof: SourceProof | None
 
 

@@ -105,15 +105,15 @@ class ProtocolCalls:
         """Returns whether a commit may find no room in `latest`, so that each save has to ask."""
         return self._register.size_bytes > CROWDED_BYTES
 
-    def check_room(self, report: Report) -> None:
+    def check_room(self, report: Report, *, is_first: bool) -> None:
         """Step 17, before an upload: raises ConfigError when `latest` has no room for the save of this report.
 
-        Before the first save, of number 0, names that are evicted do not count: the prune that follows a claim forgets
-        them.
+        is_first: asked before the first save of the attempt. Names that are evicted do not count then: the prune that
+        follows a claim forgets them.
         """
         found = self._register.read()
         if found is not None:
-            body = found[0] if report.save else replace(found[0], evicted=())
+            body = replace(found[0], evicted=()) if is_first else found[0]
             protocol.check_room_for_save(body, report.retention, found[1].at, metrics=report.metrics)
 
     def take_over(self, group: str) -> int:
@@ -188,7 +188,7 @@ class ProtocolCalls:
         """Step 16: writes the documents of a save. Returns them, and the store's time of the last answer."""
         made = assemble(self._store, [reports[rank] for rank in sorted(reports)], self._plans)
         if self._is_crowded:  # with a manifest, what a failed commit leaves would never be swept
-            self.check_room(next(iter(reports.values())))
+            self.check_room(next(iter(reports.values())), is_first=False)
         at, _ = self._store.both(
             partial(put_all_once, self._store, made.documents), partial(self._referred.refuse_lost, made.manifest)
         )

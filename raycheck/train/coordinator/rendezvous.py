@@ -1,18 +1,20 @@
 """A rendezvous takes something from each rank, has one decision made, and tells all ranks this decision.
 
-There is one for each save (the ranks' reports), each agreement before a save (their replica checksums), each peek or
-restore (how far each rank came), and the end of training. Each lives in the coordinator's event loop. A rank is told
-the decision or `Pending`, never just that its call arrived; upon `Pending` it asks again (`group.ask_until_decided`).
+There is one for the first claim, the comparison of the ranks' data, each peek or restore (how far each rank came), what
+a base offers and what matches it, each agreement before a save (their replica checksums), each save (the ranks'
+reports), and the end of training. Each lives in the coordinator's event loop. A rank is told the decision or `Pending`,
+never just that its call arrived; upon `Pending` it asks again (`group.ask_until_decided`).
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from raycheck.train.coordinator.messages import Pending
+from raycheck.train.coordinator.messages import Pending, RankFailure
 
 Arrived = TypeVar("Arrived")
 Decision = TypeVar("Decision")
+Kind = Literal["claim", "data", "peek", "restore", "base offer", "base match", "agreement", "save", "end"]
 
 
 class Rendezvous(Generic[Arrived, Decision]):
@@ -97,3 +99,57 @@ class Rendezvous(Generic[Arrived, Decision]):
         if not self.is_decided:
             self._decision.set_result(decision)
             self.arrivals = {}
+
+
+class RendezvousTable:
+    """All rendezvous of one coordinator, in one place so that none is left out when a rank fails."""
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[str, Kind, Any], Rendezvous[Any, Any]] = {}
+        self._failures: dict[str, RankFailure] = {}  # the first one of each group
+
+    def meet(self, group: str, kind: Kind, key: Any = None, *, world_size: int, awaited: str) -> Rendezvous[Any, Any]:
+        """Returns the rendezvous, a new one at the first call. It has failed where a rank that failed will not come.
+
+        key: tells those of one kind apart; of a save, its number in the group. awaited: see Rendezvous.
+        """
+        at = group, kind, key
+        if at not in self._all:
+            self._all[at] = Rendezvous(world_size, awaited=awaited)
+        self._fail_if_lost(at)
+        return self._all[at]
+
+    def find(self, group: str, kind: Kind, key: Any = None) -> Rendezvous[Any, Any] | None:
+        """Returns the rendezvous; None while no rank has come to it."""
+        return self._all.get((group, kind, key))
+
+    def of_kind(self, kind: Kind, group: str | None = None) -> list[Rendezvous[Any, Any]]:
+        """Returns those of one kind. group: None for those of all groups."""
+        return [found for at, found in self._all.items() if at[1] == kind and group in (None, at[0])]
+
+    def raise_if_failed(self, group: str) -> None:
+        """Raises the error of the group's rank that failed first."""
+        if failure := self._failures.get(group):
+            raise failure.told
+
+    def rank_failed(self, failure: RankFailure) -> None:
+        """Fails every rendezvous of the group that the rank will not come to, now and later."""
+        self._failures.setdefault(failure.group, failure)
+        for at in self._all:
+            self._fail_if_lost(at)
+
+    def forget_saves_before(self, group: str, save: int) -> None:
+        for at in [at for at in self._all if at[:2] == (group, "save") and at[2] < save]:
+            del self._all[at]
+
+    def claimed(self, group: str) -> None:
+        """Forgets all of the groups before this one, and of this one what was before its claim."""
+        self._all = {at: found for at, found in self._all.items() if at[:2] == (group, "save")}
+        self._failures = {lost: failure for lost, failure in self._failures.items() if lost == group}
+
+    def _fail_if_lost(self, at: tuple[str, Kind, Any]) -> None:
+        group, kind, key = at
+        failure, found = self._failures.get(group), self._all[at]
+        # A save that the rank had begun before it failed may still end well.
+        if failure is not None and found.is_open and (kind != "save" or key > failure.saves):
+            found.fail(failure.told)

@@ -35,6 +35,22 @@ class SourceProof:
         return [number for number, crc in saved if number in self.lasting and self.samples[number] != crc]
 
 
+def agreed_data(ranks: Sequence[tuple[str | None, SourceProof | None]]) -> SourceProof | None:
+    """Compare what the ranks know of their sources, as `agreed_proof` does, and whether each rank has one.
+
+    ranks: in order of rank, the name of the entry that is the rank's stream of data, None without one; and its proof.
+    """
+    names = [name for name, _ in ranks if name is not None]
+    if names and len(names) < len(ranks):
+        held = [rank for rank, (name, _) in enumerate(ranks) if name is not None]
+        missing = [rank for rank, (name, _) in enumerate(ranks) if name is None]
+        raise ConfigError(
+            f"state[{names[0]!r}] is on ranks {held} and not on ranks {missing}: the position in the data is that of "
+            "all ranks. Give it to the state of every rank"
+        )
+    return agreed_proof([proof for _, proof in ranks])
+
+
 def agreed_proof(proofs: Sequence[SourceProof | None]) -> SourceProof | None:
     """Compare what the ranks know of their sources, in order of rank. Returns what holds for all of them.
 

@@ -107,9 +107,10 @@ class Checkpointer:
         """
         if self._is_restored:
             raise ConfigError(f"add({name!r}) comes after restore(), which has filled the state; call it before")
-        if name in self._given:
-            raise ConfigError(f"add({name!r}): the state has an entry of this name already")
-        self._take(MappingProxyType({name: value}))
+        with self._told_to_others():
+            if name in self._given:
+                raise ConfigError(f"add({name!r}): the state has an entry of this name already")
+            self._take(MappingProxyType({name: value}))
 
     def _take(self, more: Mapping[str, object]) -> None:
         given = ChainedState(*self._given.sources, more)  # bare values are read from the caller's own dict
@@ -169,14 +170,18 @@ class Checkpointer:
         Raises FencedError, DamagedError, CorruptError, and ConfigError after `restore` or for another only or skip than
         in the first call.
         """
+        if self._is_restored and self._preview is None:
+            raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
+        with self._told_to_others():
+            return self._peek(only, skip, on_corrupt=on_corrupt)
+
+    def _peek(self, only: Iterable[str] | None, skip: Iterable[str], *, on_corrupt: OnCorrupt) -> Preview:
         selection = Selection.of(only, skip)
         _check_choice(on_corrupt)
         if self._preview is not None:
             if selection != self._preview.selection:
                 raise ConfigError("peek() was asked with another only or skip before; ask for the same")
             return self._preview
-        if self._is_restored:
-            raise ConfigError("peek() comes before restore(), whose result has the step, the epoch and the report")
         if self._is_off:
             self._preview = Preview(attempt=1, selection=selection)
             return self._preview
@@ -227,10 +232,11 @@ class Checkpointer:
             return RestoreResult(**asdict(self._counter.progress), attempt=1)
         with self._told_to_others():
             state, export_wait = self._checked_state()
-            proofs = [(stream, stream.prove()) for stream in self._counter.data]
+            stream = next(iter(self._counter.data), None)
+            name = next((name for name, value in state.objects.items() if value is stream is not None), None)
+            proof = None if stream is None else stream.prove()
             claim = self._claim_run()
-            for stream, proof in proofs:
-                prove_together(self._group, stream, proof)
+            prove_together(self._group, name, stream, proof)
             if self._preview is not None:
                 self._preview.check(selection)
             if claim.entry is None:

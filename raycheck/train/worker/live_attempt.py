@@ -124,6 +124,7 @@ class LiveAttempt:
         self._begun_label = start.label  # of that save
         self._begun_name = (-1, "")  # step and name of the newest save of this attempt
         self._replaceable: str | None = None  # that name, if nothing but retention wants this very checkpoint
+        self._replaced: str | None = None  # the name that that save replaces
         self._blocked_s = 0.0
         triggers.start_at(counter.progress, start.claim.claims)
         self._clock.go(start.trained_s)
@@ -218,6 +219,9 @@ class LiveAttempt:
         is_again = self._begun_name[0] == progress.step and label.expire_after_s is None
         self._begun, self._begun_label = (progress.step, kind), label
         self._note_commit(queue.wait_for_buffer())
+        if queue.has_newest_failed:  # what it was to replace is still there
+            self._replaceable = self._replaced
+        replaces = self._replaceable if is_again else None
         is_reported = self._triggers.can_report_soon()
         name = queue.begin(
             progress,
@@ -227,9 +231,9 @@ class LiveAttempt:
             trained_s=self._clock.trained_s,
             is_reported=is_reported,
             is_by_notice=is_by_notice,
-            replaces=self._replaceable if is_again else None,
+            replaces=replaces,
         )
-        self._begun_name = progress.step, name
+        self._begun_name, self._replaced = (progress.step, name), replaces
         self._replaceable = name if kind != "export" and not label.adds_to(NO_LABEL) else None
         self._blocked_s = time.monotonic() - began
         self._triggers.saved(self._blocked_s, progress, kind, began=began)

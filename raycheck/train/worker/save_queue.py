@@ -284,9 +284,7 @@ class SaveQueue:
                 self._has_agreed &= not save.is_agreed  # perhaps not all ranks got the agreement
                 if outcome.forgets_references:
                     self._state.components.forget(referred=True)
-                is_first = outcome.is_cured_by_next and not self.is_cured_by_next
-                self.is_cured_by_next = outcome.is_cured_by_next
-                self._note_failure(save.number, outcome.message, counts=not is_first)
+                self._note_failure(save.number, outcome.message, is_cured_by_next=outcome.is_cured_by_next)
             elif outcome.kind == "committed":
                 self._failures_in_a_row, self.is_cured_by_next = 0, False
                 self._must_agree_after[save.number] = outcome.agree_anew
@@ -297,6 +295,11 @@ class SaveQueue:
                     self.unnamed = outcome.unnamed
                 self._newest_commit = save.commit
         return newest
+
+    @property
+    def has_newest_failed(self) -> bool:
+        """Returns whether the newest save has failed, as far as this rank knows."""
+        return self.saves > 0 and self._last_failed == self.saves
 
     @property
     def longest_s(self) -> float:
@@ -376,12 +379,14 @@ class SaveQueue:
     def check_room(self) -> None:
         """Raise ConfigError, before the first step, when `latest` has no room for a commit."""
         if self._is_crowded:
-            self._group.ask("check_room", self._report, timeout_s=self._settings.save_timeout_s, what="room in latest")
+            self._group.ask(
+                "check_room", self._report, True, timeout_s=self._settings.save_timeout_s, what="room in latest"
+            )
 
     def _ask_for_room(self, report: Report) -> None:
         """Raise SaveFailedError when `latest` has no room for this save: it may have some at the next one."""
         try:
-            self._group.ask("check_room", report, timeout_s=self._settings.save_timeout_s, what="room in latest")
+            self._group.ask("check_room", report, False, timeout_s=self._settings.save_timeout_s, what="room in latest")
         except ConfigError as error:
             raise SaveFailedError(f"rank {report.rank}: step {report.progress.step}: {error}") from error
 
@@ -417,11 +422,14 @@ class SaveQueue:
         )
         return agreement
 
-    def _note_failure(self, number: int, message: str, *, counts: bool = True) -> None:
+    def _note_failure(self, number: int, message: str, *, is_cured_by_next: bool = False) -> None:
         """Count a failed save. Raises SaveFailedError after too many in a row.
 
-        counts: False for one that the next save cures, which must not end the training before that.
+        is_cured_by_next: see Outcome. The first such failure does not count: it must not end the training before the
+        next save.
         """
+        counts = self.is_cured_by_next or not is_cured_by_next
+        self.is_cured_by_next = is_cured_by_next
         self._failures_in_a_row += counts
         self.failed += 1
         self._must_agree_after[number] = True  # all ranks hear of the failure, so all of them come to the agreement

@@ -1,11 +1,14 @@
 """What a user's own method raises becomes a ConfigError that names the entry, unless a restart may cure it."""
 
+import queue
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 import raycheck
 from raycheck.bucket.store import open_store
@@ -126,6 +129,15 @@ def test_a_state_that_cannot_be_given_back_is_refused_by_name(kind: str, method:
         torch.distributed.DistNetworkError("gone"),
         RuntimeError("[pair.cc:537] Read error [127.0.0.1]:58033: Connection reset by peer"),
         RuntimeError("CUDA error: unspecified launch failure"),
+        RuntimeError("HIP error: an illegal memory access was encountered"),
+        RuntimeError("DataLoader worker (pid 4242) is killed by signal: Killed. "),
+        RuntimeError("DataLoader worker (pid(s) 4242, 4243) exited unexpectedly"),
+        RuntimeError("Timed out waiting 1800000ms for recv operation to complete"),
+        EOFError(),
+        queue.Empty(),
+        sqlite3.OperationalError("database is locked"),
+        EndpointConnectionError(endpoint_url="http://store"),
+        ClientError({"Error": {"Code": "SlowDown", "Message": "slower"}}, "PutObject"),
     ],
     ids=repr,
 )
@@ -137,6 +149,25 @@ def test_what_a_restart_may_cure_is_raised_as_it_is(error: Exception) -> None:
         TrainState(state_of(own), rank=0, world_size=1).check()
 
     assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("disconnected_head size mismatch"),
+        RuntimeError("Error(s) in loading state_dict: size mismatch for peer.connection.weight"),
+        RuntimeError("Caught RuntimeError in DataLoader worker process 0."),
+        NotImplementedError("no state"),
+        AssertionError(),
+    ],
+    ids=repr,
+)
+def test_a_mistake_is_not_retried_whatever_its_text_reminds_of(error: Exception) -> None:
+    own = Own()
+    breaking(own, "state_dict", error)
+
+    with pytest.raises(ConfigError, match=rf"state_dict\(\) raised {type(error).__name__}: "):
+        TrainState(state_of(own), rank=0, world_size=1).check()
 
 
 def test_rank_zero_takes_a_dict_of_plain_values_and_fills_it_in_place() -> None:

@@ -10,7 +10,9 @@ import pytest
 
 import raycheck
 from raycheck.bucket.protocol import commit as protocol
+from raycheck.bucket.protocol.referred_objects import ReferenceLostError
 from raycheck.bucket.store import open_store
+from raycheck.shards.state.train_state import TrainState
 from tests.support.background_call import InThread
 from tests.support.coordinator_in_thread import group_of
 from tests.support.invariants import assert_invariants
@@ -107,6 +109,31 @@ def test_a_rank_that_has_heard_of_a_failed_save_before_is_told_like_the_others(u
     assert said[0] == said[1]
     assert steps_of(uri) == [1, 3]
     on_all(ranks, "close")
+
+
+def test_a_save_that_fails_before_its_upload_is_not_made_again_for_the_failure_before_it(uri: str, monkeypatch) -> None:
+    """The other ranks are told of that failure, and make no further save either."""
+    (ckpt,) = ranks_of(uri)
+    commit, take = protocol.commit, TrainState.stage
+    fails: list[raycheck.RaycheckError] = [ReferenceLostError("an object is missing"), raycheck.StoreError("away")]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(protocol, "commit", commit)
+        if len(fails) == 1:
+            monkeypatch.setattr(TrainState, "stage", take)
+        raise fails.pop(0)
+
+    monkeypatch.setattr(protocol, "commit", fail)
+    ckpt.save()
+    with pytest.raises(raycheck.SaveFailedError, match="an object is missing"):
+        ckpt.wait()
+    monkeypatch.setattr(TrainState, "stage", fail)
+
+    with pytest.raises(raycheck.SaveFailedError, match="away"):
+        ckpt.close()
+
+    assert not fails
+    assert not assert_invariants(open_store(uri)).live
 
 
 def test_a_run_that_ended_without_a_step_is_not_finished_for_the_one_who_starts_it_again(uri: str) -> None:

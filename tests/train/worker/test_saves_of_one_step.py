@@ -8,6 +8,7 @@ import torch
 
 import raycheck
 from raycheck.bucket.format.latest import Entry
+from raycheck.bucket.protocol import commit as protocol
 from raycheck.bucket.protocol.pin_and_evict import pin
 from raycheck.bucket.store import open_store
 from tests.support.coordinator_in_thread import group_of
@@ -46,6 +47,23 @@ def test_an_epochs_end_after_the_save_of_its_last_step_takes_that_saves_place(se
     assert names(kept) == ["s1", "s2", "s4"]
     assert raycheck.open_run(uri).at("3").manifest().epoch == 1
     assert kept[-1].metrics == {"loss": pytest.approx(1 / 3)}
+
+
+def test_a_save_after_a_failed_one_takes_the_place_that_the_failed_one_was_to_take(monkeypatch) -> None:
+    commit = protocol.commit
+
+    def fails(*_: object, **__: object) -> bool:
+        monkeypatch.setattr(protocol, "commit", commit)
+        raise raycheck.StoreError("the store is away")
+
+    def end(ckpt: raycheck.Checkpointer) -> None:
+        monkeypatch.setattr(protocol, "commit", fails)
+        ckpt.end_epoch()
+        ckpt.save()
+        with pytest.raises(raycheck.SaveFailedError):
+            ckpt.wait()
+
+    assert names(saved(f"memory://{uuid4().hex}", end)) == ["s1", "s2", "s5"]
 
 
 def test_a_run_without_epochs_saves_its_last_step_once() -> None:
