@@ -137,8 +137,8 @@ def _index(files: SourceFiles) -> str:
     for whole, index in (SAFETENSORS, BINARY):
         if index in files.sizes and whole in files.sizes and whole not in _weight_map(files, index).values():
             raise ConfigError(
-                f"{files} has both {whole} and {index}, and they may be of different times: delete the one that is "
-                "older, with the files that it names, or import from a copy without it"
+                f"{files} has both {whole} and {index}, and the index does not name that file, so the two may be of "
+                "different times: import from a copy of the directory that has only the newer one"
             )
         if {index, whole} & files.sizes.keys():
             return index if index in files.sizes else ""
